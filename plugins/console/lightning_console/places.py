@@ -59,6 +59,8 @@ class Places:
         """Why stores of the last look could not be read, by their URL without its password."""
         self._given = dict(stores or {})
         self._opened: dict[str, Store] = {}
+        self._homes: dict[str, str] = {}
+        """Where keys were found, to look there first."""
         self._opening = asyncio.Lock()
 
     async def stores(self) -> dict[str, Store]:
@@ -93,16 +95,18 @@ class Places:
         parts = KEY.fullmatch(key)
         name, mark = (unquote(parts["id"]), parts["mark"]) if parts else (key, None)
         refused: LightningError | None = None
-        for url, store in (await self.stores()).items():
+        stores = await self.stores()
+        for url in sorted(stores, key=lambda url: url != self._homes.get(key)):
             if mark and mark != mark_of(url):
                 continue
             try:
-                run = await store.get_run(name)
+                run = await stores[url].get_run(name)
             except LightningError as error:
                 refused = error
                 continue
             if run is not None and self.project in (None, run.project):
-                return Located(key, run, store, url)
+                self._homes[key] = url
+                return Located(key, run, stores[url], url)
         if refused is not None:
             raise refused
         why = "".join(f"; {url} cannot be read: {said}" for url, said in self.unreadable.items())
