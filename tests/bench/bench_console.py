@@ -25,7 +25,7 @@ from lightning.plugins import plugins
 from lightning.store.epochs import mark_over
 from lightning.store.pages import each_rollout
 from lightning.store.url import sqlite_url
-from lightning.types import Run
+from lightning.types import Json, Run
 from lightning_console.places import Places
 from lightning_console.router import show
 
@@ -64,7 +64,13 @@ async def fill(path: Path, names: list[str], rollouts: int, steps: int) -> None:
     store = plugins().store(sqlite_url(path))
     await store.open()
     tasks = {"train": [f"task-{n:016x}" for n in range(1000)], "val": [f"task-{n:016x}" for n in range(200)]}
-    config = {"model": "m", "seed": 0, "tasks": tasks, "config": Config().model_dump(mode="json"), "algorithm": None}
+    config: dict[str, Json] = {
+        "model": "m",
+        "seed": 0,
+        "tasks": tasks,
+        "config": Config().model_dump(mode="json"),
+        "algorithm": None,
+    }
     for name in names:
         await store.put_run(Run(name, name, config, 1.7e9 + len(name)))
         await mark_over(store, name, True)

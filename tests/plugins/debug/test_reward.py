@@ -24,7 +24,7 @@ from lightning.testing import Reply, ToolCall, rollout
 from lightning.trainer.runs import describe_algorithm
 from lightning.types import Fault, Rollout, Status, StepRecord, Task, Transition, logprobs, token_ids
 from lightning_debug import transcript
-from lightning_debug.regrade import RewardTrial, _explained, _Trial, rank_correlation, try_grader
+from lightning_debug.regrade import RewardTrial, _Trial, explained_by, rank_correlation, try_grader
 from lightning_debug.reward_command import show
 from lightning_debug.transcript import Transcript, text_of, tool_calls_of, transcript_of
 
@@ -357,6 +357,6 @@ def test_parts_that_add_up_explain_all_of_the_reward() -> None:
             self.parts = parts
 
     seen: Any = [One(a=1.0, b=0.0), One(a=0.0, b=0.2), One(a=1.0, b=0.1)]
-    found = _explained(seen, np.array([sum(one.parts.values()) for one in seen]))
+    found = explained_by(seen, np.array([sum(one.parts.values()) for one in seen]))
     assert sum(found.values()) == pytest.approx(1.0)
     assert found["a"] > 0.9
