@@ -69,6 +69,8 @@ def demo(
 ) -> None:
     """Train a real agent with a real vLLM on this machine, and compare it before and after."""
     console = Console()
+    if watch:
+        _check_console()
     chosen = plugins().demo(name)() if name else _default()
     name = chosen.name
     folder = out or _folder(name, resume=resume)
@@ -161,13 +163,16 @@ def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, cons
     )
 
 
-@contextlib.contextmanager
-def _console(folder: Path) -> Iterator[None]:
-    """The console of a run, in a process of its own: whatever becomes of it, training does not hear of it. Raises
-    `MissingExtraError` where it cannot be started."""
+def _check_console() -> None:
+    """Raise `MissingExtraError` where no console can be shown."""
     for package in ("lightning_console", "gradio"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError("console", package)
+
+
+@contextlib.contextmanager
+def _console(folder: Path) -> Iterator[None]:
+    """The console of a run, in a process of its own: whatever becomes of it, training does not hear of it."""
     folder.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen([sys.executable, "-m", "lightning", "console", str(folder)])  # noqa: S603 — our own command
     try:
