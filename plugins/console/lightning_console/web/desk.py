@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -18,13 +17,11 @@ from lightning.store.protocol import Store
 
 from lightning_console import router
 from lightning_console.address import Address
-from lightning_console.blocks import Link, Notice, Notices, Page
+from lightning_console.blocks import Page
 from lightning_console.places import Places
 from lightning_console.web import actions
 from lightning_console.web.chat import Chat
 from lightning_console.web.visitors import Visitor, visitor
-
-logger = logging.getLogger(__name__)
 
 SECONDS: Final = 60.0
 """Until a page is given up."""
@@ -84,18 +81,12 @@ class Desk:
                 page = await router.show(places, text)
                 return await actions.with_actions(places, who, page)
         except TimeoutError:
-            return _cannot(text, f"this page took more than {SECONDS:g} s: it asks for too much, or its store is slow")
+            return router.cannot_show(
+                text, f"this page took more than {SECONDS:g} s: it asks for too much, or its store is slow"
+            )
         except LightningError as error:
-            return _cannot(text, str(error))
-        except Exception as error:
-            logger.exception("the page %r could not be made", text[:200])
-            return _cannot(text, f"a fault of the console: {type(error).__name__}: {error}; its log says more")
+            return router.cannot_show(text, str(error))
 
     async def _store(self, places: Places) -> Store | None:
         stores = await places.stores()
         return next(iter(stores.values()), None)
-
-
-def _cannot(address: str, why: str) -> Page:
-    notices = Notices([Notice(why, "bad", links=(Link("all runs", "runs"),))])
-    return Page(address, "This cannot be shown", [notices], (Link("Runs", "runs"),), live=True)

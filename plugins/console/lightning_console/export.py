@@ -1,0 +1,203 @@
+"""Pages as a folder that opens from a disk, without a server: a report for a colleague, or for a paper.
+
+The invariant: the folder has what the console would show, and says what it leaves out; it asks no host for anything, and
+Gradio is not needed to write or to read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import shutil
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+from lightning.errors import ConfigError, DataError
+
+from lightning_console import router
+from lightning_console.address import Address
+from lightning_console.blocks import Notices, Page
+from lightning_console.places import Places
+
+STATIC: Final = Path(__file__).parent / "static"
+MARK: Final = "lightning-export.json"
+"""The file by which a folder is known for an export, which a new one may replace."""
+PAGES_FOR_A_ROLLOUT: Final = 8
+"""Pages at most: so many for each rollout of the limit, and `OTHER_PAGES` beside."""
+OTHER_PAGES: Final = 200
+BYTES: Final = 200 << 20
+LINKS: Final = frozenset({"to", "compare", "previous", "next", "to_left", "to_right"})
+"""Fields of pages and blocks that are addresses, or lists of addresses."""
+KEPT: Final = frozenset({"call", "attempt", "cursor", "of", "from", "runs"})
+"""Options of addresses that are followed. Others sort or filter: each would be one more copy of a page."""
+INDEX: Final = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><link rel="icon" href="data:,">
+{styles}
+<style>body {{ margin: 0; font-family: ui-sans-serif, system-ui, sans-serif; }}</style></head>
+<body><div id="host"></div>
+{scripts}
+<script src="data/index.js"></script>
+</body></html>
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """An export: its `index.html`, how many pages it has, and in words what is in it and what is not."""
+
+    index: Path
+    pages: int
+    said: str
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was reached so far. `rollouts` are those with a page, `left_out` those without."""
+
+    limit: int
+    files: dict[str, str] = field(default_factory=dict)
+    rollouts: set[tuple[str, ...]] = field(default_factory=set)
+    left_out: set[tuple[str, ...]] = field(default_factory=set)
+    pages_left_out: int = 0
+    bytes: int = 0
+
+    def takes(self, address: Address) -> bool:
+        """Whether there is room for a page."""
+        if address.page == "rollout" and address.about not in self.rollouts:
+            if len(self.rollouts) >= self.limit:
+                self.left_out.add(address.about)
+                return False
+            self.rollouts.add(address.about)
+        most = OTHER_PAGES + PAGES_FOR_A_ROLLOUT * self.limit
+        if len(self.files) < most and self.bytes < BYTES:
+            return True
+        self.pages_left_out += 1
+        return False
+
+    def said(self) -> str:
+        """What is in the folder, and what is not."""
+        text = f"{len(self.files)} pages with {len(self.rollouts)} rollouts"
+        if self.left_out:
+            text += f"; at least {len(self.left_out)} rollouts are left out: --limit {self.limit} was the limit"
+        if self.pages_left_out:
+            text += f"; {self.pages_left_out} other pages are left out"
+        return text
+
+
+async def export_pages(where: str, start: str, folder: Path, *, rollouts: int = 100) -> Exported:
+    """Write the page `start` of a place and all that its links lead to, the nearest first, with `rollouts` of them at most.
+
+    Raises `ConfigError` for a folder that has something else in it, and for a start that cannot be shown.
+    """
+    places = Places(where)
+    found = _Found(rollouts)
+    try:
+        await _check_start(places, start)
+        _prepare(folder)
+        waiting = deque([start, "resources"])
+        asked = set(waiting)
+        while waiting:
+            text = waiting.popleft()
+            address = Address.parse(text)
+            if not found.takes(address):
+                continue
+            shown = await router.show(places, text)
+            if text == start and shown.title == router.CANNOT:
+                raise DataError(f"{start} cannot be exported: {_why(shown)}")
+            page = {**shown.to_json(), "live": False, "address": text}
+            page["blocks"] = [block for block in page["blocks"] if block["component"] not in ("Actions", "Controls")]
+            for link in links_of(page):
+                if link not in asked and _is_followed(link, start):
+                    asked.add(link)
+                    waiting.append(link)
+            found.files[text] = _write_page(folder, text, page, found)
+    finally:
+        await places.close()
+    _write_index(folder, start, found)
+    return Exported(folder / "index.html", len(found.files), found.said())
+
+
+async def _check_start(places: Places, start: str) -> None:
+    address = Address.parse(start)
+    if address.page == "run" and address.about:
+        await places.find(address.about[0])
+    elif not await places.stores():
+        raise ConfigError(f"there is nothing to export in {places.where}: it has no run")
+
+
+def _prepare(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / MARK).is_file())):
+        raise ConfigError(f"{folder} has something else in it: give --export a folder that is new, or an older export")
+    shutil.rmtree(folder / "data", ignore_errors=True)
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    (folder / "static").mkdir(exist_ok=True)
+    for file in STATIC.iterdir():
+        if file.suffix in (".js", ".css"):
+            shutil.copyfile(file, folder / "static" / file.name)
+
+
+def _why(page: Page) -> str:
+    said = [notice.text for block in page.blocks if isinstance(block, Notices) for notice in block.notices]
+    return " ".join(said)
+
+
+def links_of(value: object) -> Iterator[str]:
+    """The addresses that the JSON of a page names, in its order."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if name in LINKS:
+                yield from _texts(item)
+            else:
+                yield from links_of(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from links_of(item)
+
+
+def _texts(item: object) -> Iterable[str]:
+    found = item if isinstance(item, list | tuple) else (item,)
+    return [text for text in found if isinstance(text, str) and text]
+
+
+def _is_followed(link: str, start: str) -> bool:
+    """Whether an exported page may lead there: another run than that of the start is not followed."""
+    try:
+        address, first = Address.parse(link), Address.parse(start)
+    except DataError:
+        return False
+    if address.page not in router.PAGES or set(address.options) - KEPT:
+        return False
+    about_one_run = first.page == "run" and address.page in ("run", "step", "group", "rollout", "rewards")
+    return not about_one_run or address.about[:1] == first.about
+
+
+def _write_page(folder: Path, address: str, page: dict[str, Any], found: _Found) -> str:
+    """Write the script that has a page; returns its name."""
+    written = orjson.dumps(page, default=str, option=orjson.OPT_NON_STR_KEYS)
+    name = f"{hashlib.sha256(address.encode()).hexdigest()[:16]}.js"
+    (folder / "data" / name).write_bytes(b"lightning.page(" + _as_script(written) + b");\n")
+    found.bytes += len(written)
+    return name
+
+
+def _as_script(written: bytes) -> bytes:
+    """JSON as a script may have it: two line ends of Unicode end a line of older JavaScript."""
+    return written.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+
+
+def _write_index(folder: Path, start: str, found: _Found) -> None:
+    index = {"start": start, "files": found.files, "said": found.said()}
+    began = b"lightning.start(document.getElementById('host'), lightning.exported("
+    (folder / "data" / "index.js").write_bytes(began + _as_script(orjson.dumps(index)) + b"));\n")
+    names = sorted(file.name for file in STATIC.iterdir())
+    styles = "\n".join(f'<link rel="stylesheet" href="static/{name}">' for name in names if name.endswith(".css"))
+    scripts = "\n".join(f'<script src="static/{name}"></script>' for name in names if name.endswith(".js"))
+    page = INDEX.format(title=html.escape(f"{start} · lightning"), styles=styles, scripts=scripts)
+    (folder / "index.html").write_text(page, encoding="utf-8")
+    (folder / MARK).write_text(json.dumps({"start": start, "pages": len(found.files), "said": found.said()}) + "\n")
