@@ -83,7 +83,8 @@ def build(path: str, show: Asked, act: Asked) -> Starlette:
         show_error=False,
         theme=theme,
         head='<link rel="icon" href="data:,">',
-        css="#console-host, .gradio-container, .gradio-container main {padding: 0 !important; max-width: none !important}",
+        css="#console-host, #console-host .html-container, .gradio-container, .gradio-container main, .gradio-container .main "
+        "{padding: 0 !important; max-width: none !important}",
     )
     return app  # type: ignore[no-any-return]
 
