@@ -24,6 +24,9 @@ STEP, TOKEN = "step", "trained token"
 other tokens than before."""
 FASTER = 0.5
 """What slow tools and slow code are weighed at: a part of their time that a user may reach, beside settings that are exact."""
+TURNS = "sampling and training in turns"
+OLDER = 0.5
+"""What its saving counts for in the order: it is paid for with older tokens, from which less is learned."""
 REUSED = 16
 """Rollouts that a process runs, where one for each rollout costs much."""
 SMALL = 512
@@ -51,13 +54,18 @@ class Help:
 
 
 def find_helps(profile: Profile) -> list[Help]:
-    """What would save at least `WORTH`, the most first. Nothing simulated where the planner cannot calibrate on the run."""
+    """What would save at least `WORTH`, the most first, and what is paid for with `OLDER` tokens at half of its saving. Nothing
+    simulated where the planner cannot calibrate on the run."""
     config, what_if = recorded_config(profile.recorded), WhatIf.of(profile)
     found = [*_counted(profile, config)]
     if what_if is not None:
         for rule in (_concurrency, _staleness, _queue, _tools, _agent_code, _prefixes):
             found += rule(profile, config, what_if)
-    return sorted((one for one in found if one.saves >= WORTH), key=lambda one: -one.saves)
+    return sorted((one for one in found if one.saves >= WORTH), key=_worth, reverse=True)
+
+
+def _worth(found: Help) -> float:
+    return found.saves * (OLDER if found.cause == TURNS else 1.0)
 
 
 def _counted(profile: Profile, config: Config) -> Iterable[Help]:
@@ -271,7 +279,7 @@ def _staleness(profile: Profile, config: Config, what_if: WhatIf) -> Iterable[He
     waiting = sorted(profile.activities, key=lambda one: one.start - one.end)
     idle = profile.seconds - profile.waiting
     yield Help(
-        "sampling and training in turns",
+        TURNS,
         f"agents wait {idle / len(profile.steps):.2f} s of a step for the trainer, and {profile.places_idle:.0%} of the places "
         "are empty while it waits for them: go on sampling while it trains. It then learns from older tokens",
         (f"trainer.max_staleness={bound}",),
