@@ -44,6 +44,9 @@ def console(
     ] = "runs",
     port: Annotated[int, typer.Option(help="The port on this machine; 0 takes a free one.", min=0, max=65535)] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
+    page: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="The first page: an address, such as run/RUN or step/RUN/3.")
+    ] = "",
     export: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write the pages into a folder that opens without a server, and stop."),
@@ -63,7 +66,7 @@ def console(
         return
     if mcp and export is not None:
         raise ConfigError("give --mcp or --export DIR: one of the two")
-    target = find(place)
+    target = find(place, page)
     if export is not None:
         from lightning_console.export import export_pages
 
@@ -78,20 +81,23 @@ def console(
             run_to_end(_serve(target, port, browser, seconds))
 
 
-def find(place: str) -> Target:
-    """What a command line names. Raises `ConfigError` for a place that is none."""
+def find(place: str, page: str = "") -> Target:
+    """What a command line names; `page` is the first page, where it is not the one of the place itself. Raises `ConfigError`
+    for a place that is none, `DataError` for an address that is none."""
+    if page:
+        Address.parse(page)
     if "://" in place:
         is_server = place.partition("://")[0] in ("http", "https")
-        return Target(_patient(place) if is_server else place, "runs")
+        return Target(_patient(place) if is_server else place, page or "runs")
     path = Path(place)
     if store_in(path):
-        return Target(place, str(Address("run", (run_id_of(path),))))
+        return Target(place, page or str(Address("run", (run_id_of(path),))))
     if not path.exists() and place != "runs":
         with contextlib.suppress(ConfigError):
             locate(place, Path("runs"))
-            return find(str(Path("runs") / place))
+            return find(str(Path("runs") / place), page)
     databases(place)  # says what is wrong
-    return Target(place, "runs")
+    return Target(place, page or "runs")
 
 
 def _patient(url: str) -> str:

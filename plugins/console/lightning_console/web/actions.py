@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from lightning.errors import ConfigError, DataError
-from lightning.store.protocol import LATEST, Store
+from lightning.store.protocol import Store
 
 from lightning_console.address import Address
 from lightning_console.blocks import Action, Actions, Block, Notice, Notices, Page
@@ -39,7 +39,7 @@ async def _note(places: Places, who: Visitor, given: Mapping[str, Any]) -> str:
 
 
 async def _promote(places: Places, who: Visitor, given: Mapping[str, Any]) -> str:
-    store, name = await _store(places, _text(given, "place")), _text(given, "name")
+    store, name = await _store(places, _text(given, "store")), _text(given, "name")
     alias, version = _text(given, "alias").strip() or PRODUCTION, _text(given, "version").strip()
     if not version.isdecimal():
         raise DataError(f"{version[:40]!r} is no version: give its number")
@@ -48,7 +48,7 @@ async def _promote(places: Places, who: Visitor, given: Mapping[str, Any]) -> st
 
 
 async def _roll_back(places: Places, who: Visitor, given: Mapping[str, Any]) -> str:
-    store = await _store(places, _text(given, "place"))
+    store = await _store(places, _text(given, "store"))
     moved = await store.roll_back_alias(_text(given, "name"), _text(given, "alias"))
     return f"{moved.name}@{moved.alias} is version {moved.version} again"
 
@@ -71,13 +71,11 @@ async def _store(places: Places, url: str) -> Store:
 
 
 async def with_actions(places: Places, who: Visitor, page: Page) -> Page:
-    """A page with the notes of its run, and the buttons that its visitor may press; with those of others left out."""
+    """A page with the notes of its run and a button for another one; without any button for who may only look."""
     address = Address.parse(page.address)
     blocks: list[Block] = [block for block in page.blocks if who.changes or not isinstance(block, Actions)]
     if address.page == "run" and len(address.about) == 1:
         blocks += await _of_run(places, who, address.about[0])
-    if address.page == "resources" and len(address.about) == 1 and who.changes:
-        blocks += await _of_resource(places, address.about[0])
     return replace(page, blocks=blocks)
 
 
@@ -89,27 +87,6 @@ async def _of_run(places: Places, who: Visitor, key: str) -> list[Block]:
         blocks.append(Notices(said, title="Notes"))
     if who.changes:
         blocks.append(Actions([Action("note", "Leave a note", {"run": key}, fields=[("text", "Note")])]))
-    return blocks
-
-
-async def _of_resource(places: Places, name: str) -> list[Block]:
-    blocks: list[Block] = []
-    stores = await places.stores()
-    for url, store in stores.items():
-        versions = await store.list_resources(name)
-        if not versions:
-            continue
-        newest = str(versions[-1].version)
-        fields = [("version", f"Version (1 to {newest})"), ("alias", f"Alias (empty: {PRODUCTION})")]
-        buttons = [Action("promote", "Promote a version", {"place": url, "name": name}, fields=fields)]
-        for alias in await store.list_aliases(name):
-            if alias.alias == LATEST or len(await store.alias_history(name, alias.alias)) < 2:
-                continue
-            asked = f"{name}@{alias.alias} is version {alias.version}. Point it to where it pointed before?"
-            arguments = {"place": url, "name": name, "alias": alias.alias}
-            buttons.append(Action("roll_back", f"Roll back {alias.alias}", arguments, ask=asked))
-        title = "Change" if len(stores) == 1 else f"Change in {url}"
-        blocks.append(Actions(buttons, title=title))
     return blocks
 
 

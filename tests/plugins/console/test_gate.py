@@ -1,0 +1,181 @@
+"""Who may open a console: asked over HTTP, with something small in the place of Gradio."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import httpx
+import pytest
+from lightning.server.auth import Authenticator, issue_token
+from lightning.store.memory import MemoryStore
+from lightning.types import Scope
+from lightning_console.web.gate import Gate
+from lightning_console.web.visitors import Door, OwnDoor, TokenDoor, visitor
+from starlette.responses import PlainTextResponse
+
+BASE = "http://127.0.0.1:8765"
+
+
+@asynccontextmanager
+async def opened(door: Door, *, secure: bool = False) -> AsyncIterator[httpx.AsyncClient]:
+    """A browser before a gate behind which everybody is greeted by name."""
+
+    async def inside() -> object:
+        async def greet(scope, receive, send) -> None:
+            assert scope["query_string"] == b"", "Gradio has a `page` of its own"
+            await PlainTextResponse(f"hello {visitor().name}, of {visitor().project}")(scope, receive, send)
+
+        return greet
+
+    gate = Gate(door, "/console", inside, secure=secure)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url=BASE) as client:
+        yield client
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[MemoryStore]:
+    store = MemoryStore()
+    await store.open()
+    yield store
+    await store.close()
+
+
+async def token_of(store: MemoryStore, scope: Scope, project: str = "default", ttl: float | None = None) -> str:
+    token, plain = issue_token(scope, project, name=f"{scope}'s", ttl=ttl)
+    await store.put_token(token)
+    return plain
+
+
+# on a person's own machine -------------------------------------------------------------------------------------
+async def test_the_printed_address_opens_the_console_and_nothing_else_does() -> None:
+    door = OwnDoor()
+    async with opened(door) as client:
+        for path in (
+            "/console/",
+            "/console/config",
+            "/console/gradio_api/component_server",
+            "/console/lightning/shell.js",
+        ):
+            assert (await client.get(path)).status_code == 401
+        wrong = await client.get("/console/?token=guessed")
+        assert (wrong.status_code, "has printed" in wrong.text) == (401, True)
+        let_in = await client.get(f"/console/?token={door.token}&page=run%2Fa")
+        assert let_in.status_code == 303
+        assert let_in.headers["location"] == "/console/?page=run%2Fa", "the token does not stay in the address bar"
+        cookie = let_in.headers["set-cookie"].lower()
+        assert all(part in cookie for part in ("httponly", "samesite=strict", "path=/console"))
+        assert door.token.lower() not in cookie
+        assert (await client.get("/console/?page=run%2Fa")).text == "hello , of None"
+        assert "lightning.start" in (await client.get("/console/lightning/shell.js")).text
+
+
+async def test_a_page_of_another_site_and_of_another_port_does_nothing() -> None:
+    door = OwnDoor()
+    async with opened(door) as client:
+        await client.get(f"/console/?token={door.token}")
+        call = "/console/gradio_api/component_server"
+        for headers in (
+            {"origin": "https://evil.example"},
+            {"origin": "http://127.0.0.1:9999"},
+            {"origin": "null"},
+            {"sec-fetch-site": "cross-site", "sec-fetch-mode": "cors"},
+            {"sec-fetch-site": "same-site", "sec-fetch-mode": "cors"},
+        ):
+            assert (await client.post(call, headers=headers)).status_code == 403, headers
+        followed = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+        assert (await client.get("/console/", headers=followed)).status_code == 200, "a link in a mail may be followed"
+        assert (await client.post(call, headers={"origin": BASE, "sec-fetch-site": "same-origin"})).status_code == 200
+
+
+async def test_of_gradio_s_own_routes_only_those_are_open_that_a_page_uses() -> None:
+    door = OwnDoor()
+    async with opened(door) as client:
+        await client.get(f"/console/?token={door.token}")
+        for path in ("upload", "file=/etc/passwd", "proxy=http://x", "queue/join", "mcp/sse", "run/show", "monitoring"):
+            assert (await client.get(f"/console/gradio_api/{path}")).status_code == 404, path
+        for path in (
+            "monitoring/summary",
+            "file=/etc/passwd",
+            "lightning/../plugin.py",
+            "lightning/..%2Fplugin.py",
+            "docs",
+        ):
+            assert (await client.get(f"/console/{path}")).status_code == 404, path
+
+
+async def test_a_page_may_ask_this_server_alone() -> None:
+    door = OwnDoor()
+    async with opened(door) as client:
+        answer = await client.get(f"/console/?token={door.token}", follow_redirects=True)
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'self'" in policy
+    assert "http" not in policy
+    assert answer.headers["cache-control"] == "no-store"
+
+
+# on a server's port --------------------------------------------------------------------------------------------
+async def test_a_viewer_logs_in_and_out(store: MemoryStore) -> None:
+    plain = await token_of(store, Scope.VIEWER, "team-a")
+    async with opened(TokenDoor(Authenticator(store)), secure=True) as client:
+        asked = await client.get("/console/?page=run%2Fa")
+        assert (asked.status_code, asked.headers["location"]) == (303, "/console/login?next=run/a")
+        assert (await client.get("/console/gradio_api/info")).status_code == 401
+        form = await client.get("/console/login?next=run/a")
+        assert 'name="token"' in form.text
+        assert 'value="run/a"' in form.text
+        let_in = await client.post("/console/login", data={"token": f" {plain}\n", "next": "run/a"})
+        assert (let_in.status_code, let_in.headers["location"]) == (303, "/console/?page=run%2Fa")
+        cookie = let_in.headers["set-cookie"]
+        assert plain not in cookie
+        assert plain.rpartition("_")[2] not in cookie
+        assert all(part in cookie.lower() for part in ("httponly", "samesite=strict", "secure"))
+        session = {"cookie": cookie.partition(";")[0]}
+        assert (await client.get("/console/", headers=session)).text == "hello viewer's, of team-a"
+        assert (await client.post("/console/logout", headers=session)).status_code == 303
+        assert (await client.get("/console/", headers=session)).status_code == 303, (
+            "the session is over at the server too"
+        )
+
+
+async def test_what_opens_nothing_is_told_so_and_counted_as_a_wrong_token(store: MemoryStore) -> None:
+    runner = await token_of(store, Scope.RUNNER)
+    plain = await token_of(store, Scope.VIEWER)
+    async with opened(TokenDoor(Authenticator(store))) as client:
+        for given, status, said in (
+            ("", 401, "No token"),
+            ("guess", 401, "no token"),
+            (plain[:-1] + ("A" if plain[-1] != "A" else "B"), 401, "not one of this server"),
+            (runner, 403, "needs viewer or trainer or admin"),
+            ("x" * 10_000, 413, "no token"),
+        ):
+            answer = await client.post("/console/login", data={"token": given})
+            assert answer.status_code == status
+            assert said in answer.text
+            assert "set-cookie" not in answer.headers
+        marked = await client.get("/console/login?next=%22%3E%3Cscript%3E")
+        assert "<script>" not in marked.text
+
+
+async def test_a_session_ends_with_its_token(store: MemoryStore) -> None:
+    door = TokenDoor(Authenticator(store))
+    plain = await token_of(store, Scope.VIEWER)
+    brief, expired = issue_token(Scope.VIEWER, "default", ttl=1.0)
+    await store.put_token(brief)
+    first, second = await door.enter(plain), await door.enter(expired)
+    assert await door.find(first) is not None
+    await store.revoke_token(plain.split("_")[1])
+    time.sleep(1.1)  # what a server believes of a token, and the life of the second one
+    assert await door.find(first) is None
+    assert await door.find(second) is None
+    assert await door.find("made up") is None
+
+
+@pytest.mark.parametrize(("scope", "changes"), [(Scope.VIEWER, False), (Scope.TRAINER, True), (Scope.ADMIN, True)])
+async def test_who_may_change_something(store: MemoryStore, scope: Scope, changes: bool) -> None:
+    door = TokenDoor(Authenticator(store))
+    found = await door.find(await door.enter(await token_of(store, scope)))
+    assert found is not None
+    assert (found.changes, replace(found, session="").project) == (changes, "default")
