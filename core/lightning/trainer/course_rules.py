@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from lightning.trainer.diagnosis import Course, Diagnosis, Evidence
+from lightning.trainer.held_out_rules import held_out_falls, held_out_stays
 from lightning.trainer.summary import NAMED
 from lightning.trainer.trends import (
     LEAST,
@@ -27,7 +27,6 @@ from lightning.trainer.trends import (
     is_solved,
     last_steps,
     lengths_of,
-    mean_around,
     mean_of,
     noise_of,
     policy_fault_causes,
@@ -39,8 +38,6 @@ SURE: Final = 4.0
 """Standard errors from which on a difference between two windows is one, for rules that look after every step."""
 SURE_ONCE: Final = 2.5
 """The same for a rule that looks at the spread of several windows."""
-SURE_PAIRS: Final = 3.5
-"""Standard errors of one evaluation by which the mean of two is less than that of the two best."""
 FLAT_AFTER: Final = 20
 """Steps after which a reward that has not moved is said to be flat."""
 SMALL: Final = 0.15
@@ -231,33 +228,6 @@ def second_measure(evidence: Evidence) -> Iterator[Diagnosis]:
         )
 
 
-def held_out_falls(evidence: Evidence) -> Iterator[Diagnosis]:
-    """The held-out reward falls while that of the training tasks does not."""
-    course = evidence.course
-    results = [result for result in course.evaluations if result.rollouts and result.step <= len(course.steps)]
-    if len(results) < 4:
-        return
-    pairs = [(mean_of([one.score, other.score]), one, other) for one, other in pairwise(results)]
-    top, one, other = max(pairs[:-2], key=lambda pair: pair[0])
-    now_earned, _, last = pairs[-1]
-    if top - now_earned < SURE_PAIRS * max(one.error, other.error, last.error):
-        return
-    best = max(one, other, key=lambda result: result.score)
-    train = values_of(course, "reward_with_failures", "reward")
-    then, now = mean_around(train, best.step), mean_of(train[-WINDOW:])
-    if course.order == "shuffled" and now < then - 0.02 * max(abs(then), 1.0):
-        return  # both fall: that is a collapse
-    yield Diagnosis(
-        "held-out falls",
-        f"held-out tasks earned {best.score:.3f} after {best.step} steps and {last.score:.3f} "
-        f"after {last.step}, while the training tasks went from {then:.3f} to {now:.3f}: the policy learns its tasks by "
-        "heart, or what the reward of them pays. Give more tasks, end earlier (trainer.patience) and keep the best "
-        "(trainer.keep = 'best')",
-        serious=True,
-        steps=tuple(result.step for result in (best, last)),
-    )
-
-
 def collapsed(evidence: Evidence) -> Iterator[Diagnosis]:
     """The reward was much better once."""
     course = evidence.course
@@ -318,10 +288,16 @@ def equal_groups(evidence: Evidence) -> Iterator[Diagnosis]:
     if len(shares) < WINDOW or mean_of(shares) < MANY_EQUAL:
         return
     solved = is_solved(course)
+    since = None if solved else _all_at_once(course)
     yield Diagnosis(
         "equal groups",
         f"{mean_of(shares):.0%} of the groups teach nothing, since all of their rewards are equal (zero variance)"
         + (": the tasks are solved. Give harder ones" if solved else "")
+        + (
+            f", all at once after step {since}: it made the policy say always the same. Lower engine.lr"
+            if since
+            else ""
+        )
         + ". Choose tasks that the policy solves now and then"
         + ("" if course.order == "learnable" else " (--set trainer.order=learnable)")
         + ", raise group_size, or give partial credit",
@@ -329,6 +305,13 @@ def equal_groups(evidence: Evidence) -> Iterator[Diagnosis]:
         minor=solved,
         steps=last_steps(course),
     )
+
+
+def _all_at_once(course: Course) -> int | None:
+    """The step (from 1) in which at least half of the groups taught, and after which none did any more."""
+    used = [m["groups_used"] / m["groups"] for m in course.steps if m.get("groups") and "groups_used" in m]
+    last = max((place for place, share in enumerate(used) if share > 0), default=None)
+    return last + 1 if last is not None and used[last] >= 0.5 and last + 1 < len(used) else None
 
 
 def flat(evidence: Evidence) -> Iterator[Diagnosis]:
@@ -382,6 +365,7 @@ COURSE_RULES: Final[tuple[Callable[[Evidence], Iterator[Diagnosis]], ...]] = (
     cut_off,
     second_measure,
     held_out_falls,
+    held_out_stays,
     collapsed,
     entropy_moves,
     equal_groups,

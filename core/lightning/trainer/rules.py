@@ -20,7 +20,7 @@ from lightning.trainer.course_rules import COURSE_RULES
 from lightning.trainer.diagnosis import Attempted, Course, Diagnosis, Evidence
 from lightning.trainer.shared_memory import shared_answers
 from lightning.trainer.training_data import NOT, OF_MODEL, is_trainable
-from lightning.types import TOO_LONG, Caller, CallStatus, Transition
+from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition
 
 UNNAMED: Final = Caller("agent").agent
 """The name of a caller of whom no adapter and no header says anything."""
@@ -30,6 +30,15 @@ LEAST_PAIRS: Final = 60
 """Pairs of rollouts of one task, with other rewards, that are enough to say what the reward follows."""
 MOST_PAIRS: Final = 0.9
 """The share of them in which the longer one earns more that is no accident."""
+OUTSIDE: Final = re.compile(
+    r"connection|timed? ?out|refused|unreachable|unavailable|rate.?limit|quota|unauthori[sz]ed|forbidden"
+    r"|(?:http|status|code)\D{0,12}(?:401|403|429|50[0-4])\b",
+    re.IGNORECASE,
+)
+"""In the error of a tool that no arguments of a model could have made."""
+TOOL_RUNS: Final = 10
+MANY_TOOL_FAILURES: Final = 0.2
+"""The share of at least `TOOL_RUNS` runs of a tool that fail so."""
 MOST_NAMES: Final = 20
 """Callers that a sentence names at most."""
 
@@ -73,6 +82,24 @@ def silent_tools(evidence: Evidence) -> Iterator[Diagnosis]:
             f"the model asked for {calls} tool runs, and no tool run was reported. Mark the tools with @lightning.tool, or "
             "install the adapter of their framework (lightning adapters); without that no credit can be given for tools",
         )
+
+
+def failing_tools(evidence: Evidence) -> Iterator[Diagnosis]:
+    """A tool fails for what is no doing of the model: its service is down, slow, or refuses."""
+    runs: dict[str, list[ToolEvent]] = {}
+    for attempt in evidence.attempts:
+        for event in attempt.tool_events:
+            runs.setdefault(event.name, []).append(event)
+    for name, events in runs.items():
+        errors = [event.error for event in events if event.status == "error" and OUTSIDE.search(event.error)]
+        if len(events) >= TOOL_RUNS and len(errors) >= MANY_TOOL_FAILURES * len(events):
+            said = Counter(error.strip().rpartition("\n")[2][:120] for error in errors).most_common(1)[0][0]
+            yield Diagnosis(
+                f"failing tools/{name}",
+                f"the tool {name} failed in {len(errors)} of {len(events)} runs, and not by the model's doing ({said}): the "
+                "policy learns to avoid it, or learns from noise. Mend its service, or try again within the tool",
+                serious=True,
+            )
 
 
 def clamped(evidence: Evidence) -> Iterator[Diagnosis]:
@@ -271,6 +298,7 @@ RULES: Final[tuple[Callable[[Evidence], Iterator[Diagnosis]], ...]] = (
     uncalled,
     shared_memory,
     silent_tools,
+    failing_tools,
     clamped,
     requested_models,
     lost_names,

@@ -43,7 +43,7 @@ LAST: Final = 5
 """Steps whose mean reward stands for a run without held-out tasks."""
 FIRST: Final = (
     ("drift", "gap", "not finite", "failures", "policy faults"),
-    ("collapsed", "held-out falls", "second measure"),
+    ("collapsed", "held-out falls", "held-out stays", "second measure"),
 )
 """Causes that stand before others: those that make the rest doubtful, then those by which what was learned is lost."""
 NO_LEARNING: Final = (
@@ -243,7 +243,7 @@ async def _with_examples(store: Store, run: str, found: Diagnosis) -> Diagnosis:
     earned least."""
     if found.rollouts or not found.steps:
         return found
-    held_out = found.cause == "held-out falls"
+    held_out = found.cause in ("held-out falls", "held-out stays")
     rollouts = await all_rollouts(store, run, split=VAL if held_out else TRAIN, step=found.steps[-1])
     if held_out:  # those without a reward last: they say nothing of the policy
         rollouts = of_generation(rollouts, newest_generation(rollouts))

@@ -91,6 +91,9 @@ SICK = {
     "length": course(tokens=ramp(1000, 4000, noise=100)),
     "second measure/reward/right": course(**RISING, reward__right=ramp(0.5, 0.2, noise=0.02)),
     "held-out falls": course(evaluations=EVALUATIONS, **RISING),
+    "held-out stays": course(
+        evaluations=[Evaluation(step, 0.2, 200, 0, deviation=0.4) for step in range(0, 41, 10)], **RISING
+    ),
     "not finite": course(skipped_nonfinite=lambda step: float(step == 33)),
     "drift": course(drift_tokens=lambda step: 3.0 * (step == 12)),
 }
@@ -133,6 +136,19 @@ def test_a_collapse_says_what_else_changed_and_where_to_begin_again() -> None:
 
 def test_tokens_that_are_older_than_the_weights_are_no_gap() -> None:
     assert alarms(course(mean_logprob_gap=lambda step: 0.1, staleness_max=lambda step: 1.0)) == []
+
+
+@pytest.mark.parametrize("held_out", [(0.2, 0.5), (0.75, 0.76)], ids=["follows", "solved from the beginning"])
+def test_held_out_tasks_that_follow_or_were_solved_are_no_alarm(held_out: tuple[float, float]) -> None:
+    results = [Evaluation(step, held_out[step > 15], 200, 0, deviation=0.4) for step in range(0, 41, 10)]
+    assert alarms(course(evaluations=results, **RISING)) == []
+
+
+def test_a_policy_that_says_always_the_same_after_one_step_is_told_from_tasks_that_teach_nothing() -> None:
+    once = alarms(course(groups_used=lambda step: 12.0 * (step < 5)))
+    assert once[0].cause == "equal groups"
+    assert "after step 5: it made the policy say always the same. Lower engine.lr" in once[0].text
+    assert "engine.lr" not in alarms(course(groups_used=ramp(12, 1)))[0].text
 
 
 def test_both_rewards_falling_is_a_collapse_and_no_overfitting() -> None:

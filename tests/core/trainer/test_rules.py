@@ -215,3 +215,15 @@ def test_a_reward_that_follows_length_is_named() -> None:
     mixed = [said(3 + (length * 5) % 8, float(length > 3), group) for group in range(4) for length in range(8)]
     assert diagnose(mixed) == []
     assert diagnose(longer[:8]) == [], "too few to say"
+
+
+def test_a_tool_whose_service_fails_is_told_from_one_that_the_model_asks_wrongly() -> None:
+    down = ToolEvent("search", "error", error="ConnectionError: search service: 503 upstream")
+    wrong = ToolEvent("search", "error", error="ValueError: no such column: 500")
+    fine = ToolEvent("search", "ok")
+    (found,) = diagnose([Attempted([call()], (down, *[fine] * 3))] * 4)
+    assert found.cause == "failing tools/search"
+    assert found.text.startswith("the tool search failed in 4 of 16 runs, and not by the model's doing (ConnectionError")
+    assert found.serious
+    assert diagnose([Attempted([call()], (wrong, *[fine] * 3))] * 4) == []
+    assert diagnose([Attempted([call()], (down,) * 9)]) == [], "nine runs are few"
