@@ -22,6 +22,8 @@ from lightning_console.address import Address
 from lightning_console.places import Places
 
 SKILL = Path(__file__).parent / "SKILL.md"
+WAITS = 2.0
+"""Seconds that a page waits for what takes long; it is shown without it then, and completes itself."""
 PATIENCE = "patience=5"
 """How long a page waits for a server that does not answer, in seconds, unless its URL says otherwise."""
 
@@ -109,7 +111,7 @@ def _patient(url: str) -> str:
 async def _serve(target: Target, port: int, browser: bool, seconds: float | None) -> None:
     from lightning_console.web.local import local_console
 
-    places = Places(target.where)
+    places = Places(target.where, patience=WAITS)
     await places.stores()
     for url, why in places.unreadable.items():
         if len(places.unreadable) == len(databases(target.where)):

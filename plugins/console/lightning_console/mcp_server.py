@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning._version import __version__
+from lightning import __version__
 from lightning.errors import MissingExtraError
 
 from lightning_console import router

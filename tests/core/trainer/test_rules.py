@@ -223,7 +223,9 @@ def test_a_tool_whose_service_fails_is_told_from_one_that_the_model_asks_wrongly
     fine = ToolEvent("search", "ok")
     (found,) = diagnose([Attempted([call()], (down, *[fine] * 3))] * 4)
     assert found.cause == "failing tools/search"
-    assert found.text.startswith("the tool search failed in 4 of 16 runs, and not by the model's doing (ConnectionError")
+    assert found.text.startswith(
+        "the tool search failed in 4 of 16 runs, and not by the model's doing (ConnectionError"
+    )
     assert found.serious
     assert diagnose([Attempted([call()], (wrong, *[fine] * 3))] * 4) == []
     assert diagnose([Attempted([call()], (down,) * 9)]) == [], "nine runs are few"

@@ -16,6 +16,8 @@ from lightning_console.web.shell import Shell
 from lightning_console.web.visitors import TokenDoor, Visitor
 
 HERE: Final = "this server"
+WAITS: Final = 2.0
+"""Seconds that a page waits for what takes long; it is shown without it then, and completes itself."""
 
 
 class ConsoleApp:
@@ -32,7 +34,7 @@ class ConsoleApp:
     def _places_of(self, who: Visitor) -> Places:
         if who.project not in self._places:
             seen = self._projects.of(who.project)
-            self._places[who.project] = Places(HERE, stores={HERE: seen}, project=who.project)
+            self._places[who.project] = Places(HERE, stores={HERE: seen}, project=who.project, patience=WAITS)
         return self._places[who.project]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
