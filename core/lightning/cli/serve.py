@@ -88,7 +88,9 @@ async def _serve_store(console: Console, place: str, settings: Config, out: Path
         if server.admin_file is not None:
             console.print(f"the first admin token is in {server.admin_file}: keep it; `lightning token` makes others")
         for path in server.web_apps:
-            console.print(f"{server.url}{path} is a page for people; it asks for a viewer's token, or the admin's")
+            console.print(
+                f"{server.url}{path} is a page for people; it asks for a token: lightning token create viewer"
+            )
         token = f"$(cat {server.runner_file})" if server.runner_file else "..."
         console.print(f"run agents with: LIGHTNING_TOKEN={token} lightning runner --server {server.url} MODULE:AGENT")
         if server.runner_file is None:

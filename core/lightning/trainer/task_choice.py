@@ -45,8 +45,9 @@ STATE = "task_choice/past"
 READ_AT_ONCE = 1000
 RANGE_STEPS, OUTLIERS = 20, 0.01
 """The last steps whose rewards say in which range they lie, and the share at either end that does not."""
-LARGEST, ROUNDING = 1e150, 1e-7
-"""Of a reward beyond the first no square could be computed; of a range below this part of the rewards no variance."""
+LARGEST, SMALLEST, ROUNDING = 1e150, 1e-150, 1e-7
+"""Of a reward beyond the first, or a range below the second, no square could be computed; of a range below the third part of
+the rewards no variance."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -137,7 +138,7 @@ class TaskChoice:
         rewarded, sums, squares, failed, _ = self._sums.T * 0.5 ** ((self._steps - 1 - self._at) / HALF_LIFE)
         low, high = self._range() or (0.0, 0.0)
         width = high - low
-        differ = width > ROUNDING * max(abs(low), abs(high))
+        differ = width > max(ROUNDING * max(abs(low), abs(high)), SMALLEST)
         count = np.where(rewarded > 0, rewarded, 1.0)
         mean = sums / count
         variance = (squares / count - mean**2) / width**2 if differ else np.zeros_like(mean)

@@ -76,8 +76,11 @@ def test_failures_are_told_apart_and_never_a_silent_zero(vllm: ScriptedVLLM, cap
 
 
 def test_a_stopped_one_goes_on_and_a_finished_one_asks_nothing(vllm: ScriptedVLLM, capsys: Any) -> None:
+    stopped: list[bool] = []
+
     def stops(body: Any, model: Path) -> str:
-        if len(vllm.bodies) == 10:
+        if len(vllm.bodies) >= 10 and not stopped:  # of two that come at once neither may see exactly ten
+            stopped.append(True)
             signal.raise_signal(signal.SIGINT)
         return "yes"
 
