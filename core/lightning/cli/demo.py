@@ -30,6 +30,7 @@ HELD_OUT = 200
 TRAIN_TASKS = 4000
 PAGES = "pages"
 """The folder, in that of the run, of the console's pages."""
+PAGES_SECONDS = 300.0
 PAGES_ROLLOUTS = 24
 """Rollouts with a page of their own: these are made in seconds."""
 
@@ -179,7 +180,10 @@ def _console(folder: Path) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait()
+        try:
+            process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def _write_pages(folder: Path) -> Path | None:
@@ -188,17 +192,23 @@ def _write_pages(folder: Path) -> Path | None:
         return None
     pages = folder / PAGES
     command = [sys.executable, "-m", "lightning", "console", str(folder), "--export", str(pages)]
-    done = subprocess.run(  # noqa: S603 — our own command
-        [*command, "--limit", str(PAGES_ROLLOUTS)],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
-    if done.returncode:
-        logger.warning(
-            "the pages of the run were not written: %s", done.stderr.strip() or f"exit code {done.returncode}"
+    try:
+        done = subprocess.run(  # noqa: S603 — our own command
+            [*command, "--limit", str(PAGES_ROLLOUTS)],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            check=False,
+            timeout=PAGES_SECONDS,
         )
+    except subprocess.TimeoutExpired:
+        logger.warning(
+            "the pages of the run were not written in %g s: lightning console %s --export DIR", PAGES_SECONDS, folder
+        )
+        return None
+    if done.returncode:
+        why = done.stderr.strip() or f"exit code {done.returncode}"
+        logger.warning("the pages of the run were not written: %s", why)
         return None
     return pages / "index.html"
 

@@ -24,10 +24,13 @@ def mount_web_apps(resources: AsyncExitStack, gateway: Gateway, host: Host) -> l
         path = f"/{name}"
         try:
             app = plugins().web_app(name)(replace(host, path=path))
+            resources.push_async_callback(app.close)
             gateway.mount(app, name)
         except LightningError as error:
             logger.warning("nothing answers at %s: %s", path, error)
             continue
-        resources.push_async_callback(app.close)
+        except Exception:  # a plugin's fault
+            logger.exception("nothing answers at %s", path)
+            continue
         mounted.append(path)
     return mounted

@@ -309,7 +309,7 @@ def equal_groups(evidence: Evidence) -> Iterator[Diagnosis]:
 
 def _all_at_once(course: Course) -> int | None:
     """The step (from 1) in which at least half of the groups taught, and after which none did any more."""
-    used = [m["groups_used"] / m["groups"] for m in course.steps if m.get("groups") and "groups_used" in m]
+    used = [m.get("groups_used", 0.0) / (m.get("groups") or 1.0) for m in course.steps]
     last = max((place for place, share in enumerate(used) if share > 0), default=None)
     return last + 1 if last is not None and used[last] >= 0.5 and last + 1 < len(used) else None
 

@@ -33,7 +33,7 @@ OTHER_PAGES: Final = 200
 BYTES: Final = 200 << 20
 LINKS: Final = frozenset({"to", "compare", "previous", "next", "to_left", "to_right"})
 """Fields of pages and blocks that are addresses, or lists of addresses."""
-KEPT: Final = frozenset({"call", "attempt", "cursor", "of", "from", "runs"})
+KEPT: Final = frozenset({"call", "attempt", "cursor", "of", "from", "to", "store", "split", "runs"})
 """Options of addresses that are followed. Others sort or filter: each would be one more copy of a page."""
 INDEX: Final = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -73,9 +73,10 @@ class _Found:
             if len(self.rollouts) >= self.limit:
                 self.left_out.add(address.about)
                 return False
-            self.rollouts.add(address.about)
         most = OTHER_PAGES + PAGES_FOR_A_ROLLOUT * self.limit
         if len(self.files) < most and self.bytes < BYTES:
+            if address.page == "rollout":
+                self.rollouts.add(address.about)
             return True
         self.pages_left_out += 1
         return False

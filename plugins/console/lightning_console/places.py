@@ -23,6 +23,9 @@ from lightning.store.resource_ref import existing_store
 from lightning.store.url import redacted
 from lightning.types import Run
 
+SERVER: Final = "this server"
+"""What stands for the URL of a Lightning Server's own store. Folders that its runs name are not read: whoever may put a run
+could name any."""
 MANY: Final = 50
 """Stores from which on the usual limit of open files may not be enough."""
 KEY: Final = re.compile(r"(?P<id>[^~]*)(?:~(?P<mark>[0-9a-f]{8}))?")

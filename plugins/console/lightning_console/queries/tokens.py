@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from lightning.store.url import parse
 from lightning.types import Run
 
-from lightning_console.places import Located
+from lightning_console.places import SERVER, Located
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -56,6 +56,8 @@ def vocabulary_of(located: Located) -> Vocabulary:
     model = _model(located.run)
     if not model:
         return Vocabulary(missing="the run names no model, so that tokens are shown as ids")
+    if located.url == SERVER:
+        return Vocabulary(missing="tokens are shown as ids: a server reads no folder that a run names")
     for folder in _folders(model, located.url):
         file = folder / FILE
         try:

@@ -41,7 +41,7 @@ async def _note(places: Places, who: Visitor, given: Mapping[str, Any]) -> str:
 async def _promote(places: Places, who: Visitor, given: Mapping[str, Any]) -> str:
     store, name = await _store(places, _text(given, "store")), _text(given, "name")
     alias, version = _text(given, "alias").strip() or PRODUCTION, _text(given, "version").strip()
-    if not version.isdecimal():
+    if not version.isdecimal() or len(version) > 18:
         raise DataError(f"{version[:40]!r} is no version: give its number")
     moved = await store.set_alias(name, alias, int(version))
     return f"{moved.name}@{moved.alias} is version {moved.version}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
@@ -22,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightning_console.web.visitors import VISITOR, Door, Visitor
 
+logger = logging.getLogger(__name__)
 STATIC: Final = Path(__file__).parent.parent / "static"
 LONGEST_FORM: Final = 4_096
 """Bytes of the login form."""
@@ -73,8 +75,9 @@ class Gate:
             answer = await self._answer(request)
         except ApiError as error:
             answer = self._login(request, error.message, error.status)
-        except LightningError as error:
-            answer = PlainTextResponse(f"The console cannot be opened now: {error}", 503)
+        except LightningError:
+            logger.exception("the console cannot be opened")  # what a store says of itself is not for strangers
+            answer = PlainTextResponse("The console cannot be opened now; the server's log says why.", 503)
         safe = _with_headers(send)
         if isinstance(answer, Response):
             await answer(scope, receive, safe)

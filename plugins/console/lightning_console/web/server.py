@@ -8,14 +8,13 @@ from lightning.server.projects import Projects
 from lightning.server.protocol import Host
 from starlette.types import Receive, Scope, Send
 
-from lightning_console.places import Places
+from lightning_console.places import SERVER, Places
 from lightning_console.web.chat import Chat
 from lightning_console.web.desk import Desk
 from lightning_console.web.gate import Gate
 from lightning_console.web.shell import Shell
 from lightning_console.web.visitors import TokenDoor, Visitor
 
-HERE: Final = "this server"
 WAITS: Final = 2.0
 """Seconds that a page waits for what takes long; it is shown without it then, and completes itself."""
 
@@ -26,7 +25,7 @@ class ConsoleApp:
     def __init__(self, host: Host) -> None:
         self._projects = Projects(host.store)
         self._places: dict[str | None, Places] = {}
-        desk = Desk(self._places_of, Chat(host), where=host.url or HERE, has_login=True)
+        desk = Desk(self._places_of, Chat(host), where=host.url or SERVER, has_login=True)
         self._shell = Shell(host.path, desk.show, desk.act)
         secure = host.url.startswith("https://")
         self._gate = Gate(TokenDoor(host.authenticator), host.path, self._shell.app, secure=secure)
@@ -34,7 +33,7 @@ class ConsoleApp:
     def _places_of(self, who: Visitor) -> Places:
         if who.project not in self._places:
             seen = self._projects.of(who.project)
-            self._places[who.project] = Places(HERE, stores={HERE: seen}, project=who.project, patience=WAITS)
+            self._places[who.project] = Places(SERVER, stores={SERVER: seen}, project=who.project, patience=WAITS)
         return self._places[who.project]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
