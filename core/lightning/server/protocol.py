@@ -1,6 +1,7 @@
 """What a plugin answers on the port of a Lightning Server (the hook `register_web_apps`), and what it is given for that.
 
-The invariant: an application sees a store of all projects, so it must ask whose token it is dealing with, and show that project alone.
+The invariant: an application sees a store of all projects, so it must ask whose token it is dealing with, and show that project
+alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class OpenSession(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A server as an application sees it. `path` is below what the application answers (`/console`), `url` the server's address for people;
+    """A server as an application sees it. `path` is below what it answers (`/console`), `url` the server's address for people;
     empty where it is none but that of the socket. `own_model` says that the server has a model itself."""
 
     path: str

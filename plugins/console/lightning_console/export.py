@@ -69,10 +69,9 @@ class _Found:
 
     def takes(self, address: Address) -> bool:
         """Whether there is room for a page."""
-        if address.page == "rollout" and address.about not in self.rollouts:
-            if len(self.rollouts) >= self.limit:
-                self.left_out.add(address.about)
-                return False
+        if address.page == "rollout" and address.about not in self.rollouts and len(self.rollouts) >= self.limit:
+            self.left_out.add(address.about)
+            return False
         most = OTHER_PAGES + PAGES_FOR_A_ROLLOUT * self.limit
         if len(self.files) < most and self.bytes < BYTES:
             if address.page == "rollout":
