@@ -101,7 +101,7 @@ class Shell:
     """The application, made when it is first asked for, beside the event loop, and run until it is closed."""
 
     def __init__(self, path: str, show: Asked, act: Asked) -> None:
-        self._make = lambda: build(path, show, act)
+        self._path, self._show, self._act = path, show, act
         self._making = asyncio.Lock()
         self._app: Starlette | None = None
         self._running: asyncio.Task[None] | None = None
@@ -117,6 +117,14 @@ class Shell:
                 await started
                 self._app = app
         return self._app
+
+    def _make(self) -> Starlette:
+        """Import and build: seconds, so in a thread. Gradio leaves loops of its own open unless it finds one that runs."""
+
+        async def made() -> Starlette:
+            return build(self._path, self._show, self._act)
+
+        return asyncio.run(made())
 
     async def _run(self, app: Starlette, started: asyncio.Future[None]) -> None:
         """Gradio's start and end, in one task, as what it opens wants it."""
