@@ -25,7 +25,7 @@ from lightning.types import Json, Rollout
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 20.0
-"""How long the end of a run waits for a tracker that is behind."""
+"""How long the end of a run waits for a tracker that is behind; then a quarter of it for metrics and alarms alone."""
 MAX_WAITING = 4096
 """Finished rollouts that wait for one tracker; what is more is not told, since a backend that is down stays down for long."""
 
@@ -99,6 +99,7 @@ class _Feed:
         self._queue: queue.SimpleQueue[_Told | None] = queue.SimpleQueue()
         self._wants_rollouts = True  # until the tracker is made, nobody knows
         self._missed, self._failed = 0, 0
+        self._late = False  # the run has ended, and its store closes soon: no rollout is told any more
         # A daemon: a tracker that hangs for ever must not keep the process.
         self._thread = threading.Thread(target=self._work, name=f"lightning-tracker-{name}", daemon=True)
 
@@ -119,6 +120,9 @@ class _Feed:
 
     def join(self) -> None:
         self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._late = True
+            self._thread.join(CLOSE_SECONDS / 4)
         if self._missed:
             logger.warning("the tracker %r was too slow: it was not told of %d rollouts", self._name, self._missed)
         if self._failed > 1:
@@ -145,6 +149,9 @@ class _Feed:
             logger.warning("the tracker %r failed and is left out from here on: %s", self._name, error or repr(error))
 
     def _tell(self, tracker: Tracker, item: _Told, loop: asyncio.Runner) -> None:
+        if self._late and isinstance(item, Rollout):
+            self._missed += self._wants_rollouts
+            return
         try:
             if isinstance(item, tuple):
                 tracker.log(*item)

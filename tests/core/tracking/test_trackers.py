@@ -147,6 +147,33 @@ def test_settings_are_told_without_credentials(tracker, tmp_path: Path, monkeypa
     assert said["runner"]["k8s"]["env"] == {"PLACE": "[redacted]", "API_KEY": "[redacted]"}
 
 
+async def test_one_that_is_behind_at_the_end_is_told_the_metrics_and_no_more_rollouts(
+    tracker, tmp_path: Path, warnings_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 1.0)
+    module = tracker("slow")
+    monkeypatch.setattr(module.Tracker, "attempt", lambda self, record: time.sleep(0.1), raising=False)
+    store = MemoryStore()
+    await store.open()
+    await store.put_run(Run("a", "a"))
+    await store.create_rollouts([Rollout(str(number), "a", Task("q"), "g") for number in range(40)])
+    rollouts = [lease.rollout for lease in await store.lease("a", "worker", limit=40)]
+
+    def told() -> None:
+        with Trackers(["slow"], Config(), run="a", folder=tmp_path, store=store) as run:
+            for rollout in rollouts:
+                run.finished(rollout)
+            run.log(0, {"reward": 0.5})
+
+    await asyncio.to_thread(told)
+    while module.calls[-1] != ("close",):
+        await asyncio.sleep(0.01)
+    await store.close()
+    assert ("log", 0, {"reward": 0.5}) in module.calls
+    assert any("was too slow: it was not told of" in line for line in warnings_of())
+    assert not any("failed" in line for line in warnings_of())
+
+
 def test_one_that_hangs_does_not_keep_the_run(tracker, tmp_path: Path, warnings_of, monkeypatch) -> None:
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.1)
     module = tracker("stuck", log="import threading; threading.Event().wait(60)")

@@ -27,6 +27,14 @@ with Trackers(["wandb", "jsonl"], Config(), run="run", folder=pathlib.Path(sys.a
 """
 
 
+async def written(file: Path) -> list[Any]:
+    """The records of a run that has ended: W&B's own process writes the last ones a moment after it said so."""
+    async with asyncio.timeout(30):
+        while not kept("exit", found := records(file)):
+            await asyncio.sleep(0.02)
+    return found
+
+
 def records(file: Path) -> list[Any]:
     """What W&B keeps to send: records of protobuf in the blocks of a LevelDB log, behind a header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
@@ -37,6 +45,8 @@ def records(file: Path) -> list[Any]:
             at += room
             continue
         length, kind = struct.unpack_from("<HB", data, at + 4)
+        if at + 7 + length > len(data):
+            break  # it is being written
         part += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one
@@ -60,7 +70,7 @@ async def test_a_run_is_in_wandbs_file_and_a_resumed_one_has_its_id(
     await asyncio.to_thread(tell, "wandb")
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     (file,) = folder.glob("*.wandb")
-    found = records(file)
+    found = await written(file)
     (run,) = kept("run", found)
     assert (run.project, run.display_name, run.run_id[:4]) == ("lightning", "run", "run-")
     settings = {item.key: json.loads(item.value_json) for config in kept("config", found) for item in config.update}
@@ -91,9 +101,10 @@ async def test_a_run_is_in_wandbs_file_and_a_resumed_one_has_its_id(
         }
     ]
 
+    await asyncio.sleep(1)  # W&B names the folder of a start by its second
     await asyncio.to_thread(tell, "wandb", step=4, steps=9)
     again = [name for name in (tmp_path / "run" / "wandb").rglob("*.wandb") if name != file]
-    assert [kept("run", records(name))[0].run_id for name in again] == [run.run_id]
+    assert [kept("run", await written(name))[0].run_id for name in again] == [run.run_id]
 
 
 @pytest.mark.slow
