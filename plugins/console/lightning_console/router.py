@@ -34,7 +34,12 @@ async def show(places: Places, text: str) -> Page:
         return cannot_show(text, str(error))
     except Exception as error:
         logger.exception("the page %r could not be made", text[:200])
-        return cannot_show(text, f"A fault of the console: {type(error).__name__}: {error}. Its log says more.")
+        return cannot_show(text, fault_of(error))
+
+
+def fault_of(error: Exception) -> str:
+    """What is said of an error that nobody has foreseen. Its text is for the log, not for visitors."""
+    return f"A fault of the console: {type(error).__name__}. Its log says more."
 
 
 def cannot_show(address: str, why: str) -> Page:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,10 @@ from lightning.server.projects import Projects
 from lightning.server.protocol import Host
 from lightning.store.memory import MemoryStore
 from lightning.types import Resource, Rollout, Run, Task
+from lightning_console.address import Address
+from lightning_console.blocks import Link, Notice, Notices, Page
 from lightning_console.places import Places
+from lightning_console.web import actions
 from lightning_console.web.chat import Chat
 from lightning_console.web.desk import Desk
 from lightning_console.web.visitors import VISITOR, Visitor
@@ -143,6 +147,35 @@ async def test_what_is_wrong_is_said_on_a_page_that_looks_again(world: World, mo
     monkeypatch.undo()
     made_pages.register(monkeypatch)
     assert (await world.show(VIEWER, "run/a", shown["digest"]))["page"]["title"] == "of team a"
+
+
+async def test_a_fault_is_said_without_its_text_and_is_in_the_log(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fault(*_: object, **__: object) -> None:
+        raise RuntimeError("SELECT digest FROM tokens")
+
+    said = "A fault of the console: RuntimeError. Its log says more."
+    monkeypatch.setattr(actions, "with_actions", fault)
+    shown = await world.show(VIEWER, "run/a")
+    assert shown["page"]["blocks"][0]["value"]["notices"][0]["text"] == said
+    assert shown["live"]
+    monkeypatch.setattr(actions, "act", fault)
+    assert await world.act(TRAINER, "note", run="a", text="x") == {"error": said}
+    monkeypatch.setattr(Chat, "page", fault)
+    assert (await world.show(VIEWER, "chat"))["page"]["blocks"][0]["value"]["notices"][0]["text"] == said
+    logged = [record for record in caplog.records if record.exc_info]
+    assert len(logged) == 3, "each once, with where it happened"
+    assert all("SELECT digest" in str(record.exc_info) for record in logged)  # type: ignore[index]
+
+
+async def test_a_page_that_json_cannot_have_is_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def page(places: Places, address: Address) -> Page:
+        return Page(str(address), "Runs", [Notices([Notice("", links=(Link("x", 1 << 80),))])])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sys.modules["lightning_console.pages.runs"], "page", page)
+    shown = await world.show(VIEWER, "runs")
+    assert "A fault of the console" in shown["page"]["blocks"][0]["value"]["notices"][0]["text"]
 
 
 async def test_an_unknown_action_is_refused(world: World) -> None:

@@ -9,9 +9,11 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from lightning.errors import MissingExtraError, UnavailableError
 from lightning.server.auth import Authenticator, issue_token
 from lightning.store.memory import MemoryStore
 from lightning.types import Scope
+from lightning_console.web import visitors
 from lightning_console.web.gate import Gate
 from lightning_console.web.visitors import Door, OwnDoor, TokenDoor, visitor
 from starlette.responses import PlainTextResponse
@@ -87,7 +89,21 @@ async def test_a_page_of_another_site_and_of_another_port_does_nothing() -> None
             assert (await client.post(call, headers=headers)).status_code == 403, headers
         followed = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
         assert (await client.get("/console/", headers=followed)).status_code == 200, "a link in a mail may be followed"
-        assert (await client.post(call, headers={"origin": BASE, "sec-fetch-site": "same-origin"})).status_code == 200
+        own = {"origin": BASE, "sec-fetch-site": "same-origin"}
+        assert (await client.post(call, headers=own, json={})).status_code == 200
+
+
+async def test_a_page_asks_in_json_alone() -> None:
+    """Gradio parses a form at the same route, and keeps what is uploaded."""
+    door = OwnDoor()
+    async with opened(door) as client:
+        await client.get(f"/console/?token={door.token}")
+        for call in ("/console/gradio_api/component_server", "/console/gradio_api/component_server/"):
+            assert (await client.post(call, files={"data": b"x"}, data={"fn_name": "show"})).status_code == 415
+            assert (await client.post(call, data={"fn_name": "show"})).status_code == 415
+            assert (await client.post(call, content=b"{}")).status_code == 415
+            charset = {"content-type": "Application/JSON; charset=utf-8"}
+            assert (await client.post(call, content=b"{}", headers=charset)).status_code == 200
 
 
 async def test_of_gradio_s_own_routes_only_those_are_open_that_a_page_uses() -> None:
@@ -110,6 +126,7 @@ async def test_a_page_may_ask_this_server_alone() -> None:
     door = OwnDoor()
     async with opened(door) as client:
         answer = await client.get(f"/console/?token={door.token}", follow_redirects=True)
+    assert answer.headers["referrer-policy"] == "same-origin", "a browser must say where a form came from"
     policy = answer.headers["content-security-policy"]
     assert "default-src 'self'" in policy
     assert "http" not in policy
@@ -151,8 +168,9 @@ async def test_what_opens_nothing_is_told_so_and_counted_as_a_wrong_token(store:
             (runner, 403, "needs viewer or trainer or admin"),
             ("x" * 10_000, 413, "no token"),
         ):
-            answer = await client.post("/console/login", data={"token": given})
+            answer = await client.post("/console/login", data={"token": given, "next": 'run/a"'})
             assert answer.status_code == status
+            assert status == 413 or 'value="run/a&quot;"' in answer.text, "the right token leads to the page"
             assert said in answer.text
             assert "set-cookie" not in answer.headers
         marked = await client.get("/console/login?next=%22%3E%3Cscript%3E")
@@ -171,6 +189,50 @@ async def test_a_session_ends_with_its_token(store: MemoryStore) -> None:
     assert await door.find(first) is None
     assert await door.find(second) is None
     assert await door.find("made up") is None
+
+
+async def test_who_logs_in_again_and_again_ends_their_own_sessions_alone(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visitors, "SESSIONS_EACH", 3)
+    door = TokenDoor(Authenticator(store))
+    quiet, loud = await token_of(store, Scope.VIEWER), await token_of(store, Scope.VIEWER)
+    kept = await door.enter(quiet)
+    many = [await door.enter(loud) for _ in range(10)]
+    assert await door.find(kept) is not None
+    assert [await door.find(session) is not None for session in many] == [False] * 7 + [True] * 3
+    door.leave(many[-1])
+    again = await door.enter(loud)
+    assert [await door.find(session) is not None for session in (*many[-3:], again)] == [True, True, False, True]
+
+
+async def test_what_a_store_says_of_itself_is_not_for_strangers(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def gone(*_: object) -> None:
+        raise UnavailableError("postgresql://db.lab:5432 refused lightning")
+
+    plain = await token_of(store, Scope.VIEWER)
+    monkeypatch.setattr(MemoryStore, "get_token", gone)
+    async with opened(TokenDoor(Authenticator(store))) as client:
+        refused = await client.post("/console/login", data={"token": plain})
+    assert refused.status_code == 503
+    assert "db.lab" not in refused.text
+    assert "db.lab" in caplog.text
+
+
+async def test_a_console_that_is_not_installed_is_said_to_who_may_see_it() -> None:
+    async def inside() -> object:
+        raise MissingExtraError("console", "gradio")
+
+    door = OwnDoor()
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(Gate(door, "/console", inside)), base_url=BASE
+    ) as client:
+        assert "pip" not in (await client.get("/console/")).text
+        answer = await client.get(f"/console/?token={door.token}", follow_redirects=True)
+    assert answer.status_code == 503
+    assert "lightning[console]" in answer.text
 
 
 @pytest.mark.parametrize(("scope", "changes"), [(Scope.VIEWER, False), (Scope.TRAINER, True), (Scope.ADMIN, True)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -23,8 +24,10 @@ from lightning_console.web import actions
 from lightning_console.web.chat import Chat
 from lightning_console.web.visitors import Visitor, visitor
 
+logger = logging.getLogger(__name__)
 SECONDS: Final = 60.0
 """Until a page is given up."""
+CANNOT: Final = "the page %r could not be made"
 TALKS: Final = ("say", "begin_again")
 
 
@@ -47,22 +50,26 @@ class Desk:
         """The page of `asked["address"]`, or that it is still the one whose digest is `asked["seen"]`."""
         who = visitor()
         address = str(asked.get("address") or self._start)
-        page = (await self._page(who, address)).to_json()
-        written = orjson.dumps(page, default=str, option=orjson.OPT_NON_STR_KEYS)
-        digest = hashlib.sha256(written).hexdigest()
+        page = await self._page(who, address)
+        try:  # in a thread: a rollout's page has megabytes, and what else the server answers does not wait for them
+            written, digest = await asyncio.to_thread(_written, page)
+        except Exception as error:  # a number that JSON does not have
+            logger.exception(CANNOT, address[:200])
+            page = router.cannot_show(address, router.fault_of(error))
+            written, digest = _written(page)
         if digest == asked.get("seen"):
-            return {"same": True, "live": page["live"]}
+            return {"same": True, "live": page.live}
         where = f"{self._where} · {who.name}" if who.name else self._where
-        said = {"digest": digest, "live": page["live"], "where": where, "leave": self._has_login}
-        return {"page": orjson.loads(written), **said}
+        said = {"digest": digest, "live": page.live, "where": where, "leave": self._has_login}
+        return {"page": written, **said}
 
     async def act(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Do the action `asked["name"]`; returns what was `said` of it, or the `error`."""
         who, name = visitor(), str(asked.get("name"))
         given = asked.get("arguments")
         given = given if isinstance(given, dict) else {}
-        places = self._places_of(who)
         try:
+            places = self._places_of(who)
             if name in TALKS:
                 return {"said": await self._chat.act(await self._store(places), who, name, given)}
             async with asyncio.timeout(SECONDS):
@@ -71,10 +78,13 @@ class Desk:
             return {"error": f"this took more than {SECONDS:g} s; look whether it was done before you try again"}
         except LightningError as error:
             return {"error": str(error)}
+        except Exception as error:
+            logger.exception("the action %r could not be done", name[:200])
+            return {"error": router.fault_of(error)}
 
     async def _page(self, who: Visitor, text: str) -> Page:
-        places = self._places_of(who)
         try:
+            places = self._places_of(who)
             async with asyncio.timeout(SECONDS):
                 if text.partition("?")[0] == "chat":
                     return await self._chat.page(await self._store(places), who, Address.parse(text))
@@ -86,7 +96,16 @@ class Desk:
             )
         except LightningError as error:
             return router.cannot_show(text, str(error))
+        except Exception as error:
+            logger.exception(CANNOT, text[:200])
+            return router.cannot_show(text, router.fault_of(error))
 
     async def _store(self, places: Places) -> Store | None:
         stores = await places.stores()
         return next(iter(stores.values()), None)
+
+
+def _written(page: Page) -> tuple[Any, str]:
+    """A page as JSON has it, and its digest."""
+    written = orjson.dumps(page.to_json(), default=str, option=orjson.OPT_NON_STR_KEYS)
+    return orjson.loads(written), hashlib.sha256(written).hexdigest()

@@ -32,11 +32,13 @@ FILES: Final = "lightning"
 PAGES: Final = frozenset({"", "assets", "static", "svelte", "theme.css", "config", "manifest.json", "favicon.ico"})
 CALLS: Final = frozenset({"component_server", "info", "startup-events", "heartbeat", "app_id"})
 """What of Gradio's own routes is answered: not uploads, files, proxies, queues or monitoring, which no page here uses."""
+ASKED: Final = "component_server"
+"""The route by which a page asks. Gradio would take a form there, and keep its files on the disk; pages send JSON alone."""
 HEADERS: Final = {
     "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self' data: blob:; "
     "worker-src 'self' blob:; frame-ancestors 'none'; base-uri 'self'; form-action 'self'; object-src 'none'",
-    "referrer-policy": "no-referrer",
+    "referrer-policy": "same-origin",  # without one, a browser says of a form that it came from nowhere
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
@@ -84,7 +86,11 @@ class Gate:
             return
         VISITOR.set(answer)
         scope = {**scope, "query_string": b""}  # Gradio has a `page` of its own
-        inside = await self._inside()
+        try:
+            inside = await self._inside()
+        except LightningError as error:
+            await PlainTextResponse(f"The console cannot be opened: {error}", 503)(scope, receive, safe)
+            return
         task = asyncio.current_task()
         assert task is not None
         self._serving.add(task)
@@ -128,7 +134,13 @@ class Gate:
         if rest.startswith(f"{FILES}/"):
             return _file(rest.partition("/")[2])
         first, _, second = rest.partition("/")
-        if first in PAGES or (first == "gradio_api" and second.partition("/")[0] in CALLS):
+        call = second.partition("/")[0] if first == "gradio_api" else ""
+        if (
+            call == ASKED
+            and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json"
+        ):
+            return PlainTextResponse("A page asks in JSON (content-type: application/json).", 415)
+        if first in PAGES or call in CALLS:
             return visitor
         return PlainTextResponse("There is nothing here.", 404)
 
@@ -143,7 +155,11 @@ class Gate:
 
     async def _enter(self, request: Request) -> Response:
         given = await _form(request)
-        return self._admitted(request, await self._door.enter(given.get("token", "")), given.get("next", ""))
+        page = given.get("next", "")
+        try:
+            return self._admitted(request, await self._door.enter(given.get("token", "")), page)
+        except ApiError as error:
+            return self._login(request, error.message, error.status, page)
 
     def _admitted(self, request: Request, session: str, page: str) -> Response:
         answer = RedirectResponse(f"{self._path}/" + (f"?page={quote(page, safe='')}" if page else ""), 303)
@@ -159,11 +175,11 @@ class Gate:
         answer.delete_cookie(_cookie(request), path=self._path, httponly=True, samesite="strict", secure=self._secure)
         return answer
 
-    def _login(self, request: Request, said: str = "", status: int = 200) -> Response:
+    def _login(self, request: Request, said: str = "", status: int = 200, page: str = "") -> Response:
         if not self._door.form:
             return PlainTextResponse(said, status)
         said = f'<p class="bad" role="alert">{html.escape(said)}</p>' if said else ""
-        page = html.escape(request.query_params.get("next", ""), quote=True)
+        page = html.escape(page or request.query_params.get("next", ""), quote=True)
         return HTMLResponse(LOGIN.format(said=said, path=html.escape(self._path), next=page), status)
 
 

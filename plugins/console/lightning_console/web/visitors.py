@@ -21,6 +21,8 @@ from lightning.types import Scope
 
 SESSIONS: Final = 10_000
 """Sessions of one server at most; the oldest goes first."""
+SESSIONS_EACH: Final = 100
+"""Sessions of one token, of which a team may share one: whoever logs in again and again ends their own, and nobody else's."""
 READERS: Final = (Scope.VIEWER, Scope.TRAINER)
 """Scopes that open the console; an admin's does too. Those of `TRAINER` may also change what actions change."""
 
@@ -105,6 +107,9 @@ class TokenDoor:
         principal = await self._authenticator.principal(f"Bearer {token.strip()}")
         principal.require(*READERS)
         session = secrets.token_urlsafe(32)
+        mine = [key for key, owner in self._sessions.items() if owner == principal.id]
+        if len(mine) >= SESSIONS_EACH:
+            del self._sessions[mine[0]]
         self._sessions[digest_of(session)] = principal.id
         if len(self._sessions) > SESSIONS:
             self._sessions.popitem(last=False)
