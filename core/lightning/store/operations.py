@@ -192,7 +192,7 @@ class Operations:
     get_state = operation(
         Store.get_state,
         "GET /state/{key}?run",
-        TRAIN,
+        LOOK,
         answer="value",
         empty=True,
         doc="The value kept under a key, null when there is none.",

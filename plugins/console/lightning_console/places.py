@@ -1,7 +1,7 @@
 """Where runs are: the stores at a place, opened when they are first asked and kept open while somebody looks.
 
 The invariant: a store is read and never brought to another schema; one that cannot be read is named with its reason, and hides
-no other.
+no other. What is read is the file that is there now: one that was replaced is opened again, one that is gone is let go.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
@@ -20,7 +21,7 @@ from lightning.maintenance import check_schema
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import existing_store
-from lightning.store.url import redacted
+from lightning.store.url import parse, redacted
 from lightning.types import Run
 
 SERVER: Final = "this server"
@@ -61,7 +62,8 @@ class Places:
         self.unreadable: dict[str, str] = {}
         """Why stores of the last look could not be read, by their URL without its password."""
         self._given = dict(stores or {})
-        self._opened: dict[str, Store] = {}
+        self._opened: dict[str, tuple[Store, tuple[int, int] | None]] = {}
+        """By URL, with the file that was opened."""
         self._homes: dict[str, str] = {}
         """Where keys were found, to look there first."""
         self._opening = asyncio.Lock()
@@ -73,7 +75,7 @@ class Places:
         async with self._opening:
             found = {}
             self.unreadable = {}
-            urls = databases(self.where)
+            urls = await self._there()
             if len(urls) > MANY:
                 from lightning.gateway.connections import allow_many_files  # it brings the gateway with it
 
@@ -81,16 +83,28 @@ class Places:
             for url in urls:
                 shown = redacted(url)
                 try:
-                    found[shown] = self._opened.get(url) or await self._open(url)
+                    found[shown] = self._opened[url][0] if url in self._opened else await self._open(url)
                 except LightningError as error:
                     self.unreadable[shown] = str(error)
         return found
 
+    async def _there(self) -> list[str]:
+        """The URLs of what is at the place now; what was opened and is there no more is closed."""
+        urls: list[str] = []
+        try:
+            urls = databases(self.where)
+        finally:
+            for url, (store, file) in list(self._opened.items()):
+                if url not in urls or file != _file_of(url):
+                    del self._opened[url]
+                    await store.close()
+        return urls
+
     async def _open(self, url: str) -> Store:
-        store = plugins().store(url)
+        store, file = plugins().store(url), _file_of(url)
         await check_schema(existing_store(url))
         await store.open()
-        self._opened[url] = store
+        self._opened[url] = store, file
         return store
 
     async def find(self, key: str) -> Located:
@@ -118,8 +132,19 @@ class Places:
     async def close(self) -> None:
         """Close what was opened here. Idempotent."""
         opened, self._opened = self._opened, {}
-        for store in opened.values():
+        for store, _ in opened.values():
             await store.close()
+
+
+def _file_of(url: str) -> tuple[int, int] | None:
+    """Which file a database is now, wherever its name has come from; None for one that is none."""
+    if not url.startswith("sqlite:"):
+        return None
+    try:
+        found = Path(parse(url).path).stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def mark_of(url: str) -> str:

@@ -6,6 +6,7 @@ when its trainer is killed.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ QUIET: Final = 300.0
 """Seconds for which a run may write nothing and still be taken to go on, where nothing else says it; five of its longest steps
 where these are more."""
 LOCKS: Final = Path("/proc/locks")
+MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,30 @@ def is_held(url: str) -> bool:
     if not url.startswith("sqlite:"):
         return False
     try:
-        inode = (Path(parse(url).path).parent / ".lock").stat().st_ino
         lines = LOCKS.read_text().splitlines()
+        file = _in_locks(Path(parse(url).path).parent / ".lock")
     except OSError:
         return False  # no such file, or not Linux
     held = (line.split() for line in lines)
-    return any(words[1] == "FLOCK" and words[5].rpartition(":")[2] == str(inode) for words in held if len(words) > 5)
+    return any(words[1] == "FLOCK" and words[5] == file for words in held if len(words) > 5)
+
+
+def _in_locks(file: Path) -> str:
+    """A file as `LOCKS` names it: device and inode. The device is that of the mount, which `stat` does not tell of a subvolume of
+    Btrfs. Raises `OSError`."""
+    opened = os.open(file, os.O_PATH)
+    try:
+        about = Path(f"/proc/self/fdinfo/{opened}").read_text().split()
+        inode = os.fstat(opened).st_ino
+    finally:
+        os.close(opened)
+    mount = about[about.index("mnt_id:") + 1]
+    for line in MOUNTS.read_text().splitlines():
+        number, _, device, *_ = line.split()
+        if number == mount:
+            major, minor = map(int, device.split(":"))
+            return f"{major:02x}:{minor:02x}:{inode}"
+    raise OSError(f"{MOUNTS} does not name the mount of {file}")
 
 
 def said_seconds(seconds: float) -> str:

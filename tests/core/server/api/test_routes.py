@@ -109,11 +109,25 @@ async def test_what_belongs_to_the_whole_store_is_for_admins(world: World) -> No
         assert (await world.ask(method, f"{target}{separator}run=run", body, token="trainer")).status == 200
 
 
+async def test_a_viewer_reads_the_state_of_a_run_and_writes_none(world: World) -> None:
+    await world.store.put_state("run", "note", "seen")
+    await world.store.put_state("theirs", "note", "hidden")
+    for token, status in (("viewer", 200), ("runner", 403), ("", 401)):
+        assert (await world.ask("GET", "/state/note?run=run", token=token)).status == status
+    assert (await world.ask("GET", "/state/note?run=run", token="viewer")).json == {"value": "seen"}
+    assert (await world.ask("GET", "/state/note?run=theirs", token="viewer")).json == {"value": None}
+    assert (await world.ask("GET", "/state/fleet", token="viewer")).status == 403
+    for method, target in (("PUT", "/state/note?run=run"), ("POST", "/state/note/keep?run=run")):
+        assert (await world.ask(method, target, {"value": "mine"}, token="viewer")).status == 403
+    assert await world.store.get_state("run", "note") == "seen"
+
+
 async def test_secrets_are_for_nobody(world: World) -> None:
     await world.store.put_state("run", "gateway_secret", "hush")
-    for token in ("admin", "trainer"):
+    for token in ("admin", "trainer", "viewer"):
         read = await world.ask("GET", "/state/gateway_secret?run=run", token=token)
         assert read.json == {"value": None}
+    for token in ("admin", "trainer"):
         for method, target in (
             ("PUT", "/state/gateway_secret?run=run"),
             ("POST", "/state/gateway_secret/keep?run=run"),
