@@ -16,6 +16,8 @@ from lightning.server.auth import Authenticator
 from lightning.store.protocol import Store
 from lightning.types import LLM
 
+SESSION_OF = "session_of"
+"""In the configuration of a session's run: the run whose model it calls, empty for the server's own. No other run has it."""
 Served = Callable[[str], Awaitable[bool]]
 """Whether the model of a run can be called now; of the empty run: the server's own model."""
 

@@ -34,7 +34,7 @@ from lightning.server.control import (
     runner_token,
     token_file,
 )
-from lightning.server.protocol import Host
+from lightning.server.protocol import SESSION_OF, Host
 from lightning.server.web_apps import mount_web_apps
 from lightning.store.protocol import Store
 from lightning.store.url import redacted, sqlite_url
@@ -57,7 +57,7 @@ class RunningServer:
 
     async def open_session(self, name: str, ttl: float) -> LLM:
         """A key that is valid for `ttl` seconds; its calls are recorded as one rollout called `name`."""
-        return await _Sessions(self.store, self.gateway, self.run.config)(name, ttl)
+        return await Sessions(self.store, self.gateway, self.run.config)(name, ttl)
 
     async def wait(self, seconds: float | None = None) -> None:
         """Return after `seconds` when given; raises `PolicyServerError` when the policy server dies before."""
@@ -69,7 +69,7 @@ class RunningServer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sessions:
+class Sessions:
     """Sessions on a gateway, each a run of its own with one rollout. `config` is kept with those of the server's own model."""
 
     store: Store
@@ -78,7 +78,7 @@ class _Sessions:
 
     async def __call__(self, name: str, ttl: float, *, project: str = DEFAULT_PROJECT, run: str = "") -> LLM:
         """See `OpenSession`."""
-        about = {"session_of": run} if run else self.config
+        about = {**self.config, SESSION_OF: run}
         session = await self.store.put_run(Run(new_id("session"), name, about, time.time(), project))
         rollout = Rollout(f"{session.id}/0", session.id, Task(input=name), session.id, split="serve", max_attempts=1)
         await self.store.create_rollouts([rollout])
@@ -115,7 +115,7 @@ async def serve(model: Path, config: Config, folder: Path) -> AsyncIterator[Runn
         await policy.start()
         gateway = await make_gateway(store, policy, config, run.id)
         resources.push_async_callback(gateway.close)
-        sessions = _Sessions(store, gateway, run.config)
+        sessions = Sessions(store, gateway, run.config)
         host = Host("", "", store, Authenticator(store), sessions, gateway.served, own_model=True)
         web_apps = mount_web_apps(resources, gateway, host)
         await gateway.start()
@@ -162,7 +162,7 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
         resources.push_async_callback(gateway.close)
         control = Control(store, gateway, config)
         resources.push_async_callback(control.close)
-        sessions = _Sessions(store, gateway, {})
+        sessions = Sessions(store, gateway, {})
         public = config.server.public_url.rstrip("/")
         web_apps = mount_web_apps(
             resources, gateway, Host("", public, store, Authenticator(store), sessions, gateway.served)

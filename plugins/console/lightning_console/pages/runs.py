@@ -48,6 +48,7 @@ TONES: Final[dict[Name, Tone]] = {
     "finished": "",
     "stopped": "warn",
     "failed": "bad",
+    "session": "muted",
     "unread": "muted",
 }
 

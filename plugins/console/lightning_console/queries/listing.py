@@ -82,9 +82,9 @@ async def list_runs(
     first: int = 0,
     limit: int = 100,
 ) -> RunList:
-    """Runs at a place: those whose names, model or algorithm have the `text`, and which are in a `state`; at most `limit` from
-    number `first` on. Those that are not read after the patience of the places are there by their names. Raises `ConfigError`
-    for a place that is none."""
+    """Runs at a place: those whose names, model or algorithm have the `text`, and which are in a `state` (empty: any but
+    `session`); at most `limit` from number `first` on. Those that are not read after the patience of the places are there by
+    their names. Raises `ConfigError` for a place that is none."""
     looks = await _look(places)
     unreadable, left_out = dict(places.unreadable), []
     lines: list[RunLine] = []
@@ -97,13 +97,14 @@ async def list_runs(
     names = Counter(line.id for line in lines)
     lines = [replace(line, key=key_of(line.id, line.store if names[line.id] > 1 else "")) for line in lines]
     words = text.casefold().split()
-    matched = [line for line in lines if (not state or line.state.name == state) and _has(line, words)]
+    states: Counter[str] = Counter(line.state.name for line in lines)
+    matched = [line for line in lines if _is_in(line, state) and _has(line, words)]
     return RunList(
         tuple(_sorted(matched, sort, descending)[first : first + limit]),
         first,
         len(matched),
-        len(lines),
-        dict(Counter(line.state.name for line in lines)),
+        len(lines) - states["session"],
+        dict(states),
         unreadable,
         tuple(left_out),
         any(look.lines is None and not look.why for _, look in looks.values()),
@@ -173,6 +174,10 @@ def _sorted(lines: Sequence[RunLine], sort: str, descending: bool) -> list[RunLi
     known = [line for line in newest if order(line) is not None]
     known.sort(key=order, reverse=descending)  # type: ignore[arg-type]
     return [*known, *(line for line in newest if order(line) is None)]
+
+
+def _is_in(line: RunLine, state: str) -> bool:
+    return line.state.name == state if state else line.state.name != "session"
 
 
 def _has(line: RunLine, words: Sequence[str]) -> bool:

@@ -129,7 +129,7 @@ async def _read(store: Store, run: Run, url: str, *, over: bool) -> RunLine:
     last = await store.last_step(run.id)
     pruned = await store.get_state(run.id, PRUNED)
     recent = await store.steps(run.id, after=last.step - 20, brief=True) if last else []
-    state = await state_of(store, run, url, over=over, steps=[(record.step, record.at) for record in recent])
+    state = await state_of(store, whole or run, url, over=over, steps=[(record.step, record.at) for record in recent])
     line = RunLine(
         key=key_of(run.id),
         id=run.id,

@@ -14,15 +14,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, Literal
 
+from lightning.server.protocol import SESSION_OF
 from lightning.store.protocol import Store
 from lightning.store.url import parse
 from lightning.trainer.plan import TRAIN, is_lost, newest_generation, of_generation
 from lightning.trainer.reasons import grouped
 from lightning.types import Run, Status
 
-Name = Literal["running", "finished", "stopped", "failed", "unread"]
-STATES: Final[tuple[Name, ...]] = ("running", "finished", "stopped", "failed")
-"""What a run can be; `unread` is one that is being read."""
+Name = Literal["running", "finished", "stopped", "failed", "session", "unread"]
+STATES: Final[tuple[Name, ...]] = ("running", "finished", "stopped", "failed", "session")
+"""What a run can be. A `session` are calls of a model that was served, such as a chat's; `unread` is one that is being read."""
 QUIET: Final = 300.0
 """Seconds for which a run may write nothing and still be taken to go on, where nothing else says it; five of its longest steps
 where these are more."""
@@ -39,8 +40,10 @@ class State:
 
 
 async def state_of(store: Store, run: Run, url: str, *, over: bool, steps: Sequence[tuple[int, float]]) -> State:
-    """The state of a run. `steps` are number and time (Unix seconds) of its newest committed ones, in order; `over` is what
-    the store says of its end (`lightning.store.epochs.is_over`)."""
+    """The state of a run, which has its configuration. `steps` are number and time (Unix seconds) of its newest committed ones,
+    in order; `over` is what the store says of its end (`lightning.store.epochs.is_over`)."""
+    if SESSION_OF in run.config:
+        return State("session", "calls of a model that was served; nothing was trained")
     if over:
         return State("finished", "it came to its end")
     if is_held(url):
@@ -78,8 +81,8 @@ def is_held(url: str) -> bool:
 
 
 def _in_locks(file: Path) -> str:
-    """A file as `LOCKS` names it: device and inode. The device is that of the mount, which `stat` does not tell of a subvolume of
-    Btrfs. Raises `OSError`."""
+    """A file as `LOCKS` names it: device and inode. The device is that of the mount: of a subvolume of Btrfs `stat`
+    tells another. Raises `OSError`."""
     opened = os.open(file, os.O_PATH)
     try:
         about = Path(f"/proc/self/fdinfo/{opened}").read_text().split()

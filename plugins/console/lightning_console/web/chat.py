@@ -41,10 +41,13 @@ KEY_SECONDS: Final = 3_600.0
 ANSWER_SECONDS: Final = 120.0
 ANSWER_TOKENS: Final = 512
 RUNS: Final = 20
-"""Newest runs that are asked whether their model is served."""
+"""Newest runs that are asked whether their model is served; of as many newest ones (`LISTED`), some are conversations."""
+LISTED: Final = 500
+NAME: Final = "console"
+"""The name of the runs that conversations are recorded as."""
 START: Final = (
     "lightning serve RUN",
-    "lightning token create viewer --store PLACE",
+    "lightning token create trainer --store PLACE",
 )
 TRAIL: Final = (Link("Runs", "runs"),)
 
@@ -108,9 +111,11 @@ class Chat:
             raise GatewayError("no model is served here")
         if not 0 < len(text) <= LONGEST:
             raise DataError(f"a message has 1 to {LONGEST} characters, and this one has {len(text)}")
-        if run and await store.get_run(run) is None:
+        found = await store.get_run(run) if run else None
+        if run and found is None:
             raise DataError(f"there is no run {run[:100]!r}")
-        talk = await self._conversation(self._host, who, run)
+        project = found.project if found is not None else who.project or DEFAULT_PROJECT
+        talk = await self._conversation(self._host, who, run, project)
         asked = [*talk.messages, {"role": "user", "content": text}]
         talk.messages = [*asked, {"role": "assistant", "content": await _answer(talk.llm, asked)}][-TURNS:]
         return "answered"
@@ -119,15 +124,15 @@ class Chat:
         assert self._host is not None
         if self._host.own_model:
             return [("", "this server")]
-        runs = await store.list_runs(limit=RUNS, brief=True)
+        listed = await store.list_runs(limit=LISTED, brief=True)
+        runs = [run for run in listed if run.name != NAME][:RUNS]
         return [(run.id, run.id) for run in runs if await self._host.served(run.id)]
 
-    async def _conversation(self, host: Host, who: Visitor, run: str) -> _Conversation:
+    async def _conversation(self, host: Host, who: Visitor, run: str, project: str) -> _Conversation:
         key = (who.session, run)
         talk = self._open.get(key)
         if talk is None or talk.until < time.monotonic() + ANSWER_SECONDS:
-            project = who.project or DEFAULT_PROJECT
-            llm = await host.open_session("console", KEY_SECONDS, project=project, run=run)
+            llm = await host.open_session(NAME, KEY_SECONDS, project=project, run=run)
             talk = _Conversation(llm, time.monotonic() + KEY_SECONDS, talk.messages if talk else [])
             self._open[key] = talk
             if len(self._open) > CONVERSATIONS:
