@@ -242,7 +242,7 @@ def collapsed(evidence: Evidence) -> Iterator[Diagnosis]:
     if best - now > LARGE * scale and best - now > SURE * error:
         yield Diagnosis(
             "collapsed",
-            f"the reward collapsed: it was {best:.3f} in steps {place + 1} to {place + WINDOW}, and is {now:.3f} now"
+            f"the reward collapsed: it was {best:.3f} after {place + WINDOW} steps, and is {now:.3f} now"
             + _beside(course, place)
             + f". {SLOWER}; a new run can begin before it: --from RUN@{place + WINDOW}",
             serious=True,
@@ -294,7 +294,7 @@ def equal_groups(evidence: Evidence) -> Iterator[Diagnosis]:
         f"{mean_of(shares):.0%} of the groups teach nothing, since all of their rewards are equal (zero variance)"
         + (": the tasks are solved. Give harder ones" if solved else "")
         + (
-            f", all at once after step {since}: it made the policy say always the same. Lower engine.lr"
+            f", all at once after {since} steps: the last of them made the policy say always the same. Lower engine.lr"
             if since
             else ""
         )
@@ -308,7 +308,7 @@ def equal_groups(evidence: Evidence) -> Iterator[Diagnosis]:
 
 
 def _all_at_once(course: Course) -> int | None:
-    """The step (from 1) in which at least half of the groups taught, and after which none did any more."""
+    """After how many steps no group taught any more, where at least half of those of the last of them did."""
     used = [m.get("groups_used", 0.0) / (m.get("groups") or 1.0) for m in course.steps]
     last = max((place for place, share in enumerate(used) if share > 0), default=None)
     return last + 1 if last is not None and used[last] >= 0.5 and last + 1 < len(used) else None

@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 from lightning.asyncio_utils import run_to_end
 from lightning.cli.locate import locate
-from lightning.cli.output import escape, say
+from lightning.cli.output import escape, print_json, say
 from lightning.cli.runs import databases
-from lightning.errors import ConfigError, MissingExtraError
+from lightning.errors import ConfigError, DataError, MissingExtraError
 from lightning.store.resource_ref import run_id_of, store_in
 from lightning.store.url import redacted
 
@@ -54,6 +54,9 @@ def console(
         typer.Option(metavar="DIR", help="Write the pages into a folder that opens without a server, and stop."),
     ] = None,
     limit: Annotated[int, typer.Option(help="With --export: maximum number of rollouts.", min=1)] = 100,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the page of --page (default: the first one) as JSON, and stop.")
+    ] = False,
     mcp: Annotated[
         bool, typer.Option("--mcp", help="Answer a coding agent on standard input and output, as an MCP server.")
     ] = False,
@@ -66,14 +69,16 @@ def console(
     if skill:
         typer.echo(SKILL.read_text(encoding="utf-8"), nl=False)
         return
-    if mcp and export is not None:
-        raise ConfigError("give --mcp or --export DIR: one of the two")
+    if sum((mcp, as_json, export is not None)) > 1:
+        raise ConfigError("give --json, --mcp or --export DIR: one of the three")
     target = find(place, page)
     if export is not None:
         from lightning_console.export import export_pages
 
         written = asyncio.run(export_pages(target.where, target.start, export, rollouts=limit))
         say(f"{escape(str(written.index))} opens in a browser: {escape(written.said)}")
+    elif as_json:
+        print_json(asyncio.run(_answer(target)))
     elif mcp:
         from lightning_console.mcp_server import serve_stdio
 
@@ -81,6 +86,20 @@ def console(
     else:
         with contextlib.suppress(KeyboardInterrupt):
             run_to_end(_serve(target, port, browser, seconds))
+
+
+async def _answer(target: Target) -> dict[str, object]:
+    """The page of a target as JSON. Raises `DataError` for one that cannot be shown."""
+    from lightning_console.answers import answer
+
+    places = Places(target.where)
+    try:
+        found = await answer(places, target.start)
+    finally:
+        await places.close()
+    if "error" in found:
+        raise DataError(str(found["error"]))
+    return found
 
 
 def find(place: str, page: str = "") -> Target:

@@ -108,8 +108,8 @@ def _show_alarm(alarm: Alarm) -> None:
     if alarm.since is None:
         when = "in the last steps" if alarm.still else "in the last steps, and not in the very last"
     else:
-        first = alarm.since + 1
-        when = f"since step {first}" if alarm.still else f"from step {first} on, and no more at the end"
+        first = f"first seen after {alarm.since + 1} steps"
+        when = first if alarm.still else f"{first}, and no more at the end"
     say(f"{'[red]' if found.serious and alarm.still else '[yellow]'}{escape(found.text)}[/] ({when})")
     if found.rollouts:
         say(f"  look at: {escape(', '.join(found.rollouts))}")

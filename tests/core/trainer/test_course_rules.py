@@ -147,7 +147,7 @@ def test_held_out_tasks_that_follow_or_were_solved_are_no_alarm(held_out: tuple[
 def test_a_policy_that_says_always_the_same_after_one_step_is_told_from_tasks_that_teach_nothing() -> None:
     once = alarms(course(groups_used=lambda step: 12.0 * (step < 5)))
     assert once[0].cause == "equal groups"
-    assert "after step 5: it made the policy say always the same. Lower engine.lr" in once[0].text
+    assert "after 5 steps: the last of them made the policy say always the same. Lower engine.lr" in once[0].text
     assert "engine.lr" not in alarms(course(groups_used=ramp(12, 1)))[0].text
 
 

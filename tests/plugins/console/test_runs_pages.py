@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import re
 import shutil
 import sqlite3
 import time
@@ -294,7 +295,7 @@ async def test_alarms_lead_to_their_evidence() -> None:
     first = alarms["value"]["notices"][0]
     assert first["tone"] == "bad"
     assert "collapsed" in first["text"]
-    assert "since step" in first["detail"]
+    assert re.search(r"first seen after \d+ steps", first["detail"])
     pages = {link["to"].partition("/")[0] for link in first["links"]}
     assert pages == {"step", "rollout"}
     (row,) = await table(places, "runs")
@@ -505,6 +506,23 @@ async def test_the_reward_lab_shows_parts_what_the_reward_follows_and_trials(cop
         for series in bars["series"]:
             assert sum(share for _, share in series["points"]) == pytest.approx(1.0)
     assert "lightning reward try MODULE:FUNCTION" in await shown(places, "rewards/one")
+    await places.close()
+
+
+async def test_a_part_against_which_others_work_has_a_share_beyond_100_percent(copied: Path) -> None:
+    with sqlite3.connect(copied / "one" / "lightning.db") as database:
+        database.execute(
+            "UPDATE rollouts SET reward = n % 2, rewards = json_object('gain', 2 * (n % 2), 'cost', -(n % 2)) "
+            "WHERE reward IS NOT NULL"
+        )
+    places = Places(str(copied))
+    rows = {row["the reward and"]["text"]: row for row in await table(places, "rewards/one", "What the reward follows")}
+    assert rows["the part gain"]["share of covariance"]["text"] == "200 %"
+    assert rows["the part cost"]["share of covariance"]["text"] == "-100 %"
+    found = await fact(places, "rewards/one", "the reward varies most with")
+    assert found["value"] == "gain"
+    assert found["detail"] == "200 % of its variance is covariance with this part"
+    assert "beyond 100 %" in found["hint"]
     await places.close()
 
 

@@ -80,7 +80,12 @@ async def test_two_versions_win_lose_and_tie(store: MemoryStore) -> None:
     assert rows[1][4]["text"] == "call 2 (solver), in answer"
     assert rows[1][4]["to"] == str(Address("rollout", ("run", "run/val/0/3"), {"call": "2"}))
     assert "Tokens of call 2, by solver" in await shown(store, rows[1][4]["to"])
-    assert len(blocks["Every task, the worst first"]["rows"]) == 5
+    every = blocks["Every task, the worst first"]["rows"]
+    assert [(row[0]["text"], row[0]["hint"], row[3]["text"]) for row in every][:2] == [
+        ("question 4", "t4", "-1.000"),
+        ("question 3", "t3", "-0.500"),
+    ]
+    assert len(every) == 5
 
 
 async def test_the_variants_of_an_ab_have_an_interval_that_holds_at_any_time(store: MemoryStore) -> None:

@@ -52,11 +52,12 @@ def _alarm(found: Located, alarm: Alarm) -> Notice:
     if alarm.since is None:
         when = "in the last steps" if alarm.still else "in the last steps, and not in the very last"
     else:
-        when = f"since step {alarm.since}" if alarm.still else f"from step {alarm.since} on, and no more at the end"
+        first = f"first seen after {alarm.since + 1} steps"
+        when = first if alarm.still else f"{first}, and no more at the end"
     steps = what.steps if alarm.since is None else tuple(dict.fromkeys((alarm.since, *what.steps)))
     tone = "bad" if what.serious and alarm.still else "warn"
     links = _evidence(found, steps, what.rollouts)
-    return Notice(what.text, tone, detail=f"{when} (counted from 0)", links=links, key=what.cause)  # type: ignore[arg-type]
+    return Notice(what.text, tone, detail=when, links=links, key=what.cause)  # type: ignore[arg-type]
 
 
 def _evidence(found: Located, steps: tuple[int, ...], rollouts: tuple[str, ...]) -> list[Link]:

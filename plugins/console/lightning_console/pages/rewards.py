@@ -86,7 +86,14 @@ def _facts(rewards: Rewards) -> Facts:
         ),
     ]
     if main:
-        facts.append(Fact("what varies comes from", main, share(rewards.explained[main])))
+        facts.append(
+            Fact(
+                "the reward varies most with",
+                main,
+                f"{share(rewards.explained[main])} of its variance is covariance with this part",
+                hint="beyond 100 % where other parts work against it",
+            )
+        )
     looked = f"{len(rewards.steps)} of {rewards.of_steps} steps were looked at"
     return Facts(facts, note=looked if len(rewards.steps) < rewards.of_steps else "")
 
@@ -149,7 +156,12 @@ def _correlations(rewards: Rewards) -> Table:
         [
             Column("the reward and"),
             Column("rank correlation", "number", "Spearman's rho; from ±0.5 on it is worth a look"),
-            Column("of its variance", "number", "the part's share of what varies in the reward"),
+            Column(
+                "share of covariance",
+                "number",
+                "the part's covariance with the reward, of the reward's variance: parts that add up to the reward have shares "
+                "that add up to 100 %; one of them is beyond 100 % where others work against it, and those are below 0 %",
+            ),
             Column("rollouts", "number"),
         ],
         [row(each) for each in rewards.correlations],

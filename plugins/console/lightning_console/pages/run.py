@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from lightning.errors import UnavailableError
 from lightning.maintenance.prune import PRUNED
 from lightning.store.epochs import is_over
 from lightning.trainer.summary import POLICY_FAULT
@@ -18,7 +19,7 @@ from lightning_console.pages.words import NONE, change, count, located, name_of,
 from lightning_console.places import Located, Places
 from lightning_console.queries.curves import Curves, gain_of, held_out_points, points_of, read_curves
 from lightning_console.queries.insight import advice_of, folder_of, profile_of
-from lightning_console.queries.runs import RunLine, line_of
+from lightning_console.queries.runs import ODD, RunLine, line_of, said_of
 
 LENGTH: Final = "length"
 """A measure that follows from others."""
@@ -51,7 +52,12 @@ async def page(places: Places, address: Address) -> Page:
     """`run/KEY?profile=yes`."""
     found = await located(places, address)
     line = await line_of(found.store, found.run, found.url)
-    curves = await read_curves(found.store, found.run)
+    try:
+        curves = await read_curves(found.store, found.run)
+    except UnavailableError:
+        raise
+    except ODD as error:
+        return _unread(found, line, address, line.unread or said_of(error))
     blocks: list[Block] = [await _state(found, line, curves)]
     waiting = False
     if curves.steps:
@@ -73,6 +79,14 @@ async def page(places: Places, address: Address) -> Page:
         live=waiting or line.state.name == "running",
         next=to("step", found.key, curves.steps[-1]) if curves.steps else "",
     )
+
+
+def _unread(found: Located, line: RunLine, address: Address, why: str) -> Page:
+    """What can be said of a run whose course cannot be read."""
+    notices = Notices([Notice("the run cannot be read whole", "bad", detail=why)])
+    counts = Facts([Fact("state", line.state.name, line.state.why), Fact("rollouts", count(line.rollouts))])
+    above = (Link("Runs", "runs"),)
+    return Page(str(address), name_of(found.run.id, found.url, "~" in found.key), [notices, counts], above)
 
 
 async def _state(found: Located, line: RunLine, curves: Curves) -> Notices:

@@ -22,7 +22,7 @@ from lightning_console.blocks import (
     Table,
     Tone,
 )
-from lightning_console.pages.words import NONE, change, count, name_of, number, share, to, when
+from lightning_console.pages.words import NONE, change, count, name_of, number, share, to, when, written
 from lightning_console.places import Places
 from lightning_console.queries.listing import RunList, list_runs
 from lightning_console.queries.runs import RunLine
@@ -147,11 +147,6 @@ def _sorted_by(address: Address, by: str, now: str) -> str:
 
 
 def _row(line: RunLine) -> list[Cell]:
-    alarm = next(iter(line.alarms), None)
-    serious = [each for each in line.alarms if each.serious]
-    said = ", ".join(each.cause.partition("/")[0] for each in (serious or line.alarms)[:3])
-    if len(serious or line.alarms) > 3:
-        said += f" and {len(serious or line.alarms) - 3} more"
     here = to("run", line.key)
     first, last = line.before, line.after
     interval = f"±{number(1.96 * (last or first).error)}" if (last or first) else ""  # type: ignore[union-attr]
@@ -163,12 +158,7 @@ def _row(line: RunLine) -> list[Cell]:
             tone="warn" if line.unread else "",
         ),
         Cell(line.state.name + (", pruned" if line.pruned else ""), tone=TONES[line.state.name], hint=line.state.why),
-        Cell(
-            said or (NONE if line.state.name == "unread" else "none" if line.steps else "no step yet"),
-            here if alarm else "",
-            "bad" if serious else "warn" if alarm else "muted",
-            "\n".join(each.text for each in line.alarms),
-        ),
+        _alarms(line),
         Cell(number(line.reward_with_failures), hint=f"without failures {number(line.reward)}" if line.failed else ""),
         Cell("", here if line.rewards else "", spark=line.rewards),
         Cell(
@@ -193,6 +183,22 @@ def _row(line: RunLine) -> list[Cell]:
         Cell(line.about.model or NONE, hint=line.about.algorithm),
         Cell(when(line.created_at)),
     ]
+
+
+def _alarms(line: RunLine) -> Cell:
+    """The run's alarms; of one that cannot be read whole, why not."""
+    here = to("run", line.key)
+    if line.unread:
+        return Cell(f"cannot be read: {written(line.unread, 100)}", here, "bad", line.unread)
+    if not line.alarms:
+        none = NONE if line.state.name == "unread" else "none" if line.steps else "no step yet"
+        return Cell(none, tone="muted")
+    serious = [each for each in line.alarms if each.serious]
+    told = serious or line.alarms
+    said = ", ".join(each.cause.partition("/")[0] for each in told[:3])
+    if len(told) > 3:
+        said += f" and {len(told) - 3} more"
+    return Cell(said, here, "bad" if serious else "warn", "\n".join(each.text for each in line.alarms))
 
 
 def _pages(address: Address, found: RunList) -> list[Link]:

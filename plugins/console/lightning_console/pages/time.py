@@ -62,7 +62,7 @@ def _parts(profile: Profile) -> Table:
         columns,
         rows,
         title="Where time goes",
-        note=f"steps {first} to {last}: {seconds(profile.seconds / steps)} a step",
+        note=f"steps {first} to {last}, counted from 0: {seconds(profile.seconds / steps)} a step",
     )
 
 

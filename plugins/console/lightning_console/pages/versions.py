@@ -195,7 +195,7 @@ def _call(found: VersionComparison, each: Regression) -> str:
 def _tasks(found: VersionComparison) -> Table:
     rows = [
         [
-            Cell(each.task),
+            Cell(written(found.inputs[each.task], 100) or each.task, hint=each.task),
             Cell(number(each.a), to("rollout", found.a.located.key, each.rollout_a)),
             Cell(number(each.b), to("rollout", found.b.located.key, each.rollout_b)),
             Cell(
@@ -206,5 +206,5 @@ def _tasks(found: VersionComparison) -> Table:
     ]
     columns = [Column("task"), Column("A", "number"), Column("B", "number"), Column("B less A", "number")]
     more = len(found.tasks) - len(rows)
-    note = f"{count(more)} more tasks, on which B does better, are not shown" if more > 0 else ""
+    note = f"the worst {MOST_ROWS} of {count(len(found.tasks))} tasks: on the others B does better" if more > 0 else ""
     return Table(columns, rows, title="Every task, the worst first", note=note)

@@ -57,13 +57,9 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def share(value: float | None) -> str:
     """A share as a percentage."""
-    return (
-        NONE
-        if value is None or not math.isfinite(value)
-        else f"{100 * value:.1f} %"
-        if value < 0.1
-        else f"{100 * value:.0f} %"
-    )
+    if value is None or not math.isfinite(value):
+        return NONE
+    return f"{100 * value:.1f} %" if abs(value) < 0.1 else f"{100 * value:.0f} %"
 
 
 def count(value: float | None) -> str:

@@ -22,7 +22,7 @@ from lightning.trainer.trends import WINDOW, lengths_of
 from lightning.types import Json, Run
 
 from lightning_console.queries.memo import Memo, stamp_of
-from lightning_console.queries.runs import About, about_of, settings_and_tasks
+from lightning_console.queries.runs import About, about_of, measured, settings_and_tasks
 
 Axis = Literal["step", "tokens", "time"]
 AXES: Final[Mapping[Axis, str]] = {"step": "steps", "tokens": "sampled tokens (about)", "time": "wall time (s)"}
@@ -123,7 +123,8 @@ async def _read(store: Store, run: Run) -> Curves:
             phases[name.partition("/")[2]] = phases.get(name.partition("/")[2], 0.0) + value
     for record in records:
         point = points.get(record.step)
-        metrics = {**record.metrics, **(point.values if point else {})}
+        metrics = {name: value for name, value in record.metrics.items() if isinstance(value, int | float)}
+        metrics |= point.values if point else {}
         took = {name.partition("/")[2]: value for name, value in metrics.items() if name.startswith("seconds/")}
         sampling = sum(took.values()) if "pipeline/groups_begun" in metrics else took.get("rollout", 0.0)
         tokens += _finite(metrics.get("tokens_per_second", 0.0)) * sampling
@@ -140,7 +141,7 @@ async def _read(store: Store, run: Run) -> Curves:
         tokens=tuple(each[0] for each in sums),
         seconds=tuple(each[1] for each in sums),
         at=tuple(at),
-        evaluations=await evaluations(store, run.id),
+        evaluations=measured(await evaluations(store, run.id)),
         changes=tuple(Change(each.first, tuple(changes_of(epochs, each.number))) for each in epochs[1:]),
         settings=settings_and_tasks(epochs[-1].config) if whole.config else {},
         phases=phases,
@@ -176,7 +177,6 @@ def held_out_points(curves: Curves, axis: Axis = "step") -> list[list[float | No
     return [
         [curves.x_after(each.step, axis), each.score, each.score - LEVEL * each.error, each.score + LEVEL * each.error]
         for each in curves.evaluations
-        if each.rollouts
     ]
 
 

@@ -6,6 +6,7 @@ The invariant: what belongs to another run is not there, whatever its id.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from lightning.errors import DataError
 from lightning.maintenance.prune import PRUNED
@@ -16,6 +17,9 @@ from lightning.types import Rollout, StepRecord
 
 from lightning_console.places import Located
 
+LOOKED: Final = 20_000
+"""Rollouts among which a group of an unusual name is looked for."""
+
 
 async def rollout_of(located: Located, rollout: str) -> Rollout:
     """A rollout of a run. Raises `DataError` where the run has none of that id."""
@@ -25,16 +29,32 @@ async def rollout_of(located: Located, rollout: str) -> Rollout:
     return found
 
 
-async def group_of(located: Located, group: str) -> list[Rollout]:
-    """The rollouts of a group, in their order in it. Raises `DataError` where the run has none of that id."""
+async def group_of(located: Located, group: str, member: Rollout | None = None) -> list[Rollout]:
+    """The rollouts of a group, in their order in it; where one `member` of it is known, only its step is read. Raises
+    `DataError` where the run has none of that id."""
     store, run = located.store, located.run.id
-    first = await store.get_rollout(f"{group}/0") or await store.get_rollout(group)  # as the trainer calls them
-    if first is None or first.run != run or first.group != group:
-        first = await anext((each async for each in each_rollout(store, run) if each.group == group), None)
-    if first is None:
-        raise DataError(f"the run {run} has no group {group[:200]!r}")
+    first = member or await _first_of(store, run, group)
     same = each_rollout(store, run, split=first.split, step=first.step)
     return sorted([each async for each in same if each.group == group], key=lambda each: each.index)
+
+
+async def _first_of(store: Store, run: str, group: str) -> Rollout:
+    """A rollout of a group. One that does not have the name that the trainer gives is looked for among the first of the run."""
+    for name in (f"{group}/0", group):
+        found = await store.get_rollout(name)
+        if found is not None and found.run == run and found.group == group:
+            return found
+    looked = 0
+    async for each in each_rollout(store, run):
+        looked += 1
+        if each.group == group:
+            return each
+        if looked >= LOOKED:
+            raise DataError(
+                f"the group {group[:200]!r} is not among the first {LOOKED} rollouts of the run {run}: open it from the page "
+                "of one of its rollouts"
+            )
+    raise DataError(f"the run {run} has no group {group[:200]!r}")
 
 
 async def neighbours(

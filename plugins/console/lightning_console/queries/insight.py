@@ -22,7 +22,7 @@ from lightning_debug.profile import Profile, read_profile
 
 from lightning_console.places import Located, Places
 from lightning_console.queries.memo import Memo, apart, stamp_of
-from lightning_console.queries.runs import about_of
+from lightning_console.queries.runs import ODD, about_of, said_of
 
 OTHERS: Final = 200
 """Runs of a store that a run is compared with, the newest."""
@@ -62,8 +62,8 @@ async def advice_of(places: Places, found: Located) -> Advised | None:
         past = await _past_runs(stores, found, places.project)
         try:
             return Advised(await advise(found.store, found.run.id, past))
-        except LightningError as error:
-            return Advised(None, str(error))
+        except ODD as error:
+            return Advised(None, said_of(error))
 
     stamp = await stamp_of(found.store, found.run.id)
     return await _advice.soon(found.store, found.run.id, stamp, lambda: apart(make), places.patience)
@@ -75,15 +75,19 @@ async def _past_runs(stores: Mapping[str, Store], mine: Located, project: str | 
     found = []
     for url, store in stores.items():
         try:
-            for other in await store.list_runs(project, limit=OTHERS, brief=True):
-                if url == mine.url and other.id == mine.run.id:
-                    continue
+            others = await store.list_runs(project, limit=OTHERS, brief=True)
+        except LightningError:  # the list of runs names a store that cannot be read
+            continue
+        for other in others:
+            if url == mine.url and other.id == mine.run.id:
+                continue
+            try:
                 theirs = await about_of(store, other)
                 if (theirs.model, theirs.tasks, theirs.held_out) == (about.model, about.tasks, about.held_out):
                     past = await _past_run(store, other, config)
                     found += [past] if past else []
-        except LightningError:  # the list of runs names a store that cannot be read
-            continue
+            except ODD:  # the list of runs says what is wrong with it
+                continue
     return found
 
 
@@ -110,8 +114,8 @@ async def profile_of(places: Places, found: Located, rollouts: int, *, asked: bo
     async def make() -> Profiled:
         try:
             profile = await read_profile(found.store, found.run.id)
-        except LightningError as error:
-            return Profiled(None, why=str(error))
+        except ODD as error:
+            return Profiled(None, why=said_of(error))
         return Profiled(profile, tuple(find_helps(profile)))
 
     stamp = await stamp_of(found.store, found.run.id)

@@ -7,6 +7,8 @@ says why not, and no model is asked for it.
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -32,10 +34,14 @@ from lightning.trainer.training_data import (
 )
 from lightning.types import Rollout, Run, StepRecord
 
+from lightning_console.queries.memo import Memo
+
 OWN_CODE: Final = (
     "only the user's own code can make its algorithm again, so that advantages are not derived here: "
     "`lightning audit` proves what was recorded"
 )
+FRESH: Final = 60.0
+"""Seconds for which a step is not derived again, or 20 times what deriving it took, where that is more."""
 ASKS: Final = "its credit function has rewards of its own (a judge), which is not asked for a page"
 
 
@@ -82,6 +88,9 @@ class StepProof:
     skipped: Mapping[str, str] = field(default_factory=dict)
 
 
+_memo: Memo[StepProof] = Memo(kept=16)
+
+
 async def record_of(store: Store, rollout: Rollout, epochs: Sequence[Epoch]) -> StepRecord | None:
     """The committed step that looked at a rollout's group; None where none has."""
     if rollout.trained_at_step is not None:
@@ -95,7 +104,10 @@ async def record_of(store: Store, rollout: Rollout, epochs: Sequence[Epoch]) -> 
 
 
 async def prove(store: Store, run: Run, rollout: Rollout) -> StepProof:
-    """What the step that looked at a rollout made of it and its siblings. Raises `StoreError` for rows that cannot be read."""
+    """What the step that looked at a rollout made of it and its siblings, as it was derived within the last minute.
+
+    Raises `StoreError` for rows that cannot be read.
+    """
     epochs = await read_epochs(store, run)
     record = await record_of(store, rollout, epochs)
     if record is None:
@@ -111,6 +123,13 @@ async def prove(store: Store, run: Run, rollout: Rollout) -> StepProof:
         return StepProof(
             record, epoch, why="calls that the run was trained on were removed (lightning db prune --trained)"
         )
+    stamp = record.digest, len(epochs), json.dumps(pruned, default=str), int(time.monotonic() // FRESH)
+    about = run.id, run.created_at, record.step
+    return await _memo.get(store, about, stamp, lambda: _read(store, run, record, epoch))
+
+
+async def _read(store: Store, run: Run, record: StepRecord, epoch: Epoch) -> StepProof:
+    """The step derived again from what the store holds now."""
     members = await rollouts_of(store, record, epoch.max_staleness or 0)
     try:
         groups = await load_groups(store, members, train_agents_of(epoch), policy_fault_of(epoch))

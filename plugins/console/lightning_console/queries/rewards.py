@@ -95,7 +95,8 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """A run's rewards over the steps that were looked at. `explained` is each part's share of what varies in the reward.
+    """A run's rewards over the steps that were looked at. `explained` is each part's covariance with the
+    reward over the reward's variance: below 0 for a part that works against the others, which go beyond 1 together then.
     `unread` says why calls could not be looked at, empty where they were."""
 
     run: str

@@ -121,7 +121,7 @@ async def rollout_view(
         lanes_of(transitions, ended.tool_events, ended.step_rewards, ended.step_states, reward),
         ended,
         proof,
-        tuple(each.id for each in await group_of(located, found.group)),
+        tuple(each.id for each in await group_of(located, found.group, found)),
         await may_change(store, [found]),
         "" if calls else await why_no_calls(store, own),
         next((each.missing for each in said if each.missing and not each.reply), ""),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from pathlib import PurePath
 from typing import Final
 from weakref import WeakKeyDictionary
 
+from lightning.errors import LightningError, UnavailableError
 from lightning.maintenance.prune import PRUNED
 from lightning.store.epochs import is_over
 from lightning.store.protocol import Store
@@ -30,6 +32,8 @@ from lightning_debug.advise import Alarm, Recorded, read_course, settings_of, ur
 from lightning_console.places import key_of
 from lightning_console.queries.state import State, state_of
 
+ODD: Final = (LightningError, KeyError, TypeError, ValueError, AttributeError)
+"""What reading a run of another release raises, or one that was made by hand."""
 SPARK: Final = 48
 """Points of a small curve."""
 BY_SEED: Final = ("seed", "tasks.train.mark", "forked_from")
@@ -42,7 +46,8 @@ LEAST, MOST = 1.0, 30.0
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a run's configuration says of it. `alike` is the same for runs that differ in nothing but their seed."""
+    """What a run's configuration says of it. `alike` is the same for runs that differ in nothing but their seed. `unread` says
+    why it cannot be read, empty where it can."""
 
     model: str
     algorithm: str
@@ -51,6 +56,7 @@ class About:
     tasks: int
     held_out: int
     forked_from: str = ""
+    unread: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ class RunLine:
     last_at: float | None
     rollouts: int = 0
     failed: int = 0
-    rewards: tuple[float, ...] = ()
+    rewards: tuple[float | None, ...] = ()
     reward: float | None = None
     reward_with_failures: float | None = None
     failed_share: float = 0.0
@@ -100,12 +106,27 @@ def known_line(store: Store, run: Run, url: str) -> RunLine:
     found = _known.get(store, {}).get(run.id)
     if found is not None and found.line.created_at == run.created_at:
         return found.line
-    about, state = About("", "", None, "", 0, 0), State("unread", "it is being read")
-    return RunLine(key_of(run.id), run.id, url, run.project, run.created_at, about, state, 0, None, None)
+    return _nothing_known(run, url, "it is being read")
+
+
+def _nothing_known(run: Run, url: str, why: str) -> RunLine:
+    about = About("", "", None, "", 0, 0)
+    return RunLine(key_of(run.id), run.id, url, run.project, run.created_at, about, State("unread", why), 0, None, None)
 
 
 async def line_of(store: Store, run: Run, url: str) -> RunLine:
-    """The line of a run (`run` may be brief). Raises `StoreError`."""
+    """The line of a run (`run` may be brief). What is wrong with this run alone is said by `unread`. Raises `UnavailableError`
+    where the store does not answer."""
+    try:
+        return await _line(store, run, url)
+    except UnavailableError:
+        raise
+    except ODD as error:  # one run must not hide the others: its line says what is wrong
+        line = _nothing_known(run, url, "it cannot be read")
+        return replace(line, unread=said_of(error))
+
+
+async def _line(store: Store, run: Run, url: str) -> RunLine:
     cache = _known.setdefault(store, {})
     known, over = cache.get(run.id), await is_over(store, run.id)
     if known is not None and known.line.created_at == run.created_at and known.over == over:
@@ -121,49 +142,64 @@ async def line_of(store: Store, run: Run, url: str) -> RunLine:
 
 
 async def _read(store: Store, run: Run, url: str, *, over: bool) -> RunLine:
-    whole = await store.get_run(run.id) if not run.config else run
-    about = await about_of(store, run)
-    states: Counter[Status] = Counter()
-    for counted in await store.count_rollouts(run.id):
-        states[counted.status] += counted.rollouts
-    last = await store.last_step(run.id)
-    pruned = await store.get_state(run.id, PRUNED)
-    recent = await store.steps(run.id, after=last.step - 20, brief=True) if last else []
-    state = await state_of(store, whole or run, url, over=over, steps=[(record.step, record.at) for record in recent])
-    line = RunLine(
-        key=key_of(run.id),
-        id=run.id,
-        store=url,
-        project=run.project,
-        created_at=run.created_at,
-        about=about,
-        state=state,
-        steps=0,
-        last=last.step if last else None,
-        last_at=last.at if last else None,
-        rollouts=sum(states.values()),
-        failed=states[Status.FAILED],
-        pruned=isinstance(pruned, Mapping),
-    )
-    try:
-        recorded = await read_course(store, whole or run)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:  # a run of another release, or made by hand
-        return replace(line, unread=f"its record cannot be read by this release: {type(error).__name__}: {error}")
-    return _with_course(line, recorded)
+    """The line, as far as the run can be read: each part by itself."""
+    line = _nothing_known(run, url, "it cannot be read")
+    wrong: list[str] = []
+
+    async def read_whole() -> Run:  # a listing may leave the settings out
+        return run if run.config else await store.get_run(run.id) or run
+
+    async def state(line: RunLine) -> RunLine:
+        last = await store.last_step(run.id)
+        recent = await store.steps(run.id, after=last.step - 20, brief=True) if last else []
+        steps = [(record.step, record.at) for record in recent]
+        line = replace(line, last=last.step if last else None, last_at=last.at if last else None)
+        return replace(line, state=await state_of(store, await read_whole(), url, over=over, steps=steps))
+
+    async def about(line: RunLine) -> RunLine:
+        return replace(line, about=await about_of(store, run))
+
+    async def counts(line: RunLine) -> RunLine:
+        states: Counter[Status] = Counter()
+        for counted in await store.count_rollouts(run.id):
+            states[counted.status] += counted.rollouts
+        return replace(line, rollouts=sum(states.values()), failed=states[Status.FAILED])
+
+    async def pruned(line: RunLine) -> RunLine:
+        return replace(line, pruned=isinstance(await store.get_state(run.id, PRUNED), Mapping))
+
+    async def course(line: RunLine) -> RunLine:
+        return _with_course(line, await read_course(store, await read_whole()))
+
+    for part in (state, about, counts, pruned, course):
+        try:
+            line = await part(line)
+        except UnavailableError:
+            raise
+        except ODD as error:  # the rest of it is shown
+            wrong.append(said_of(error))
+    return replace(line, unread="; ".join(dict.fromkeys(filter(None, [line.about.unread, *wrong]))))
+
+
+def said_of(error: Exception) -> str:
+    """What is wrong with a run's record, in words."""
+    if isinstance(error, LightningError):
+        return str(error)
+    return f"its record cannot be read by this release: {type(error).__name__}: {error}"
 
 
 def _with_course(line: RunLine, recorded: Recorded) -> RunLine:
     """The line with what the course of the run says."""
     steps = recorded.steps
-    rewards = [metrics.get("reward_with_failures", metrics.get("reward", 0.0)) for metrics in steps]
-    held_out = recorded.evaluations
+    rewards = [_finite(metrics.get("reward_with_failures", metrics.get("reward", 0.0))) for metrics in steps]
+    held_out = measured(recorded.evaluations)
     found = diagnose(course=recorded.after(len(steps))) if steps else []
     last = steps[-1] if steps else {}
     return replace(
         line,
         steps=len(steps),
         rewards=tuple(thinned(rewards, SPARK)),
-        reward=last.get("reward"),
+        reward=_finite(last.get("reward")),
         reward_with_failures=rewards[-1] if rewards else None,
         failed_share=failed_share(last),
         before=held_out[0] if held_out else None,
@@ -174,21 +210,35 @@ def _with_course(line: RunLine, recorded: Recorded) -> RunLine:
     )
 
 
-def thinned(values: Sequence[float], most: int) -> list[float]:
-    """At most `most` of the values, in order: means of windows."""
+def measured(found: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
+    """The evaluations that say something: of one whose rollouts were neither scored nor failed nothing is known."""
+    return tuple(each for each in found if each.rollouts and (each.reward is not None or each.failed))
+
+
+def _finite(value: float | None) -> float | None:
+    """A metric that can be shown. Raises `TypeError` for what is no number."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def thinned(values: Sequence[float | None], most: int) -> list[float | None]:
+    """At most `most` of the values, in order: means of windows; None where no value of a window is known."""
     if len(values) <= most:
         return list(values)
     ends = [round(place * len(values) / most) for place in range(most + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in pairwise(ends)]
+    windows = ([value for value in values[a:b] if value is not None] for a, b in pairwise(ends))
+    return [sum(known) / len(known) if known else None for known in windows]
 
 
 async def about_of(store: Store, run: Run) -> About:
-    """What a run's configuration says; it never changes, and is read once."""
+    """What a run's configuration says; it never changes, and is read once. Raises `StoreError`."""
     cache = _about.setdefault(store, {})
     key = (run.id, run.created_at)
     if key not in cache:
         whole = run if run.config else await store.get_run(run.id)
-        cache[key] = _about_of(whole.config if whole else {})
+        try:
+            cache[key] = _about_of(whole.config if whole else {})
+        except ODD as error:
+            cache[key] = About("", "", None, f"{run.id}, which cannot be read", 0, 0, unread=said_of(error))
     return cache[key]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -22,6 +22,7 @@ from lightning_debug.ab import DivergentCall, PairedTask, divergent_call, paired
 from lightning_debug.statistics import SequentialTest, interval
 
 from lightning_console.places import Located, Places, key_of
+from lightning_console.queries.runs import ODD, said_of
 
 MOST_RUNS: Final = 50
 """Runs whose evaluations are offered: the newest."""
@@ -97,6 +98,8 @@ class VersionComparison:
     only_a: int
     only_b: int
     lost_pairs: int
+    inputs: Mapping[str, Json] = field(default_factory=dict)
+    """What each of the tasks asks, by its id."""
 
 
 async def evaluated_versions(places: Places) -> tuple[list[EvaluatedVersion], dict[str, str]]:
@@ -116,8 +119,8 @@ async def evaluated_versions(places: Places) -> tuple[list[EvaluatedVersion], di
         key = key_of(run.id, url if names.count(run.id) > 1 else "")
         try:
             results = await evaluations(store, run.id)
-        except LightningError as error:
-            unreadable[url] = str(error)
+        except ODD as error:
+            unreadable[f"{run.id} in {url}"] = said_of(error)
             continue
         found += [
             EvaluatedVersion(
@@ -170,6 +173,7 @@ async def compare_versions(
         len(tasks_a) - len(common),
         len(tasks_b) - len(common),
         lost,
+        inputs,
     )
 
 

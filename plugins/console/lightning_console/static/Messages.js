@@ -16,7 +16,7 @@ window.lightning = window.lightning || {components: {}};
     const {make, link, sign} = lightning;
     return make("li", {class: `message ${["system", "user", "assistant", "tool", "state"].includes(message.role) ? message.role : "other"} ${message.tone}`.trim()},
       make("div", {class: "who"}, make("span", {class: "role"}, message.role), sign(message.tone),
-        message.to ? link(context, message.to, {class: "tag", "data-key": `message ${index}`}, message.tag || "open") : make("span", {class: "tag"}, message.tag)),
+        message.to ? link(context, message.to, {class: "tag", "data-key": `message ${index}`}, message.tag || "show its call") : make("span", {class: "tag"}, message.tag)),
       make("div", {class: "says"}, message.text ? long(message.text, `text ${index}`, context) : null,
         message.data.map(([name, text], at) => data(name, text, `data ${index} ${at}`, context)),
         !message.text && !message.data.length ? make("p", {class: "empty"}, "(empty)") : null));
