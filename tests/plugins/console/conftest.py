@@ -68,33 +68,48 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture
-def watched() -> Watched:
-    """What the pages of this test did that they may not."""
+@pytest.fixture(scope="module")
+def everything() -> Watched:
+    """What the pages of this file did that they may not."""
     return Watched()
 
 
 @pytest.fixture
-def open_page(browser: Browser, watched: Watched) -> Iterator[OpenPage]:
-    """Opens a page with cookies of its own; the arguments are those of Playwright's `new_context`."""
-    contexts = []
+def watched(everything: Watched) -> Iterator[Watched]:
+    """What the pages of this test did that they may not."""
+    everything.errors.clear()
+    everything.elsewhere.clear()
+    yield everything
+    assert everything.errors == [], "the page's console says errors"
+    assert everything.elsewhere == [], "the page asked another host"
 
-    def open_one(**options: Any) -> Page:
-        context = browser.new_context(**options)
-        context.set_default_timeout(15_000)
-        contexts.append(context)
-        page = context.new_page()
-        watched.watch(page)
-        return page
 
-    yield open_one
-    for context in contexts:
-        context.close()
-    assert watched.errors == [], "the page's console says errors"
-    assert watched.elsewhere == [], "the page asked another host"
+@pytest.fixture(scope="module")
+def tabs(browser: Browser, everything: Watched) -> Iterator[OpenPage]:
+    """Opens a page, or gives the one that was opened with the same arguments, which are those of Playwright's `new_context`: a
+    page of its own for each test takes longer than most tests. What is drawn on it begins anew (`gallery.shown`)."""
+    found: dict[str, Page] = {}
+
+    def one(**options: Any) -> Page:
+        key = repr(sorted(options.items()))
+        if key not in found:
+            found[key] = browser.new_context(**options).new_page()
+            found[key].set_default_timeout(15_000)
+            everything.watch(found[key])
+        return found[key]
+
+    yield one
+    for page in found.values():
+        page.context.close()
+
+
+@pytest.fixture
+def open_page(tabs: OpenPage, watched: Watched) -> OpenPage:
+    """Opens a page; the arguments are those of Playwright's `new_context`. Other tests of the file may have used it."""
+    return tabs
 
 
 @pytest.fixture
 def page(open_page: OpenPage) -> Page:
-    """A page of an ordinary width in an own context."""
+    """A page of an ordinary width."""
     return open_page(viewport={"width": 1280, "height": 900})

@@ -62,6 +62,18 @@ const context = {
   remember: (key, ...value) => (value.length ? remembered.set(key, value[0]) && value[0] : remembered.get(key)),
 };
 const draw = (page) => lightning.draw(document.getElementById("host"), page, context);
+const begun = {...context};
+const anew = (page) => {
+  const host = document.createElement("div");
+  host.id = "host";
+  document.getElementById("host").replaceWith(host);
+  opened.length = acted.length = 0;
+  remembered.clear();
+  delete window.ran;
+  Object.assign(context, begun);
+  scrollTo(0, 0);
+  if (page) draw(page);
+};
 """
 
 
@@ -79,7 +91,11 @@ def html(page: Page | None) -> str:
 
 
 def shown(browser_page: BrowserPage, folder: Path, page: Page | None) -> BrowserPage:
-    """The page, drawn in the browser from a file."""
+    """The page, drawn in the browser from a file, or in the place of the one that was drawn there before."""
+    if browser_page.evaluate("typeof anew === 'function'"):
+        browser_page.mouse.move(0, 0)
+        browser_page.evaluate("(page) => anew(page)", page.to_json() if page else None)
+        return browser_page
     path = folder / "page.html"
     path.write_text(html(page))
     browser_page.goto(path.as_uri())
