@@ -24,6 +24,7 @@ from lightning.runner.protocol import Reward
 from lightning.types import LLM, Task
 
 from lightning_command.environment import ALIAS, variables_of, write_settings
+from lightning_command.harbor import KEY, WORK, Place, check_sandbox, read_task, verifier_environment
 from lightning_command.running import CommandResult, run
 from lightning_command.template import argument, check_fields, fields_of, fill, values_of, words_of
 
@@ -67,18 +68,49 @@ class Command:
         field."""
         root = Path(tempfile.mkdtemp(prefix="lightning-"))
         try:
-            folder, home = root / "work", root / "home"
+            home = root / "home"
             home.mkdir()
-            values = values_of(task, llm, f"{ALIAS}{self.name}", str(folder), self.project)
-            argv = [self.find(), *(argument(word, values) for word in self.words[1:])]
-            await asyncio.to_thread(self._fill_folder, folder, values)
             write_settings(self.program, llm, self.name, home)
-            environment = variables_of(self.program, llm, self.name, home, os.environ)
-            environment |= {key: fill(value, values) for key, value in self.env.items()}
-            async with run(argv, environment, root, folder, fill(self.stdin, values)) as result:
+            if KEY in task.metadata:
+                return await self._in_place(task, llm, Place(read_task(Path(str(task.metadata[KEY]))), root))
+            folder = root / "work"
+            values = self._values(task, llm, str(folder))
+            await asyncio.to_thread(self._fill_folder, folder, values)
+            environment, stdin = self._environment(llm, home, values), fill(self.stdin, values)
+            async with run(self._argv(values), environment, root, folder, stdin=stdin) as result:
                 return await self.reward(task, result)
         finally:
             await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
+
+    async def _in_place(self, task: Task, llm: LLM, place: Place) -> Reward:
+        """Run the program on a task in Harbor's format, and then the task's tests."""
+        if self.grader is not None or self.reward_file or self.files:
+            raise ConfigError(
+                f"the task {place.task.folder.name} brings its own files and tests: leave out grader, reward_file and files"
+            )
+        values = self._values(task, llm, WORK)
+        environment, stdin = self._environment(llm, place.home, values), fill(self.stdin, values)
+        await asyncio.to_thread(place.fill)
+        argv, limit = place.inside(self._argv(values)), place.task.agent_timeout
+        async with run(argv, environment, place.root, place.work, stdin=stdin, timeout=limit) as result:
+            check_sandbox(result)
+            if result.exit_code and not result.timed_out:
+                self.fail(result)
+            await asyncio.to_thread(place.bring_tests)
+            argv, environment = place.inside_with_tests(), verifier_environment(place.task, os.environ, place.home)
+            limit = place.task.verifier_timeout
+            async with run(argv, environment, place.verdict, place.work, timeout=limit) as tests:
+                return place.reward(tests)
+
+    def _argv(self, values: Mapping[str, object]) -> list[str]:
+        return [self.find(), *(argument(word, values) for word in self.words[1:])]
+
+    def _values(self, task: Task, llm: LLM, folder: str) -> dict[str, object]:
+        return values_of(task, llm, f"{ALIAS}{self.name}", folder, self.project)
+
+    def _environment(self, llm: LLM, home: Path, values: Mapping[str, object]) -> dict[str, str]:
+        environment = variables_of(self.program, llm, self.name, home, os.environ)
+        return environment | {key: fill(value, values) for key, value in self.env.items()}
 
     def find(self) -> str:
         """The full path of the program. Raises `ConfigError` when it is not installed here."""
@@ -125,11 +157,9 @@ class Command:
 async def graded(grader: Grader, task: Task, result: CommandResult) -> Reward:
     """What a grader says, which may be async; one that is not has a thread, so that it delays no other rollout."""
     if inspect.iscoroutinefunction(grader):
-        said = grader(task, result)
-    else:
-        call: Callable[..., Reward | Awaitable[Reward]] = grader
-        said = await asyncio.to_thread(call, task, result)
-    return cast("Reward", await said if inspect.isawaitable(said) else said)
+        return cast("Reward", await grader(task, result))
+    said: Reward | Awaitable[Reward] = await asyncio.to_thread(grader, task, result)
+    return await said if inspect.isawaitable(said) else said
 
 
 def read_reward(folder: Path, name: str, result: CommandResult) -> Reward:

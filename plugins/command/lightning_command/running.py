@@ -22,12 +22,16 @@ MOST = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """What a program came to. `folder` is its scratch folder, there until the grader returns. `exit_code` is 128 + N for one
-    that signal N ended, as shells have it. `output` and `errors` are the bytes of standard output and standard error; what is
-    no UTF-8 in `stdout` and `stderr` is replaced by U+FFFD."""
+    """What a program came to.
+
+    `folder` is its scratch folder, there until the grader returns. `exit_code` is 128 + N for one that signal N ended, as
+    shells have it, and 124 with `timed_out` when the time that a task in Harbor's format gives it was over. `output` and
+    `errors` are the bytes of standard output and standard error; what is no UTF-8 in `stdout` and `stderr` is U+FFFD there.
+    """
 
     folder: Path
     exit_code: int
+    timed_out: bool = False
     output: bytes = field(default=b"", repr=False)
     errors: bytes = field(default=b"", repr=False)
 
@@ -49,16 +53,30 @@ class CommandResult:
 
 @asynccontextmanager
 async def run(
-    argv: Sequence[str], environment: Mapping[str, str], root: Path, folder: Path, stdin: str = ""
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    root: Path,
+    folder: Path,
+    *,
+    stdin: str = "",
+    timeout: float | None = None,
 ) -> AsyncIterator[CommandResult]:
-    """Run a program in `folder`, which is in `root`, and yield what it came to; then `root` is removed.
+    """Run a program in `folder` and yield what it came to; then `root`, where its output is kept, is removed. After `timeout`
+    seconds it is ended.
 
     When this is cancelled, or this process dies, the program ends with all that it has started. Raises `RunnerError` for one
     that cannot be started.
     """
     reading, writing = os.pipe()
     supervisor = None
-    asked = {"argv": list(argv), "cwd": str(folder), "env": dict(environment), "stdin": stdin, "root": str(root)}
+    asked: dict[str, Any] = {
+        "argv": list(argv),
+        "cwd": str(folder),
+        "env": dict(environment),
+        "stdin": stdin,
+        "root": str(root),
+    }
+    asked |= {"timeout": timeout, "most": MOST}
     try:
         try:
             supervisor = await asyncio.create_subprocess_exec(
@@ -68,12 +86,12 @@ async def run(
         finally:
             os.close(writing)
         assert supervisor.stdin is not None
-        supervisor.stdin.write(json.dumps({**asked, "most": MOST}).encode() + b"\n")
+        supervisor.stdin.write(json.dumps(asked).encode() + b"\n")
         answer = await _line(reading)
         if "failed" in answer:
             raise RunnerError(f"{argv[0]} cannot be started: {answer['failed']}")
         output, errors = ((root / name).read_bytes() for name in ("stdout", "stderr"))
-        yield CommandResult(folder, int(answer["code"]), output, errors)
+        yield CommandResult(folder, answer["code"], answer["timed_out"], output, errors)
     finally:
         os.close(reading)
         if supervisor is not None and supervisor.stdin is not None:

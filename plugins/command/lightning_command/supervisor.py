@@ -4,9 +4,9 @@ The invariant: nothing that the program started outlives this process: neither w
 session (Linux; elsewhere its process group ends). It ends them when the program has ended, and when the process that started it
 is gone, whose end of standard input then closes. It then also removes the folder. Standard library only.
 
-Standard input begins with a line of JSON: `argv`, `cwd`, `env`, `stdin`, `root` and `most`, the bytes of each stream that are
-kept at either end. When the program has ended, its `stdout` and `stderr` are files in `root`, and a line of JSON with `code` is
-written to STATUS_FD.
+Standard input begins with a line of JSON: `argv`, `cwd`, `env`, `stdin`, `root`, `timeout` (seconds; null: none) and `most`,
+the bytes of each stream that are kept at either end. When the program has ended, its `stdout` and `stderr` are files in `root`,
+and a line of JSON with `code` (124 and `timed_out` when the time was over) is written to STATUS_FD.
 """
 
 from __future__ import annotations
@@ -107,8 +107,12 @@ def start(asked: dict[str, Any]) -> subprocess.Popen[bytes]:
     )
 
 
-def follow(program: subprocess.Popen[bytes], said: bytes, lifeline: BinaryIO, kept: dict[str, Kept]) -> int | None:
-    """Read what the program writes until it has ended; its status, or None when the process that started this one is gone."""
+def follow(
+    program: subprocess.Popen[bytes], asked: dict[str, Any], lifeline: BinaryIO, kept: dict[str, Kept]
+) -> dict[str, Any] | None:
+    """Read what the program writes until it has ended; how, or None when the process that started this one is gone."""
+    said = asked["stdin"].encode()
+    until = None if asked["timeout"] is None else time.monotonic() + asked["timeout"]
     streams: dict[Any, Kept] = {program.stdout: kept["stdout"], program.stderr: kept["stderr"]}
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -121,8 +125,8 @@ def follow(program: subprocess.Popen[bytes], said: bytes, lifeline: BinaryIO, ke
             os.set_blocking(program.stdin.fileno(), False)
             selector.register(program.stdin, selectors.EVENT_WRITE)
         status = program.poll()
-        while status is None:
-            for key, _ in selector.select():
+        while status is None and (until is None or time.monotonic() < until):
+            for key, _ in selector.select(None if until is None else max(0.0, until - time.monotonic())):
                 if key.fileobj is lifeline:
                     return None
                 if key.fileobj == ended:
@@ -136,11 +140,18 @@ def follow(program: subprocess.Popen[bytes], said: bytes, lifeline: BinaryIO, ke
             status = program.poll()
     end_all(program)  # only then do the pipes end, which what it left behind had as well
     for pipe, stream in streams.items():
-        os.set_blocking(pipe.fileno(), False)
-        with contextlib.suppress(BlockingIOError):  # what could not be ended keeps it open
-            while data := os.read(pipe.fileno(), 65536):
-                stream.add(data)
-    return status
+        _drain(pipe, stream)
+    if status is None:
+        return {"code": 124, "timed_out": True}
+    return {"code": status if status >= 0 else 128 - status, "timed_out": False}
+
+
+def _drain(pipe: Any, stream: Kept) -> None:
+    """Read what is left of a stream whose writers have been ended."""
+    os.set_blocking(pipe.fileno(), False)
+    with contextlib.suppress(BlockingIOError):  # what could not be ended keeps it open
+        while data := os.read(pipe.fileno(), 65536):
+            stream.add(data)
 
 
 def _send(selector: selectors.BaseSelector, pipe: Any, said: bytes) -> bytes:
@@ -176,12 +187,12 @@ def main(status_fd: int) -> None:
         except OSError as error:
             answer: dict[str, Any] = {"failed": f"{error.strerror} ({error.filename or asked['argv'][0]})"}
         else:
-            code = follow(program, asked["stdin"].encode(), lifeline, kept)
-            if code is None:
+            ended = follow(program, asked, lifeline, kept)
+            if ended is None:
                 return
             for name, stream in kept.items():
                 stream.write(os.path.join(asked["root"], name))  # noqa: PTH118
-            answer = {"code": code if code >= 0 else 128 - code}
+            answer = ended
         os.write(status_fd, json.dumps(answer).encode() + b"\n")
         while lifeline.read(65536):
             pass

@@ -200,7 +200,7 @@ def test_binary_output_of_any_length_is_no_harm() -> None:
     assert 2 * MOST <= reward < 2 * MOST + 100
 
 
-@pytest.mark.parametrize("runner", ["inline", "process"])
+@pytest.mark.parametrize("runner", ["inline", pytest.param("process", marks=pytest.mark.slow)])
 def test_a_program_that_never_ends_is_timed_out_with_all_that_it_has_started(runner: str) -> None:
     agent = lightning.command(sh("sleep 600 & setsid sleep 600 & exec sleep 600"))
     outcome = run_once(agent, runner=runner, timeout=1.5)
