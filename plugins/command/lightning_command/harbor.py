@@ -67,7 +67,7 @@ def harbor_tasks(text: str) -> Sequence[Task]:
         )
     if offline := [task for task in found if task.offline]:
         logger.warning(
-            "%d of %d tasks, such as %s, are to have no network. Their tests have none, but the program has the machine's, over "
+            "%d of %d tasks, such as %s, are to have no network. Their tests have none, but the program has the machine's, by "
             "which it reaches the gateway",
             len(offline),
             len(found),
