@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lightning._version import __version__
 
 if TYPE_CHECKING:
+    from lightning_command.agent import command
     from lightning_debug.judge import Judge
     from lightning_finetuning.dpo import DPO
     from lightning_finetuning.sft import SFT
@@ -40,6 +41,7 @@ __all__ = [
     "Trainer",
     "Transition",
     "__version__",
+    "command",
     "component",
     "hookimpl",
     "label",
@@ -64,6 +66,7 @@ _HOME = {
     "ToolEvent": "lightning.types",
     "Trainer": "lightning.trainer",
     "Transition": "lightning.types",
+    "command": "lightning_command.agent",
     "component": "lightning.instrument",
     "hookimpl": "lightning.hooks",
     "label": "lightning.instrument",

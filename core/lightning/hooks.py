@@ -14,7 +14,7 @@ error that names both plugins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning.server.protocol import Host, WebApp
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
-    from lightning.types import Caller, Rollout, StepRecord, StepState, ToolEvent
+    from lightning.types import Caller, Rollout, StepRecord, StepState, Task, ToolEvent
 
 hookspec = pluggy.HookspecMarker("lightning")
 hookimpl = pluggy.HookimplMarker("lightning")
@@ -93,6 +93,20 @@ def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -
 @hookspec
 def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
     """Runners for `Trainer(runner="name")`: a function from the agent and the configuration to a `Runner`."""
+
+
+@hookspec
+def register_agents(register: Callable[[str, Callable[[str], Agent]], None]) -> None:
+    """Agents that are named on the command line as `NAME:TEXT`: a function from the text to an agent.
+
+    A plain `MODULE:FUNCTION` stays what it is where no plugin registers a name like the module's. The function raises
+    `ConfigError` for a text that it cannot use.
+    """
+
+
+@hookspec
+def register_tasks(register: Callable[[str, Callable[[str], Sequence[Task]]], None]) -> None:
+    """Where tasks come from that are no file of JSON lines, for `--tasks NAME:TEXT`: a function from the text to the tasks."""
 
 
 @hookspec

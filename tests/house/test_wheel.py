@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ENTRY_POINTS = [
-    "algorithms", "autogen.autogen_core", "console", "debug", "engines", "examples", "finetuning", "jsonl", "k8s",
+    "algorithms", "autogen.autogen_core", "command", "console", "debug", "engines", "examples", "finetuning", "jsonl", "k8s",
     "langchain.langchain_core", "openai-agents.agents", "otel.opentelemetry.trace", "planner", "postgres", "prompts", "raw",
     "ray", "redis", "runners", "stores", "trackers", "verl",
 ]  # fmt: skip

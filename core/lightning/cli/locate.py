@@ -47,7 +47,18 @@ async def with_store(url: str, use: Callable[[Store], Awaitable[T]], *, make: bo
 
 
 def load_agent(name: str) -> Agent:
-    """Import `MODULE:FUNCTION`, with the current folder importable. Raises `ConfigError` naming what is missing."""
+    """Import `MODULE:FUNCTION`, with the current folder importable, or make what a plugin knows by `NAME:TEXT`.
+
+    Raises `ConfigError` naming what is missing, or a name that is both.
+    """
+    first, _, rest = name.partition(":")
+    if rest and first in plugins().names("agents"):
+        if rest.isidentifier() and Path(f"{first}.py").exists():
+            raise ConfigError(
+                f"{name!r} is a function of your {first}.py and also what the plugin for {first}: would run. Rename the "
+                f"module, or write '{first}: {rest}' for the latter"
+            )
+        return plugins().agent(first)(rest)
     target = import_named(name, "agent")
     if not callable(target):
         raise ConfigError(f"{name!r} is a {type(target).__name__}, not something that can be called with (task, llm)")

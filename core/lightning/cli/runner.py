@@ -14,7 +14,11 @@ from lightning.config import load_config
 
 def runner(
     agent: Annotated[
-        str, typer.Argument(help="Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward.")
+        str,
+        typer.Argument(
+            help="Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward. Or a program, such as "
+            "command:'claude -p {task.input}'."
+        ),
     ],
     server: Annotated[
         str,

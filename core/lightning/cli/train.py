@@ -13,10 +13,14 @@ from lightning.cli.locate import load_agent
 from lightning.cli.output import stoppable
 from lightning.config import load_config
 from lightning.errors import DataError
+from lightning.plugins import plugins
 from lightning.trainer import Summary, Trainer
 from lightning.types import Task
 
-AGENT = "Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward. Not needed with --runner remote."
+AGENT = (
+    "Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward. Or a program, such as command:'claude -p "
+    "{task.input}'. Not needed with --runner remote."
+)
 ALGORITHM = (
     "A registered algorithm, alone or with arguments: grpo:group_size=4,kl_coefficient=0.01. Several in turn with the steps of "
     "each: sft:2,grpo:20."
@@ -26,7 +30,10 @@ ALGORITHM = (
 def train(
     model: Annotated[str, typer.Option(help="Model folder, or a model's name on a hub.")],
     tasks: Annotated[
-        Path, typer.Option(help="Training tasks: JSON lines, each with `input` and optionally `expected`.")
+        Path,
+        typer.Option(
+            help="Training tasks: JSON lines, each with `input` and optionally `expected`; or NAME:TEXT, such as harbor:FOLDER."
+        ),
     ],
     agent: Annotated[
         str | None,
@@ -107,7 +114,10 @@ def _report(summary: Summary, trainer: Trainer, console: Console) -> None:
 
 
 def read_tasks(file: Path) -> list[Task]:
-    """Tasks from JSON lines. Raises `DataError` naming file and line."""
+    """Tasks from JSON lines, or from what a plugin knows by `NAME:TEXT`. Raises `DataError` naming file and line."""
+    name, _, text = str(file).partition(":")
+    if text and not file.exists() and name in plugins().names("tasks"):
+        return list(plugins().tasks(name)(text))
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except OSError as error:

@@ -383,6 +383,9 @@ class GatewayConfig(Section):
     record_requests: bool = True
     """Keep what agents send and get in each call, without credentials, so that a rollout can be replayed. Without it the store
     has the calls' token ids, not their words."""
+    hosted_tools: Literal["refuse", "drop"] = "refuse"
+    """What becomes of a request with tools that run on a provider's servers (web search, code interpreter): `refuse` it with
+    the reason, or `drop` the tools, so that the model answers without them."""
     allowed_upstreams: tuple[str, ...] = ("loopback", "private")
     """Hosts of policy servers that other processes may register: `loopback`, `private` (private networks), networks
     (`203.0.113.0/24`) and names (`gpu-*.example.org`). A policy server given to this process is always allowed."""

@@ -187,6 +187,8 @@ class CallEndpoint:
         capture = Capture(self._dialect.id_prefix + request_id)
         previous = self._dialect.continues(body)
         before = () if previous is None else await self._history.before((claims.rollout, claims.attempt), previous)
+        if self._config.hosted_tools == "drop":
+            body = self._without_hosted_tools(body)
         body, translator = self._dialect.translate(body, before, capture.id)
         apply_sampling(body, self._config.override_sampling, claims.sampling)
         plan = self._dialect.plan(body)
@@ -195,6 +197,19 @@ class CallEndpoint:
         live = LiveCall(request_id, plan.choices, plan.n, policy.book.current, capture)
         ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller, asked)
         return Call(self._dialect, claims, policy, plan, ticket, live, forwarded_headers(scope), translator)
+
+    def _without_hosted_tools(self, body: Body) -> Body:
+        """The request without tools that nobody here can run; each type of them is said once."""
+        if not (types := self._dialect.hosted_tools(body)):
+            return body
+        for kind in set(types) - self._told:
+            self._told.add(kind)
+            log.warning(
+                "agents ask for the tool %r, which runs on a provider's servers: it is left out (gateway.hosted_tools), and "
+                "the model never hears of it. Said once",
+                kind,
+            )
+        return self._dialect.without_hosted_tools(body)
 
     async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
         call.policy.book.follow(call.live)

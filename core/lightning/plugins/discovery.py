@@ -126,6 +126,8 @@ Kind: TypeAlias = Literal[
     "stores",
     "keepers",
     "runners",
+    "agents",
+    "tasks",
     "trackers",
     "commands",
     "checks",

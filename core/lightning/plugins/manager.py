@@ -21,7 +21,7 @@ from lightning.errors import PluginError
 from lightning.plugins.attached_adapters import Adapters, Installation
 from lightning.plugins.discovery import DISABLE, GROUP, KINDS, Kind, PluginInfo, RegisteredNames, discover, near, one
 from lightning.plugins.importing import imported, on_import
-from lightning.types import Caller, StepState, ToolEvent
+from lightning.types import Caller, StepState, Task, ToolEvent
 
 if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
@@ -157,6 +157,14 @@ class Plugins:
     def runner(self, name: str) -> Callable[[Agent, Config], Runner]:
         """The factory of a runner."""
         return cast("Callable[[Agent, Config], Runner]", self.get("runners", name))
+
+    def agent(self, name: str) -> Callable[[str], Agent]:
+        """What makes an agent of the text after its name."""
+        return cast("Callable[[str], Agent]", self.get("agents", name))
+
+    def tasks(self, name: str) -> Callable[[str], Sequence[Task]]:
+        """What reads tasks from where the text after its name says."""
+        return cast("Callable[[str], Sequence[Task]]", self.get("tasks", name))
 
     def tracker(self, name: str) -> Callable[[Config], Tracker]:
         """The factory of a tracker."""

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from lightning.errors import LightningError
 from lightning.instrument import emit
 from lightning.instrument.providers import remember
 from lightning.plugins import plugins
@@ -81,6 +82,8 @@ def _prepare(setup: dict[str, Any], shipped: bytes) -> tuple[str, str]:
         threads = _started_since(before)
         doing = "installing the adapters"
         plugins().install_adapters(emit, setup["adapters"])()
+    except LightningError as error:  # it says itself what is wrong
+        return f"{doing} failed in a new process: {error}", ""
     except BaseException:  # noqa: BLE001 — isolates the user's modules; the parent raises it
         return f"{doing} failed in a new process:\n{traceback.format_exc()}", ""
     return "", threads

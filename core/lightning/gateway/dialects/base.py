@@ -139,6 +139,14 @@ class Dialect(ABC):
         there."""
         return body, None
 
+    def hosted_tools(self, body: Body) -> list[str]:
+        """The types of the tools of a request that a provider's servers would run. Raises `RefusalError` (422)."""
+        return []
+
+    def without_hosted_tools(self, body: Body) -> Body:
+        """The request without them."""
+        return body
+
     @abstractmethod
     def plan(self, body: Body) -> Plan:
         """Check a translated request and ask vLLM for ids and logprobs (in place). Raises `RefusalError` (422)."""

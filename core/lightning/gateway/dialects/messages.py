@@ -227,11 +227,17 @@ def _tools(chat: Body, asked: Body) -> None:
         chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
 
 
+def _is_hosted(tool: Body) -> bool:
+    """Whether a tool is one of Anthropic's own, which has no schema here."""
+    return tool.get("type") not in {None, "custom"}
+
+
 def _tool(tool: Body, where: str) -> Body:
     schema = tool.get("input_schema")
     if tool.get("type") not in {None, "custom"} or not isinstance(schema, dict):
         why = (
-            f"is {tool.get('type')!r}, which only Anthropic's models know. Give the agent a tool with an input_schema."
+            f"is {tool.get('type')!r}, which only Anthropic's models know. Give the agent a tool with an input_schema, "
+            "or set gateway.hosted_tools to 'drop' and let it do without."
         )
         raise refuse_parameter(where, why)
     for name, why in NOT_IN_A_TOOL.items():
@@ -262,6 +268,15 @@ class Messages(Translated):
 
     path = "/messages"
     id_prefix = "msg_"
+
+    def hosted_tools(self, body: Body) -> list[str]:
+        """See `Dialect`."""
+        with readable():
+            return [str(tool["type"]) for tool in items_of(body.get("tools") or [], "tools") if _is_hosted(tool)]
+
+    def without_hosted_tools(self, body: Body) -> Body:
+        """See `Dialect`."""
+        return {**body, "tools": [tool for tool in body["tools"] if not _is_hosted(tool)]}
 
     def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
         """See `Dialect`."""

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from lightning.gateway.dialects.base import refuse_parameter
-from lightning.gateway.dialects.responses_request import chat_request, messages_of, namespaces
+from lightning.gateway.dialects.client_tools import ClientTool, client_tools, item_of
+from lightning.gateway.dialects.responses_request import (
+    chat_request,
+    hosted_tools,
+    messages_of,
+    namespaces,
+    without_hosted_tools,
+)
 from lightning.gateway.dialects.translated import Event, Kind, Part, Step, Translated, Translator, event, readable
 from lightning.gateway.http import Body, RefusalError
 
@@ -59,17 +67,31 @@ class Responses(Translated):
             said = messages_of(body["input"], before)
             # Instructions hold for one response; the rest of the conversation is carried on.
             system = [{"role": "system", "content": instructions}] if instructions else []
-            chat, names = chat_request(body, [*system, *said]), namespaces(body)
+            chat, names = chat_request(body, [*system, *said]), Names(namespaces(body), client_tools(body))
         return chat, ResponseTranslator(response_id, body, chat, names, said)
+
+    def hosted_tools(self, body: Body) -> list[str]:
+        """See `Dialect`."""
+        with readable():
+            return hosted_tools(body)
+
+    def without_hosted_tools(self, body: Body) -> Body:
+        """See `Dialect`."""
+        return without_hosted_tools(body)
+
+
+class Names(NamedTuple):
+    """What the tools are that the model knows by a name: those with a namespace, and those that are no functions."""
+
+    spaces: Mapping[str, tuple[str, str]]
+    others: Mapping[str, ClientTool]
 
 
 class ResponseTranslator(Translator):
     """What the agent sees as a Response. `chat` is the request as it goes to vLLM, `asked` as the agent sent it; `names` says
-    which tools have a namespace; `said` is the conversation so far, without the instructions."""
+    which tools are no plain functions; `said` is the conversation so far, without the instructions."""
 
-    def __init__(
-        self, response_id: str, asked: Body, chat: Body, names: Mapping[str, tuple[str, str]], said: Sequence[Body]
-    ) -> None:
+    def __init__(self, response_id: str, asked: Body, chat: Body, names: Names, said: Sequence[Body]) -> None:
         super().__init__(response_id)
         self._asked, self._chat, self._names, self._said = asked, chat, names, said
         self._created, self._sequence = int(time.time()), 0
@@ -139,9 +161,16 @@ class ResponseTranslator(Translator):
         if part.kind is Kind.REASONING:
             content = [] if empty else [{"type": "reasoning_text", "text": part.text}]
             return {**frame, "type": "reasoning", "summary": [], "content": content}
-        space, name = self._names.get(part.name, ("", part.name))
+        if (other := self._of_the_client(part)) is not None:
+            return {**frame, "call_id": part.call_id, **other}
+        space, name = self._names.spaces.get(part.name, ("", part.name))
         call = {**frame, "type": "function_call", "call_id": part.call_id, "name": name, "arguments": part.text}
         return {**call, "namespace": space} if space else call
+
+    def _of_the_client(self, part: Part) -> Body | None:
+        """The item of a call of a tool that is no function, once it is complete."""
+        tool = self._names.others.get(part.name) if part.kind is Kind.TOOL else None
+        return None if tool is None else item_of(tool, part.name, part.text)
 
     def _item_id(self, part: Part) -> str:
         return f"{PREFIXES[part.kind]}_{self._id.removeprefix('resp_')}_{part.index}"
@@ -169,6 +198,9 @@ class ResponseTranslator(Translator):
 
     def _events(self, happened: Event) -> Iterator[Body]:
         step, part, piece = happened
+        if part.kind is Kind.TOOL and part.name in self._names.others:
+            yield from self._events_of_the_client(step, part)
+            return
         item_id, place = self._item_id(part), {"output_index": part.index}
         if step is Step.OPEN:
             yield {"type": "response.output_item.added", **place, "item": self._item(part, "in_progress")}
@@ -180,11 +212,30 @@ class ResponseTranslator(Translator):
         if step is Step.CLOSE:
             yield {"type": "response.output_item.done", **place, "item": self._item(part, self._ended(part))}
 
+    def _events_of_the_client(self, step: Step, part: Part) -> Iterator[Body]:
+        """A call of a tool that is no function is told when it has ended: only then is it known to be one."""
+        if step is not Step.CLOSE:
+            return
+        place, item = {"output_index": part.index}, self._item(part, self._ended(part))
+        begun = {**item, "status": "in_progress", **({"input": ""} if "input" in item else {})}
+        begun |= {"arguments": ""} if "arguments" in item else {}
+        yield {"type": "response.output_item.added", **place, "item": begun}
+        where = {"item_id": item["id"], **place}
+        for name, kind in (
+            ("input", "response.custom_tool_call_input"),
+            ("arguments", "response.function_call_arguments"),
+        ):
+            if name in item:
+                yield {"type": f"{kind}.delta", **where, "delta": item[name]}
+                named = {"name": item["name"]} if name == "arguments" else {}
+                yield {"type": f"{kind}.done", **where, **named, name: item[name]}
+        yield {"type": "response.output_item.done", **place, "item": item}
+
     def _tool_events(self, step: Step, part: Part, piece: str, where: Body) -> Iterator[Body]:
         if step is Step.ADD:
             yield {"type": "response.function_call_arguments.delta", **where, "delta": piece}
         elif step is Step.CLOSE:
-            name = self._names.get(part.name, ("", part.name))[1]
+            name = self._names.spaces.get(part.name, ("", part.name))[1]
             yield {"type": "response.function_call_arguments.done", **where, "name": name, "arguments": part.text}
 
     def _text_events(self, step: Step, part: Part, piece: str, where: Body) -> Iterator[Body]:

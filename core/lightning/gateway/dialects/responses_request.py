@@ -11,6 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning.gateway.dialects.base import refuse_parameter
+from lightning.gateway.dialects.client_tools import (
+    CALLS,
+    KINDS,
+    OUTPUTS,
+    function_call,
+    function_of,
+    is_of_the_client,
+    output_of,
+)
 from lightning.gateway.dialects.translated import ask_for_stream, items_of, object_field, passed_on, text_field
 from lightning.gateway.http import Body
 
@@ -54,6 +63,11 @@ def _add(messages: list[Body], item: Body, where: str) -> None:
         call_id = text_field(item, "call_id", where)
         output = _content(item.get("output"), f"{where}.output")
         messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
+    elif kind in CALLS:
+        _call(messages, function_call(item, where), where)
+    elif kind in OUTPUTS:
+        said = output_of(item, where)
+        messages.append({"role": "tool", "content": said["output"], "tool_call_id": said["call_id"]})
     elif kind == "reasoning":
         _think(messages, item, where)
     elif kind == "item_reference":
@@ -148,6 +162,8 @@ REFUSED = {
     "prompt": "is not supported: prompt templates lie on OpenAI's servers. Send their text as instructions and input.",
     "context_management": "is not supported: the policy must see the context as it is. Shorten the input in the agent.",
 }
+KNOWN = frozenset({"function", "namespace"})
+"""Types of tools that the chat knows."""
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -202,6 +218,8 @@ def _tools(chat: Body, asked: Body) -> None:
 def _chosen(choice: Body) -> str:
     if choice.get("type") == "allowed_tools":
         raise refuse_parameter("tool_choice", "cannot be allowed_tools; send only these tools instead.")
+    if choice.get("type") in KINDS:
+        return text_field(choice, "name", "tool_choice") if choice["type"] == "custom" else str(choice["type"])
     if choice.get("type") != "function":
         why = f"cannot be {choice.get('type')!r}; it must be 'auto', 'none', 'required' or a function."
         raise refuse_parameter("tool_choice", why)
@@ -231,9 +249,26 @@ def _functions(asked: Body) -> list[tuple[str, Body]]:
     return found
 
 
+def hosted_tools(asked: Body) -> list[str]:
+    """The types of the tools of a request that run on OpenAI's servers, in order."""
+    tools = items_of(asked.get("tools") or [], "tools")
+    return [str(tool.get("type")) for tool in tools if not (tool.get("type") in KNOWN or is_of_the_client(tool))]
+
+
+def without_hosted_tools(asked: Body) -> Body:
+    """The request without them. A `tool_choice` of one of them is none."""
+    tools = [tool for tool in asked["tools"] if tool.get("type") in KNOWN or is_of_the_client(tool)]
+    choice = asked.get("tool_choice")
+    chosen = isinstance(choice, dict) and choice.get("type") in set(hosted_tools(asked))
+    return {**asked, "tools": tools, **({"tool_choice": None} if chosen else {})}
+
+
 def _function(tool: Body, where: str, space: str = "") -> Body:
+    if is_of_the_client(tool):
+        return {"type": "function", "function": function_of(tool, where)}
     if tool.get("type") != "function":
-        why = f"is {tool.get('type')!r}, which runs on OpenAI's servers. Give the agent a function tool that does it."
+        why = f"is {tool.get('type')!r}, which runs on OpenAI's servers. Give the agent a function tool that does it, or set "
+        why += "gateway.hosted_tools to 'drop' and let it do without."
         raise refuse_parameter(f"{where}.type", why)
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
     name = text_field(tool, "name", where)

@@ -1,0 +1,166 @@
+"""The environment of a program in a rollout: where the policy is, in what programs read, and no telemetry.
+
+The invariant: nothing of the user's own leads a program past the gateway: its home is empty, and logins, other addresses and
+keys of the providers whose clients are pointed at the gateway are gone. `CLIS` is all that is known of single programs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.runner.worker import without_proxy
+from lightning.types import LLM
+
+ALIAS = "policy:"
+"""What stands before an agent's name in the name of the model that it asks for."""
+
+QUIET = {
+    "DO_NOT_TRACK": "1",
+    "DISABLE_TELEMETRY": "1",
+    "TELEMETRY_DISABLED": "1",
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    "LANGCHAIN_TRACING_V2": "false",
+    "LANGSMITH_TRACING": "false",
+    "NO_UPDATE_NOTIFIER": "1",
+    "NPM_CONFIG_UPDATE_NOTIFIER": "false",
+}
+"""Telemetry, traces and updates, as many programs are told to leave them."""
+
+LEFT_OUT = frozenset(
+    {"LIGHTNING_TOKEN", "LIGHTNING_VLLM_SECRET", "ANTHROPIC_AUTH_TOKEN", "CLAUDE_CODE_OAUTH_TOKEN", "CLAUDE_CONFIG_DIR"}
+    | {"CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX", "ANTHROPIC_CUSTOM_HEADERS", "CODEX_HOME", "CODEX_API_KEY"}
+    | {
+        "OPENAI_ORGANIZATION",
+        "OPENAI_ORG_ID",
+        "OPENAI_PROJECT",
+        "OPENAI_PROJECT_ID",
+        "OPENCODE_CONFIG",
+        "OPENCODE_CONFIG_DIR",
+    }
+    | {"OPENCODE_CONFIG_CONTENT", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "CLAUDECODE"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """What a program needs to reach the policy. `name` is the agent's."""
+
+    llm: LLM
+    name: str
+
+    @property
+    def model(self) -> str:
+        """The model to ask for, so that calls have the agent's name."""
+        return self.of("")
+
+    def of(self, part: str) -> str:
+        """The model for a part of the program that is an agent of its own, such as what makes titles."""
+        return f"{ALIAS}{self.name}{'.' + part if part else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cli:
+    """One program that has its own variables, or settings that can only stand in a file below the home."""
+
+    variables: Callable[[Address], Mapping[str, str]]
+    files: Callable[[Address], Mapping[str, str]] = lambda _: {}
+
+
+def _claude(at: Address) -> Mapping[str, str]:
+    return {
+        "ANTHROPIC_MODEL": at.model,
+        "ANTHROPIC_DEFAULT_OPUS_MODEL": at.model,
+        "ANTHROPIC_DEFAULT_SONNET_MODEL": at.model,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": at.of("small"),
+        "ANTHROPIC_SMALL_FAST_MODEL": at.of("small"),
+        "CLAUDE_CODE_SUBAGENT_MODEL": at.of("subagent"),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_CODE_ENABLE_TELEMETRY": "0",
+        "DISABLE_AUTOUPDATER": "1",
+        "DISABLE_ERROR_REPORTING": "1",
+        "DISABLE_BUG_COMMAND": "1",
+    }
+
+
+def _codex(at: Address) -> Mapping[str, str]:
+    said = json.dumps  # a string of JSON is one of TOML
+    text = f"""model = {said(at.model)}
+model_provider = "lightning"
+check_for_update_on_startup = false
+web_search = "disabled"
+
+[model_providers.lightning]
+name = "lightning"
+base_url = {said(at.llm.base_url)}
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+
+[analytics]
+enabled = false
+
+[feedback]
+enabled = false
+
+[history]
+persistence = "none"
+"""
+    return {".codex/config.toml": text}
+
+
+def _opencode(at: Address) -> Mapping[str, str]:
+    small, main = at.of("small"), at.model
+    config = {
+        "model": f"lightning/{main}",
+        "small_model": f"lightning/{small}",
+        "autoupdate": False,
+        "share": "disabled",
+        "provider": {
+            "lightning": {
+                "npm": "@ai-sdk/openai-compatible",
+                "name": "lightning",
+                "options": {"baseURL": at.llm.base_url, "apiKey": at.llm.api_key},
+                "models": {main: {"name": main}, small: {"name": small}},
+            }
+        },
+    }
+    return {".config/opencode/opencode.json": json.dumps(config)}
+
+
+CLIS: Mapping[str, Cli] = {
+    "claude": Cli(_claude),
+    "codex": Cli(lambda at: {}, _codex),
+    "opencode": Cli(lambda at: {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}, _opencode),
+}
+"""By the name of the program."""
+
+
+def variables_of(program: str, llm: LLM, name: str, home: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program, with what this process has and what the policy's address needs."""
+    at = Address(llm, name)
+    ours = {
+        "HOME": str(home),
+        "OPENAI_BASE_URL": llm.base_url,
+        "OPENAI_API_BASE": llm.base_url,  # older clients
+        "OPENAI_API_KEY": llm.api_key,
+        "OPENAI_MODEL": at.model,
+        "ANTHROPIC_BASE_URL": llm.base_url.removesuffix("/v1"),  # their client adds it
+        "ANTHROPIC_API_KEY": llm.api_key,
+        "ANTHROPIC_MODEL": at.model,
+        **QUIET,
+        **without_proxy(inherited, llm.base_url),
+    }
+    kept = {key: value for key, value in inherited.items() if key not in LEFT_OUT}
+    return kept | ours | (dict(CLIS[program].variables(at)) if program in CLIS else {})
+
+
+def write_settings(program: str, llm: LLM, name: str, home: Path) -> None:
+    """Write the files below the home in which a known program looks for what no variable can say."""
+    if program not in CLIS:
+        return
+    for place, text in CLIS[program].files(Address(llm, name)).items():
+        file = home / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")

