@@ -19,12 +19,14 @@ from pathlib import Path
 from lightning.config import Config
 from lightning.errors import ConfigError, PolicyServerError
 from lightning.gateway import Gateway
+from lightning.gateway.feedback import AdminOf
 from lightning.gateway.fleet.records import gateway_secret
+from lightning.gateway.http import RefusalError
 from lightning.plugins import plugins
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.auto_settings import Demand
 from lightning.policy_server.protocol import PolicyServer
-from lightning.server.auth import Authenticator, check_exposure
+from lightning.server.auth import ALL_PROJECTS, Authenticator, check_exposure
 from lightning.server.control import (
     RUNNER_FILE,
     Control,
@@ -34,6 +36,7 @@ from lightning.server.control import (
     runner_token,
     token_file,
 )
+from lightning.server.errors import ApiError
 from lightning.server.protocol import Host
 from lightning.server.web_apps import mount_web_apps
 from lightning.store.protocol import Store
@@ -56,8 +59,8 @@ class RunningServer:
     """Below which paths plugins answer, such as `/console`."""
 
     async def open_session(self, name: str, ttl: float) -> LLM:
-        """A key that is valid for `ttl` seconds; its calls are recorded as one rollout called `name`."""
-        return await _Sessions(self.store, self.gateway, self.run.config)(name, ttl)
+        """A key that is valid for `ttl` seconds; each conversation with it is recorded as a rollout of a run called `name`."""
+        return await _Sessions(self.store, self.gateway, self.run.config).for_many(name, ttl)
 
     async def wait(self, seconds: float | None = None) -> None:
         """Return after `seconds` when given; raises `PolicyServerError` when the policy server dies before."""
@@ -78,13 +81,35 @@ class _Sessions:
 
     async def __call__(self, name: str, ttl: float, *, project: str = DEFAULT_PROJECT, run: str = "") -> LLM:
         """See `OpenSession`."""
+        return await self._open(name, ttl, project, run, many=False)
+
+    async def for_many(self, name: str, ttl: float, *, project: str = DEFAULT_PROJECT, run: str = "") -> LLM:
+        """A key of many conversations, each of them a rollout of the session's run that feedback completes."""
+        return await self._open(name, ttl, project, run, many=True)
+
+    async def _open(self, name: str, ttl: float, project: str, run: str, *, many: bool) -> LLM:
         about = {"session_of": run} if run else self.config
         session = await self.store.put_run(Run(new_id("session"), name, about, time.time(), project))
         rollout = Rollout(f"{session.id}/0", session.id, Task(input=name), session.id, split="serve", max_attempts=1)
         await self.store.create_rollouts([rollout])
         # A run of its own, so that the lease is of this session and no other.
         (lease,) = await self.store.lease(session.id, f"{session.id}/server", limit=1, ttl=ttl)
-        return LLM(f"{self.gateway.url}/v1", self.gateway.issue(rollout.id, lease.attempt, ttl=ttl, run=run), "policy")
+        key = self.gateway.issue(rollout.id, lease.attempt, ttl=ttl, run=run, session=session.id if many else "")
+        return LLM(f"{self.gateway.url}/v1", key, "policy")
+
+
+def admins(authenticator: Authenticator) -> AdminOf:
+    """Who may rate the conversations of a project, by the tokens of the control API."""
+
+    async def admin_of(authorization: str) -> str:
+        try:
+            principal = await authenticator.principal(authorization)
+            principal.require()
+        except ApiError as error:
+            raise RefusalError(error.status, error.type, str(error)) from error
+        return ALL_PROJECTS if principal.project is None else principal.project
+
+    return admin_of
 
 
 @asynccontextmanager
@@ -115,8 +140,9 @@ async def serve(model: Path, config: Config, folder: Path) -> AsyncIterator[Runn
         await policy.start()
         gateway = await make_gateway(store, policy, config, run.id)
         resources.push_async_callback(gateway.close)
-        sessions = _Sessions(store, gateway, run.config)
-        host = Host("", "", store, Authenticator(store), sessions, gateway.served, own_model=True)
+        sessions, authenticator = _Sessions(store, gateway, run.config), Authenticator(store)
+        gateway.feedback.admin_of = admins(authenticator)
+        host = Host("", "", store, authenticator, sessions, gateway.served, own_model=True)
         web_apps = mount_web_apps(resources, gateway, host)
         await gateway.start()
         yield RunningServer(run, store, policy, gateway, folder / "vllm.log", tuple(web_apps))
@@ -162,11 +188,10 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
         resources.push_async_callback(gateway.close)
         control = Control(store, gateway, config)
         resources.push_async_callback(control.close)
-        sessions = _Sessions(store, gateway, {})
+        sessions, authenticator = _Sessions(store, gateway, {}), Authenticator(store)
+        gateway.feedback.admin_of = admins(authenticator)
         public = config.server.public_url.rstrip("/")
-        web_apps = mount_web_apps(
-            resources, gateway, Host("", public, store, Authenticator(store), sessions, gateway.served)
-        )
+        web_apps = mount_web_apps(resources, gateway, Host("", public, store, authenticator, sessions, gateway.served))
         await gateway.start()
         admin = await first_admin_token(store, folder)
         file = token_file(store, folder, RUNNER_FILE)
