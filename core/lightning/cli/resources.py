@@ -87,7 +87,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show one version: its content, its origin, and the history of its aliases."""
-    url, reference = _locate(named, where)
+    url, reference = locate(named, where)
 
     async def read(store: Store) -> tuple[Resource, list[list[Alias]]]:
         resource = await find(store, reference)
@@ -122,7 +122,7 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two versions: what changed, and the rollouts and rewards under each."""
-    url, reference = _locate(name, where)
+    url, reference = locate(name, where)
 
     async def read(store: Store) -> tuple[Resource, Resource, list[ResourceUse]]:
         one = await find(store, parse_reference(f"{reference.name}@{old}"))
@@ -152,7 +152,7 @@ def diff(
 @app.command("promote")
 def promote(named: Named, alias: AliasName = "production", where: Runs = "runs") -> None:
     """Point an alias to a version. Runs that refer to the alias use that version from their next start."""
-    url, reference = _locate(named, where, to_change=True)
+    url, reference = locate(named, where, to_change=True)
 
     async def move(store: Store) -> tuple[int | None, Alias]:
         before = await store.get_resource(reference.name, alias)
@@ -172,7 +172,7 @@ def rollback(
     where: Runs = "runs",
 ) -> None:
     """Point an alias back to its previous version."""
-    url, reference = _locate(name, where, to_change=True)
+    url, reference = locate(name, where, to_change=True)
 
     async def move(store: Store) -> tuple[int | None, Alias]:
         before = await store.get_resource(reference.name, alias)
@@ -236,7 +236,7 @@ async def _list(url: str, store: Store) -> list[Listed]:
     ]
 
 
-def _locate(text: str, where: str, *, to_change: bool = False) -> tuple[str, ResourceReference]:
+def locate(text: str, where: str, *, to_change: bool = False) -> tuple[str, ResourceReference]:
     """The store that has a resource, and which it is. Raises `ConfigError` when no store has it, or more than one, and what
     opening one raises where something is to be changed: the store that cannot be read may be the one that is meant."""
     reference = parse_reference(text)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lightning.store.protocol import Store
 
 
+DRAIN_LOOK = 0.005
 SURE_SECONDS = 1.5
 """Seconds that `Gateway.served` takes at most: who asks waits for it."""
 
@@ -161,6 +162,17 @@ class Gateway:
         with self._own.gate.hold():
             self._own.book.freeze()
             yield
+
+    async def drain(self, seconds: float) -> bool:
+        """Call it inside the hold: wait until vLLM has answered every call that was sent, so that its tokens are all of the
+        present version. Whether it has in time."""
+        book = self._own.book
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while book.sampling:  # noqa: ASYNC110 — each call tells by itself, once an update
+                    await asyncio.sleep(DRAIN_LOOK)
+        book.freeze()
+        return not book.sampling
 
     def policy_updated(self, update: Update) -> None:
         """Call it inside the hold, after the update: calls in flight are split at the tokens of the old version.

@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning.asyncio_utils import end
 from lightning.config import Config
 from lightning.errors import ConfigError, PolicyServerError
 from lightning.gateway import Gateway
@@ -37,13 +38,16 @@ from lightning.server.control import (
     token_file,
 )
 from lightning.server.errors import ApiError
+from lightning.server.following import Follower
 from lightning.server.protocol import Host
 from lightning.server.web_apps import mount_web_apps
 from lightning.store.protocol import Store
+from lightning.store.resource_ref import ResourceReference
 from lightning.store.url import redacted, sqlite_url
+from lightning.trainer.model import with_dtypes
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.stack import check_ports, make_gateway
-from lightning.types import DEFAULT_PROJECT, LLM, Json, Rollout, Run, Task, new_id
+from lightning.types import DEFAULT_PROJECT, LLM, Json, Resource, Rollout, Run, Task, new_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +61,26 @@ class RunningServer:
     log: Path
     web_apps: tuple[str, ...] = ()
     """Below which paths plugins answer, such as `/console`."""
+    following: asyncio.Task[None] | None = None
+    """What follows the alias of the weights, if they are those of one."""
 
     async def open_session(self, name: str, ttl: float) -> LLM:
         """A key that is valid for `ttl` seconds; each conversation with it is recorded as a rollout of a run called `name`."""
         return await _Sessions(self.store, self.gateway, self.run.config).for_many(name, ttl)
 
     async def wait(self, seconds: float | None = None) -> None:
-        """Return after `seconds` when given; raises `PolicyServerError` when the policy server dies before."""
+        """Return after `seconds` when given; raises `PolicyServerError` when the policy server dies before, or serves no
+        version for certain."""
+        died = asyncio.create_task(self.policy.wait_died())
         try:
-            await asyncio.wait_for(self.policy.wait_died(), seconds)
-        except TimeoutError:
+            ends = {died} if self.following is None else {died, self.following}
+            done, _ = await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await end(died)
+        if not done:
             return
+        if self.following in done:
+            self.following.result()
         raise PolicyServerError(f"the policy server died; its log is {self.log}")
 
 
@@ -112,9 +125,22 @@ def admins(authenticator: Authenticator) -> AdminOf:
     return admin_of
 
 
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A version of weights that is served, and how it was named: by an alias, which is followed, or by its number. `store` has
+    it, and is open."""
+
+    store: Store
+    reference: ResourceReference
+    resource: Resource
+
+
 @asynccontextmanager
-async def serve(model: Path, config: Config, folder: Path) -> AsyncIterator[RunningServer]:
-    """Serve a model folder through a gateway that records into `folder`.
+async def serve(
+    model: Path, config: Config, folder: Path, follows: Followed | None = None
+) -> AsyncIterator[RunningServer]:
+    """Serve a model folder through a gateway that records into `folder`. With `follows` it is of a version of weights; where
+    that was named by an alias, the server follows it.
 
     Raises `ConfigError` for settings that change the agents, which are none of this server's, and for a bind beyond loopback
     before anybody has made a token; and what the rooms raise.
@@ -135,17 +161,31 @@ async def serve(model: Path, config: Config, folder: Path) -> AsyncIterator[Runn
         run = Run(database.parent.name, "serve", {"model": str(model)}, time.time())
         check_ports(config.gateway, config.policy_server)
         demand = Demand(config.runner.concurrency)
-        policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log", claims=False, demand=demand)
+        if follows is not None:
+            config = with_dtypes(config, model, "torch")
+        version, log, claims = follows.resource.version if follows else 0, folder / "vllm.log", follows is not None
+        policy = make_policy_server(model, config.policy_server, log=log, version=version, claims=claims, demand=demand)
         resources.push_async_callback(policy.close)
         await policy.start()
+        if follows is not None and policy.version != version:  # an attached one has what it was given last
+            await policy.update(model, version)
         gateway = await make_gateway(store, policy, config, run.id)
         resources.push_async_callback(gateway.close)
+        if follows is not None:
+            gateway.conversations.resource = follows.resource.name
         sessions, authenticator = _Sessions(store, gateway, run.config), Authenticator(store)
         gateway.feedback.admin_of = admins(authenticator)
         host = Host("", "", store, authenticator, sessions, gateway.served, own_model=True)
         web_apps = mount_web_apps(resources, gateway, host)
         await gateway.start()
-        yield RunningServer(run, store, policy, gateway, folder / "vllm.log", tuple(web_apps))
+        following = None
+        if follows is not None and isinstance(follows.reference.which, str):
+            follower = Follower(
+                follows.store, follows.reference, policy, gateway, store, config, follows.resource, model
+            )
+            following = asyncio.create_task(follower.follow(), name="lightning-follow")
+            resources.push_async_callback(end, following)
+        yield RunningServer(run, store, policy, gateway, log, tuple(web_apps), following)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import numpy as np
 from lightning.algorithms.protocol import needs_critic
 from lightning.batch.trajectory import Group, is_trained
 from lightning.errors import ConfigError
-from lightning.gateway.conversations import SPLIT
+from lightning.gateway.conversations import PREFIX, SPLIT
 from lightning.plugins import plugins
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
@@ -101,7 +101,7 @@ async def _read(store: Store, place: str, only: str, pinned: Json, project: str)
         last = await store.last_step(run)
         mine = [each async for each in each_rollout(store, run) if each.split in (TRAIN, SPLIT) and each.attempt]
         scored = [rollout for rollout in mine if rollout.reward is not None]
-        unrated += sum(rollout.split == SPLIT for rollout in mine) - sum(each.split == SPLIT for each in scored)
+        unrated += sum(rollout.id.startswith(PREFIX) and rollout.reward is None for rollout in mine)
         found += scored
         if last is None:
             served += [rollout.id for rollout in scored]

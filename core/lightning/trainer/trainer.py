@@ -35,7 +35,7 @@ from lightning.tracking.trackers import Trackers
 from lightning.trainer.agents import hidden_from_agents
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
 from lightning.trainer.beginning import Beginning
-from lightning.trainer.checkpoints import Checkpoints, check_disk, keep_weights
+from lightning.trainer.checkpoints import PROBE, Checkpoints, check_disk, keep_weights
 from lightning.trainer.context import base_digest
 from lightning.trainer.dev import DevReport, dry_run
 from lightning.trainer.held_out import check_held_out
@@ -239,6 +239,12 @@ class Trainer:
             summary = await summarize(store, run.id)
             steps, reward = (kept.step, kept.reward) if kept else (summary.steps, summary.after)
             made: dict[str, Json] = {"run": run.id, "steps": steps, "reward": reward}
+            if kept is None and (probe := await asyncio.to_thread(loop.publisher.prober.probe)) is not None:
+                made[PROBE] = {
+                    "ids": [*probe.ids],
+                    "logprobs": [0.0, *probe.logprobs[1:]],
+                    "dtype": computed.engine.dtype,
+                }
             await keep_weights(seen, self.out / "model", made)
             return summary
 
