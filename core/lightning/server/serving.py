@@ -41,6 +41,7 @@ from lightning.server.errors import ApiError
 from lightning.server.following import Follower
 from lightning.server.protocol import Host
 from lightning.server.web_apps import mount_web_apps
+from lightning.server.weight_files import MOUNT, WeightFiles
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import ResourceReference
 from lightning.store.url import redacted, sqlite_url
@@ -175,6 +176,8 @@ async def serve(
             gateway.conversations.resource = follows.resource.name
         sessions, authenticator = _Sessions(store, gateway, run.config), Authenticator(store)
         gateway.feedback.admin_of = admins(authenticator)
+        if follows is not None:
+            gateway.mount(WeightFiles(follows.store, authenticator, follows.resource.name), MOUNT)
         host = Host("", "", store, authenticator, sessions, gateway.served, own_model=True)
         web_apps = mount_web_apps(resources, gateway, host)
         await gateway.start()
@@ -230,6 +233,7 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
         resources.push_async_callback(control.close)
         sessions, authenticator = _Sessions(store, gateway, {}), Authenticator(store)
         gateway.feedback.admin_of = admins(authenticator)
+        gateway.mount(WeightFiles(store, authenticator), MOUNT)
         public = config.server.public_url.rstrip("/")
         web_apps = mount_web_apps(resources, gateway, Host("", public, store, authenticator, sessions, gateway.served))
         await gateway.start()
