@@ -244,7 +244,7 @@ def _show_run(found: Details) -> None:
     aged = any(record.metrics.get("staleness_max") or "recorded_share" in record.metrics for record in found.steps)
     columns = ["step", "reward", "failed as 0", "rollouts", "tokens", "loss", "logprob gap", "policy"]
     print_table(
-        [*columns, *(["age"] if aged else [])],
+        [*columns, *(["age", "record"] if aged else [])],
         [
             [
                 str(record.step),
@@ -255,7 +255,7 @@ def _show_run(found: Details) -> None:
                 _number(record.metrics.get("loss")),
                 f"{record.metrics.get('max_logprob_gap', 0):.1e}",
                 f"v{record.policy_version}",
-                *([_age(record)] if aged else []),
+                *(_age(record) if aged else ()),
             ]
             for record in found.steps
         ],
@@ -284,11 +284,11 @@ def _show_run(found: Details) -> None:
         say(f"{count} of {found.among} failed: {escape(str(why))}")
 
 
-def _age(record: StepRecord) -> str:
-    """How many versions behind the trained tokens were, mean and maximum, and how much of a record was looked at by then."""
+def _age(record: StepRecord) -> tuple[str, str]:
+    """How many versions behind the trained tokens were, mean and maximum; how much of a record was looked at by then."""
     mean, most = (record.metrics.get(f"staleness_{name}", 0.0) for name in ("mean", "max"))
     share = record.metrics.get("recorded_share")
-    return f"{mean:.1f} (max {most:.0f})" + ("" if share is None else f", {share:.0%} of the record")
+    return f"{mean:.1f}/{most:.0f}", "-" if share is None else f"{share:.0%}"
 
 
 def _number(value: float | None) -> str:

@@ -198,6 +198,9 @@ class RecordedSampler(TurnSampler):
     ) -> None:
         super().__init__(stack, schedule, tasks, agents, reporter, finished)
         self.record, self._worker = record, f"{stack.run.id}/{RECORDED}"
+        self._groups: dict[int, list[tuple[Rollout, ...]]] = {}
+        self._seen: set[str] = set()
+        self._looked_at = 0
 
     async def start(self) -> None:
         """Copy what a crash left undone: no agent may run it."""
@@ -222,22 +225,30 @@ class RecordedSampler(TurnSampler):
     def _group(self, step: int, place: int) -> str:
         return f"{self.stack.run.id}/{step}/{place}"
 
-    def _units(self, step: int, first: int, count: int) -> list[tuple[Rollout, ...]]:
+    def _units(self, step: int) -> list[tuple[Rollout, ...]]:
+        """The groups of a step: the next ones of a pass over the record, whose last step has what is left."""
         assert self.config.order != "learnable", "refused before"
-        groups = self.record.groups(self.schedule.at(step).group_size)
-        return tasks_from(groups, first, count, self.config.seed, self.config.order)
+        size = self.schedule.at(step).group_size
+        if size not in self._groups:
+            self._groups[size] = self.record.groups(size)
+        groups = self._groups[size]
+        count = self.config.tasks_per_step
+        over, place = divmod(step, steps_of_pass(len(groups), count))
+        left = min(count, len(groups) - place * count)
+        return tasks_from(groups, over * len(groups) + place * count, left, self.config.seed, self.config.order)
 
     def _share(self, step: int) -> float:
-        count, size = self.config.tasks_per_step, self.schedule.at(step).group_size
-        seen = min((step + 1) * count, len(self.record.groups(size)))
-        return sum(map(len, self._units(step, 0, seen))) / len(self.record.rollouts)
+        while self._looked_at <= step:
+            self._seen |= {rollout.id for unit in self._units(self._looked_at) for rollout in unit}
+            self._looked_at += 1
+        return len(self._seen) / len(self.record.rollouts)
 
     async def _copy(self, step: int) -> dict[str, tuple[int, Rollout]]:
         """Have the rollouts of a step in the run's store; what each is a copy of, with its group's place in the step."""
-        count, run, store = self.config.tasks_per_step, self.stack.run.id, self.stack.store
+        run, store = self.stack.run.id, self.stack.store
         sources: dict[str, tuple[int, Rollout]] = {}
         planned: list[Rollout] = []
-        for place, unit in enumerate(self._units(step, step * count, count)):
+        for place, unit in enumerate(self._units(step)):
             for index, source in enumerate(unit):
                 name, group = f"{self._group(step, place)}/{index}", self._group(step, place)
                 attempts = self.stack.config.runner.max_attempts
@@ -284,6 +295,11 @@ class RecordedSampler(TurnSampler):
             *(complete(lease.rollout.id, lease.attempt, each) for lease, each in zip(leases, outcomes, strict=True))
         ):
             self.finished(done)
+
+
+def steps_of_pass(groups: int, tasks_per_step: int) -> int:
+    """How many steps one pass over so many recorded groups takes."""
+    return -(-groups // tasks_per_step)
 
 
 def ages(step: int, groups: Sequence[Group], newest: Mapping[str, int]) -> dict[str, float]:

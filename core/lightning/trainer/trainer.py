@@ -43,7 +43,7 @@ from lightning.trainer.loop import Loop
 from lightning.trainer.model import resolve_model, with_dtypes
 from lightning.trainer.plan import as_tasks
 from lightning.trainer.prompts import Prompts, resolve_prompts
-from lightning.trainer.recorded import RECORDED, Record, check_record, record_of
+from lightning.trainer.recorded import RECORDED, Record, check_record, record_of, steps_of_pass
 from lightning.trainer.replay import optimizer_of
 from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder
 from lightning.trainer.stack import Stack, one_by_one, open_stack, together
@@ -256,7 +256,8 @@ class Trainer:
             return None
         if not self._steps_set:
             units = len(record.groups(self.schedule.at(0).group_size))
-            self.config = with_settings(self.config, {"trainer.steps": -(-units // self.config.trainer.tasks_per_step)})
+            steps = steps_of_pass(units, self.config.trainer.tasks_per_step)
+            self.config = with_settings(self.config, {"trainer.steps": steps})
         await check_record(record, self.schedule, self.train_agents, self.config.trainer.policy_fault)
         unrated = f"; {record.unrated} conversations without feedback are left out" if record.unrated else ""
         reporter.say(

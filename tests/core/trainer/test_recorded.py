@@ -104,7 +104,7 @@ async def test_copies_that_a_crash_left_are_not_run_by_agents(bench, tmp_path: P
     async with open_record(str(source), None, "default") as record:
         async with bench(tmp_path / "run", record=record, algorithm=WHITENED) as one:
             sampler = one.loop.sampling()
-            units = sampler._units(0, 0, 2)
+            units = sampler._units(0)
             left = [
                 Rollout(f"run/0/{place}/0", "run", unit[0].task, f"run/0/{place}", max_attempts=2)
                 for place, unit in enumerate(units)
@@ -180,3 +180,19 @@ def test_groups_are_of_one_task_and_at_most_so_large() -> None:
     ]
     groups = Record(None, "here", tuple(rollouts), {}).groups(3)  # type: ignore[arg-type]
     assert [[each.id for each in group] for group in groups] == [["r0", "r2", "r4"], ["r6"], ["r1", "r3", "r5"]]
+
+
+async def test_a_pass_has_each_recorded_rollout_once(bench, tmp_path: Path) -> None:
+    source = await conversations(tmp_path / "source", [float(number % 2) for number in range(5)])
+    async with (
+        open_record(str(source), None, "default") as record,
+        bench(tmp_path / "run", record=record, algorithm=WHITENED, trainer__steps=6) as run,
+    ):
+        await run.loop.run({})
+        known = await all_rollouts(run.store, "run", split="train")
+        steps = [[each.task.id for each in known if each.step == number] for number in range(6)]
+        shares = [step.metrics["recorded_share"] for step in await run.store.steps("run")]
+    assert [len(step) for step in steps] == [2, 2, 1] * 2
+    for passed in (steps[:3], steps[3:]):
+        assert len({task for step in passed for task in step}) == 5
+    assert shares == [0.4, 0.8, 1.0, 1.0, 1.0, 1.0]
