@@ -96,6 +96,8 @@ def train(
     )
     if (tasks is None) == (recorded is None):
         raise ConfigError("give --tasks to train on, or --recorded with what was recorded: one of the two")
+    if dev and tasks is None:
+        raise ConfigError("--dev runs the agent on a few tasks: give --tasks in place of --recorded")
     train_tasks = read_tasks(tasks) if tasks is not None else []
     if dev:
         raise typer.Exit(0 if trainer.dev(function, train_tasks).ok else 1)
