@@ -21,6 +21,7 @@ from lightning.config import load_config
 from lightning.errors import ConfigError, OptimizerError
 from lightning.plugins import plugins
 from lightning.store.url import sqlite_url
+from lightning.trainer.training_data import all_rollouts
 from lightning.types import LLM
 from lightning_examples.raw_python import MODEL
 from lightning_examples.raw_python.agent import agent
@@ -35,7 +36,12 @@ async def recorded(folder: Path) -> list[tuple[str, int]]:
     store = plugins().store(sqlite_url(folder / "lightning.db"))
     await store.open()
     try:
-        return [(run.name, len(await store.transitions(f"{run.id}/0"))) for run in await store.list_runs()]
+        found = []
+        for run in await store.list_runs():
+            rollouts = await all_rollouts(store, run.id)
+            calls = await store.transitions_of([(rollout.id, rollout.attempt) for rollout in rollouts])
+            found.append((run.name, sum(call.status.answered for made in calls for call in made)))
+        return found
     finally:
         await store.close()
 

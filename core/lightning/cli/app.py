@@ -53,6 +53,9 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
         "resources": CoreCommand(
             "lightning.cli.resources", "List, compare and promote versions of prompts, weights and settings."
         ),
+        "pull": CoreCommand(
+            "lightning.cli.pull", "Copy a version of weights into a folder, from this machine or a server."
+        ),
         "token": CoreCommand("lightning.cli.tokens", "Make, list and revoke the tokens of a server's control API."),
         "db": CoreCommand("lightning.cli.db", "Maintain a database: status, upgrade, backup, restore, prune, export."),
         "audit": CoreCommand("lightning.cli.audit", "Check that a run was trained on exactly what its store holds."),

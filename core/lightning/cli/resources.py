@@ -25,6 +25,7 @@ from lightning.store.protocol import LATEST, Alias, ResourceUse, Store
 from lightning.store.resource_ref import ResourceReference, existing_store, find, parse_reference
 from lightning.store.url import redacted
 from lightning.trainer.checkpoints import weights_content
+from lightning.trainer.retention import superseded
 from lightning.types import Json, Resource, ResourceKind
 
 app = typer.Typer(no_args_is_help=True)
@@ -87,7 +88,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show one version: its content, its origin, and the history of its aliases."""
-    url, reference = _locate(named, where)
+    url, reference = locate(named, where)
 
     async def read(store: Store) -> tuple[Resource, list[list[Alias]]]:
         resource = await find(store, reference)
@@ -122,7 +123,7 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two versions: what changed, and the rollouts and rewards under each."""
-    url, reference = _locate(name, where)
+    url, reference = locate(name, where)
 
     async def read(store: Store) -> tuple[Resource, Resource, list[ResourceUse]]:
         one = await find(store, parse_reference(f"{reference.name}@{old}"))
@@ -149,10 +150,44 @@ def diff(
     _show_uses(uses)
 
 
+@app.command("compare")
+def compare(
+    name: Annotated[str, typer.Argument(help="The resource; prefix PLACE# to choose one of several stores.")],
+    where: Runs = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Compare all versions: how each was made, its aliases, and what its rollouts and served conversations earned."""
+    url, reference = locate(name, where)
+
+    async def read(store: Store) -> tuple[list[Resource], list[Alias], list[ResourceUse]]:
+        versions, aliases = await store.list_resources(reference.name), await store.list_aliases(reference.name)
+        return versions, aliases, await store.resource_uses(reference.name)
+
+    versions, aliases, uses = asyncio.run(with_store(url, read))
+    if as_json:
+        print_json({"versions": versions, "aliases": aliases, "uses": uses})
+        return
+    print_table(
+        ["version", "made", "run", "held-out reward", "aliases", "rollouts", "mean reward"],
+        [
+            [
+                str(version.version),
+                _time(version.created_at),
+                escape(str(version.metadata.get("run", version.metadata.get("made_by", "-")))),
+                _reward(version.metadata.get("reward")),
+                escape(", ".join(alias.alias for alias in aliases if alias.version == version.version)),
+                str(sum(use.rollouts for use in uses if use.version == version.version)),
+                _reward(_mean([use for use in uses if use.version == version.version])),
+            ]
+            for version in versions
+        ],
+    )
+
+
 @app.command("promote")
 def promote(named: Named, alias: AliasName = "production", where: Runs = "runs") -> None:
     """Point an alias to a version. Runs that refer to the alias use that version from their next start."""
-    url, reference = _locate(named, where, to_change=True)
+    url, reference = locate(named, where, to_change=True)
 
     async def move(store: Store) -> tuple[int | None, Alias]:
         before = await store.get_resource(reference.name, alias)
@@ -172,7 +207,7 @@ def rollback(
     where: Runs = "runs",
 ) -> None:
     """Point an alias back to its previous version."""
-    url, reference = _locate(name, where, to_change=True)
+    url, reference = locate(name, where, to_change=True)
 
     async def move(store: Store) -> tuple[int | None, Alias]:
         before = await store.get_resource(reference.name, alias)
@@ -206,6 +241,26 @@ def put(
     say(f"{escape(stored.name)}@{stored.version} ({stored.kind.value}, sha256 {stored.digest[:12]})")
 
 
+@app.command("prune")
+def prune(
+    name: Annotated[str, typer.Argument(help="The weights; prefix PLACE# to choose one of several stores.")],
+    keep: Annotated[int, typer.Option("--keep", min=1, help="How many of the newest versions keep their files.")] = 3,
+    apply: Annotated[bool, typer.Option("--apply", help="Delete; without it only say what would be.")] = False,
+    where: Runs = "runs",
+) -> None:
+    """Delete the files of old versions of weights, but not of those that an alias points to, or would after a rollback."""
+    url, reference = locate(name, where, to_change=True)
+    old = asyncio.run(with_store(url, lambda store: superseded(store, reference.name, keep)))
+    for version in old:
+        size = version.delete() if apply else version.size
+        done = "deleted" if apply else "would be deleted"
+        say(f"{escape(reference.name)}@{version.number}: {size / 1e6:.1f} MB in {escape(str(version.folder))} {done}")
+    if not old:
+        say(f"every version of {escape(reference.name)} that has files keeps them")
+    elif not apply:
+        say("nothing was deleted: add --apply")
+
+
 def read_content(source: Path, kind: ResourceKind) -> Json:
     """The content of a resource from disk. Raises `DataError` naming the file."""
     try:
@@ -236,7 +291,7 @@ async def _list(url: str, store: Store) -> list[Listed]:
     ]
 
 
-def _locate(text: str, where: str, *, to_change: bool = False) -> tuple[str, ResourceReference]:
+def locate(text: str, where: str, *, to_change: bool = False) -> tuple[str, ResourceReference]:
     """The store that has a resource, and which it is. Raises `ConfigError` when no store has it, or more than one, and what
     opening one raises where something is to be changed: the store that cannot be read may be the one that is meant."""
     reference = parse_reference(text)
@@ -273,6 +328,16 @@ def _show_uses(uses: Sequence[ResourceUse]) -> None:
         ],
         title="rollouts" if uses else "no rollout has run with either",
     )
+
+
+def _mean(uses: Sequence[ResourceUse]) -> float | None:
+    """The mean reward over scored rollouts, over all runs and splits."""
+    scored = sum(use.scored for use in uses)
+    return sum((use.reward or 0.0) * use.scored for use in uses) / scored if scored else None
+
+
+def _reward(value: Json) -> str:
+    return f"{value:.3f}" if isinstance(value, int | float) else "-"
 
 
 def _say_moved(before: int | None, moved: Alias) -> None:

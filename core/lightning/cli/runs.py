@@ -241,8 +241,10 @@ def _show_run(found: Details) -> None:
     for epoch in found.epochs[1:]:
         changed = "".join(f"\n  {escape(line)}" for line in changes_of(found.epochs, epoch.number))
         say(f"config epoch {epoch.number}, from step {epoch.first} on:{changed}")
+    aged = any(record.metrics.get("staleness_max") or "recorded_share" in record.metrics for record in found.steps)
+    columns = ["step", "reward", "failed as 0", "rollouts", "tokens", "loss", "logprob gap", "policy"]
     print_table(
-        ["step", "reward", "failed as 0", "rollouts", "tokens", "loss", "logprob gap", "policy"],
+        [*columns, *(["age", "record"] if aged else [])],
         [
             [
                 str(record.step),
@@ -253,6 +255,7 @@ def _show_run(found: Details) -> None:
                 _number(record.metrics.get("loss")),
                 f"{record.metrics.get('max_logprob_gap', 0):.1e}",
                 f"v{record.policy_version}",
+                *(_age(record) if aged else ()),
             ]
             for record in found.steps
         ],
@@ -279,6 +282,13 @@ def _show_run(found: Details) -> None:
     )
     for count, why in found.failures:
         say(f"{count} of {found.among} failed: {escape(str(why))}")
+
+
+def _age(record: StepRecord) -> tuple[str, str]:
+    """How many versions behind the trained tokens were, mean and maximum; how much of a record was looked at by then."""
+    mean, most = (record.metrics.get(f"staleness_{name}", 0.0) for name in ("mean", "max"))
+    share = record.metrics.get("recorded_share")
+    return f"{mean:.1f}/{most:.0f}", "-" if share is None else f"{share:.0%}"
 
 
 def _number(value: float | None) -> str:

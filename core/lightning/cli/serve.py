@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from lightning.asyncio_utils import run_to_end
+from lightning.cli.resources import locate
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
-from lightning.store.resource_ref import existing_store
+from lightning.plugins import plugins
+from lightning.store.resource_ref import PREFIX, existing_store, find
 from lightning.store.url import parse
+from lightning.trainer.checkpoints import checked_weights
 from lightning.trainer.model import resolve_model
+
+if TYPE_CHECKING:
+    from lightning.server.serving import Followed
 
 
 def serve(
     model: Annotated[
-        str | None, typer.Argument(help="A model folder, a name on a model hub, or the folder of a finished run.")
+        str | None,
+        typer.Argument(
+            help="A model folder, a name on a model hub, the folder of a finished run, or weights as "
+            "resource:[PLACE#]policy/weights@ALIAS: the server follows the alias."
+        ),
     ] = None,
     store: Annotated[
         str | None,
@@ -63,11 +75,23 @@ async def _serve_model(
 ) -> None:
     from lightning.server.serving import serve as serving_model
 
-    trained = Path(model) / "model"
-    folder = resolve_model(trained if (trained / "config.json").is_file() else model)
     place = out or Path("runs") / f"serve-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
-    console.print(f"starting vLLM on {folder} (log: {place / 'vllm.log'})")
-    async with serving_model(folder, settings, place) as serving:
+    async with AsyncExitStack() as resources:
+        follows = None
+        if model.startswith(PREFIX):
+            follows = await _followed(resources, model)
+            folder = await asyncio.to_thread(checked_weights, follows.resource)
+            named = f"{follows.resource.name}@{follows.resource.version}"
+            console.print(f"starting vLLM on {named} in {folder} (log: {place / 'vllm.log'})")
+            if isinstance(follows.reference.which, str):
+                console.print(
+                    f"the alias {follows.reference.which!r} is followed: lightning resources promote|rollback"
+                )
+        else:
+            trained = Path(model) / "model"
+            folder = resolve_model(trained if (trained / "config.json").is_file() else model)
+            console.print(f"starting vLLM on {folder} (log: {place / 'vllm.log'})")
+        serving = await resources.enter_async_context(serving_model(folder, settings, place, follows))
         llm = await serving.open_session("shell", ttl)
         console.print("ready; give these to any OpenAI-compatible client (Ctrl-C ends it):")
         for name, value in (("OPENAI_BASE_URL", llm.base_url), ("OPENAI_API_KEY", llm.api_key)):
@@ -77,6 +101,18 @@ async def _serve_model(
             made = f"lightning token create viewer --store {place}"
             console.print(f"{serving.gateway.url}{path} is a page for people; it asks for a token: {made}")
         await serving.wait(seconds)
+
+
+async def _followed(resources: AsyncExitStack, model: str) -> Followed:
+    """The version of weights that is named, in its store, which `resources` closes."""
+    from lightning.server.serving import Followed
+
+    # Places are looked through by loops of their own.
+    url, reference = await asyncio.to_thread(locate, model.removeprefix(PREFIX), "runs")
+    store = plugins().store(url)
+    await store.open()
+    resources.push_async_callback(store.close)
+    return Followed(store, reference, await find(store, reference))
 
 
 async def _serve_store(console: Console, place: str, settings: Config, out: Path | None, seconds: float | None) -> None:

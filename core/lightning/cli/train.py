@@ -12,7 +12,7 @@ from rich.console import Console
 from lightning.cli.locate import load_agent
 from lightning.cli.output import stoppable
 from lightning.config import load_config
-from lightning.errors import DataError
+from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.trainer import Summary, Trainer
 from lightning.types import Task
@@ -30,11 +30,11 @@ ALGORITHM = (
 def train(
     model: Annotated[str, typer.Option(help="Model folder, or a model's name on a hub.")],
     tasks: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             help="Training tasks: JSON lines, each with `input` and optionally `expected`; or NAME:TEXT, such as harbor:FOLDER."
         ),
-    ],
+    ] = None,
     agent: Annotated[
         str | None,
         typer.Argument(help=AGENT),
@@ -73,6 +73,14 @@ def train(
             help="Start a new run from the weights and optimizer state of another run's step.",
         ),
     ] = None,
+    recorded: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Train on rollouts that were recorded, in place of new ones: a run's folder, that of `lightning serve`, or a "
+            "store's URL; with #RUN of that run alone. The agent then only runs the tasks of --val.",
+        ),
+    ] = None,
     dev: Annotated[bool, typer.Option("--dev", help="Dry run: a few tasks, a report, no training.")] = False,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
@@ -90,9 +98,14 @@ def train(
         out=out,
         resume=resume,
         from_run=from_run,
+        recorded=recorded,
         config=load_config(config, set_ or []),
     )
-    train_tasks = read_tasks(tasks)
+    if (tasks is None) == (recorded is None):
+        raise ConfigError("give --tasks to train on, or --recorded with what was recorded: one of the two")
+    if dev and tasks is None:
+        raise ConfigError("--dev runs the agent on a few tasks: give --tasks in place of --recorded")
+    train_tasks = read_tasks(tasks) if tasks is not None else []
     if dev:
         raise typer.Exit(0 if trainer.dev(function, train_tasks).ok else 1)
     with stoppable(f"the same command with --out {trainer.out} --resume"):

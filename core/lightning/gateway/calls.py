@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
 from lightning.gateway.body_limits import parsed
+from lightning.gateway.conversations import Conversations, mark_of
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator
 from lightning.gateway.dialects.base import error_text, why_no_ids
 from lightning.gateway.exchanges import Shown, WholeReply, as_json
@@ -124,23 +125,32 @@ class Answer:
     outcome: CallStatus = CallStatus.OK
 
 
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The parts of a gateway that every call goes through."""
+
+    config: GatewayConfig
+    identity: Identity
+    policies: Policies
+    forwarder: Forwarder
+    recorder: Recorder
+    history: History
+    providers: Providers
+    conversations: Conversations
+
+
 class CallEndpoint:
     """The ASGI application behind one dialect's route."""
 
-    def __init__(
-        self,
-        dialect: Dialect,
-        config: GatewayConfig,
-        identity: Identity,
-        policies: Policies,
-        forwarder: Forwarder,
-        recorder: Recorder,
-        history: History,
-        providers: Providers,
-    ) -> None:
-        self._dialect, self._config, self._identity, self._policies = dialect, config, identity, policies
-        self._forwarder, self._recorder, self._history = forwarder, recorder, history
-        self._providers = providers
+    def __init__(self, dialect: Dialect, parts: Calls) -> None:
+        self._dialect, self._config, self._identity, self._policies = (
+            dialect,
+            parts.config,
+            parts.identity,
+            parts.policies,
+        )
+        self._forwarder, self._recorder, self._history = parts.forwarder, parts.recorder, parts.history
+        self._providers, self._conversations = parts.providers, parts.conversations
         self._told: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -183,9 +193,10 @@ class CallEndpoint:
         policy, model = self._policies.of(claims.run), _model_in(body, scope)
         await self._policies.asked.look(claims.run, policy, model)
         caller = self._identity.caller(scope, model)
-        request_id = f"{PROCESS}{next(NUMBERS):x}"
-        capture = Capture(self._dialect.id_prefix + request_id)
         previous = self._dialect.continues(body)
+        claims = await self._conversations.of(claims, scope, body, previous, policy.book.current)
+        request_id = f"{mark_of(claims.rollout)}{PROCESS}{next(NUMBERS):x}"
+        capture = Capture(self._dialect.id_prefix + request_id)
         before = () if previous is None else await self._history.before((claims.rollout, claims.attempt), previous)
         if self._config.hosted_tools == "drop":
             body = self._without_hosted_tools(body)

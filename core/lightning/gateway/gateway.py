@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 
 from lightning.addresses import Allowed
 from lightning.errors import GatewayError
+from lightning.gateway.calls import Calls
 from lightning.gateway.connections import Serving, bind
+from lightning.gateway.conversations import Conversations
 from lightning.gateway.exchanges import Exchanges
+from lightning.gateway.feedback import FeedbackEndpoint
 from lightning.gateway.history import History
 from lightning.gateway.identity import Identity, TokenSigner
 from lightning.gateway.policy import Policy
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from lightning.store.protocol import Store
 
 
+DRAIN_LOOK = 0.005
 SURE_SECONDS = 1.5
 """Seconds that `Gateway.served` takes at most: who asks waits for it."""
 
@@ -77,9 +81,19 @@ class Gateway:
         self._tracebook = TraceBook(store, self._signer, shared=shared)
         traces = TraceEndpoint(config, identity, self._tracebook, store)
         self._history = History(store)
-        self._front = build_front(
-            config, identity, self._policies, self._forwarder, self._recorder, self._history, traces, self._providers
+        self.conversations = Conversations(store, keeps_text=config.record_requests)
+        self.feedback = FeedbackEndpoint(config, identity, store)
+        calls = Calls(
+            config,
+            identity,
+            self._policies,
+            self._forwarder,
+            self._recorder,
+            self._history,
+            self._providers,
+            self.conversations,
         )
+        self._front = build_front(calls, traces, self.feedback)
         self.app = self._front.app
 
     def mount(self, app: ASGIApp, name: str = "api") -> None:
@@ -106,13 +120,15 @@ class Gateway:
         sampling: Mapping[str, float | int] | None = None,
         ttl: float | None = None,
         run: str = "",
+        session: str = "",
     ) -> str:
         """Sign the API key of one attempt. `sampling` overrides what the agent asks for; `ttl` is in seconds.
 
-        `run` says whose policy it is for; empty: the gateway's own.
+        `run` says whose policy it is for; empty: the gateway's own. With a `session`, a run, the key is of many conversations,
+        each of which becomes a rollout of that run; requests that are refused are recorded with `rollout`.
         """
         ttl = self._config.token_ttl if ttl is None else ttl
-        token = self._signer.issue(rollout, attempt, ttl, sampling, run)
+        token = self._signer.issue(rollout, attempt, ttl, sampling, run, session)
         self._tracebook.issued(token)
         return token
 
@@ -146,6 +162,17 @@ class Gateway:
         with self._own.gate.hold():
             self._own.book.freeze()
             yield
+
+    async def drain(self, seconds: float) -> bool:
+        """Call it inside the hold: wait until vLLM has answered every call that was sent, so that its tokens are all of the
+        present version. Whether it has in time."""
+        book = self._own.book
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while book.sampling:  # noqa: ASYNC110 — each call tells by itself, once an update
+                    await asyncio.sleep(DRAIN_LOOK)
+        book.freeze()
+        return not book.sampling
 
     def policy_updated(self, update: Update) -> None:
         """Call it inside the hold, after the update: calls in flight are split at the tokens of the old version.

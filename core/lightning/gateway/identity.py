@@ -44,7 +44,8 @@ AS_ASKED: Mapping[str, float | int] = MappingProxyType({})
 class Claims:
     """What a token says. `sampling` overrides the agent's parameters for this attempt; `expires_at` is Unix time.
 
-    `run` says whose policy is called; empty: that of the gateway itself.
+    `run` says whose policy is called; empty: that of the gateway itself. `session` is the run in which each conversation with
+    this key becomes a rollout of its own; empty for the key of one attempt.
     """
 
     rollout: str
@@ -52,6 +53,7 @@ class Claims:
     expires_at: float
     sampling: Mapping[str, float | int] = field(default_factory=lambda: AS_ASKED)
     run: str = ""
+    session: str = ""
 
 
 class ExpiredTokenError(RefusalError):
@@ -77,7 +79,13 @@ class TokenSigner:
         self._traces: OrderedDict[str, Claims] = OrderedDict()
 
     def issue(
-        self, rollout: str, attempt: int, ttl: float, sampling: Mapping[str, float | int] | None = None, run: str = ""
+        self,
+        rollout: str,
+        attempt: int,
+        ttl: float,
+        sampling: Mapping[str, float | int] | None = None,
+        run: str = "",
+        session: str = "",
     ) -> str:
         """Sign a token that is valid for `ttl` seconds; it contains only letters, digits, `-`, `_` and dots."""
         expires_at = time.time() + ttl
@@ -86,8 +94,10 @@ class TokenSigner:
             claims["smp"] = dict(sampling)
         if run:
             claims["run"] = run
+        if session:
+            claims["ses"] = session
         token = jwt.encode(claims, self._key, algorithm=ALGORITHM)
-        self._note(trace_id_of(token), Claims(rollout, attempt, expires_at, run=run))
+        self._note(trace_id_of(token), Claims(rollout, attempt, expires_at, run=run, session=session))
         return token
 
     def verify(self, token: str) -> Claims:
@@ -147,9 +157,8 @@ class TokenSigner:
             )
             if not is_canonical(token):
                 raise jwt.InvalidTokenError("it is not spelt as it was issued")
-            return Claims(
-                said["sub"], int(said["att"]), float(said["exp"]), said.get("smp") or AS_ASKED, str(said.get("run", ""))
-            )
+            sampling, run, session = said.get("smp") or AS_ASKED, str(said.get("run", "")), str(said.get("ses", ""))
+            return Claims(said["sub"], int(said["att"]), float(said["exp"]), sampling, run, session)
         except (jwt.InvalidTokenError, ValueError, TypeError) as error:
             message = f"The API key is not one of this gateway ({error}). {CURE}"
             raise RefusalError(401, "invalid_token", message) from None

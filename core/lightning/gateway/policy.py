@@ -179,6 +179,11 @@ class VersionBook:
         """Whether there is no such call."""
         return not self._live
 
+    @property
+    def sampling(self) -> int:
+        """How many calls a server may be sampling."""
+        return sum(call.waits_for_bytes for call in self._live)
+
     def follow(self, call: LiveCall) -> None:
         """From now on updates concern this call."""
         self._live.add(call)

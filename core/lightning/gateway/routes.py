@@ -23,10 +23,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StoreError
 from lightning.gateway.body_limits import parsed
-from lightning.gateway.calls import CallEndpoint
+from lightning.gateway.calls import CallEndpoint, Calls
 from lightning.gateway.dialects import DIALECTS
 from lightning.gateway.dialects.messages import Messages, prompt_of
-from lightning.gateway.history import History
+from lightning.gateway.feedback import FEEDBACK_PATH, FeedbackEndpoint
 from lightning.gateway.http import (
     JSON_TYPE,
     Body,
@@ -53,7 +53,7 @@ OWN_PATHS = frozenset({"v1", "r", "openai", "health"})
 """What paths of the gateway begin with."""
 MODELS = "/models"
 COUNT_PATH = f"{Messages.path}/count_tokens"
-POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_PATH, PATH)
+POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_PATH, PATH, FEEDBACK_PATH)
 LISTED = ", ".join([*(f"POST /v1{path}" for path in POSTS), "GET /v1/models", "GET /health"])
 OTHERS = (
     " Other calls of a provider's API go to the provider from the agent's process, if its runner was started with a key for it "
@@ -176,29 +176,19 @@ class Front:
         await (endpoint or self.app)(scope, receive, send)
 
 
-def build_front(
-    config: GatewayConfig,
-    identity: Identity,
-    policies: Policies,
-    forwarder: Forwarder,
-    recorder: Recorder,
-    history: History,
-    traces: TraceEndpoint,
-    providers: Providers,
-) -> Front:
+def build_front(parts: Calls, traces: TraceEndpoint, feedback: FeedbackEndpoint) -> Front:
     """The routes, tied to the parts that serve them."""
-    info = Info(identity, policies, forwarder)
-    endpoints: dict[str, ASGIApp] = {
-        dialect.path: CallEndpoint(dialect(), config, identity, policies, forwarder, recorder, history, providers)
-        for dialect in DIALECTS
-    }
-    endpoints[COUNT_PATH] = CountTokens(config, identity, policies, forwarder, providers)
+    config, identity, providers = parts.config, parts.identity, parts.providers
+    info = Info(identity, parts.policies, parts.forwarder)
+    endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect(), parts) for dialect in DIALECTS}
+    endpoints[COUNT_PATH] = CountTokens(config, identity, parts.policies, parts.forwarder, providers)
     endpoints[PATH] = traces
+    endpoints[FEEDBACK_PATH] = feedback
     routes: list[Route] = [Route("/health", info.health, methods=["GET"])]
     for prefix in PREFIXES:
         routes += [Route(f"{prefix}{path}", endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
         routes.append(Route(f"{prefix}{MODELS}", info.models, methods=["GET"]))
-    others = Others(config, identity, recorder, providers)
+    others = Others(config, identity, parts.recorder, providers)
     routes += [Route(f"{prefix}/{{route:path}}", others) for prefix in PREFIXES]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, RefusalError: _refusal})
     return Front(app, {f"/v1{path}": endpoint for path, endpoint in endpoints.items()})

@@ -155,12 +155,16 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def check_weights(weights: Path, folder: Path) -> None:
-    """Raise PolicyServerError unless the safetensors file `weights` can replace the weights of the model in `folder`.
+    """Raise PolicyServerError unless `weights`, a safetensors file or a model's folder, can replace the weights of the model in
+    `folder`.
 
     With tied word embeddings a `lm_head.weight` may be present or absent on either side. What the file names as left out, such
     as a vision tower, keeps its weights.
     """
-    (have, metadata), want = _read(weights), folder_tensors(folder)
+    (have, metadata), want = (
+        (folder_tensors(weights), {}) if weights.is_dir() else _read(weights),
+        folder_tensors(folder),
+    )
     if ADAPTERS in metadata:
         _check_adapters(weights, have, want)
         return

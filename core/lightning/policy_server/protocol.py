@@ -81,8 +81,8 @@ class PolicyServer(Protocol):
         """Start (or attach) and return once it answers. On failure the error carries the last lines of its log."""
 
     async def update(self, weights: Path | None, version: int, probe: Probe | None = None) -> Update:
-        """Put new weights (one safetensors file) into the running server. None: those it has are `version` from now on, so
-        that nothing is loaded and no prefix cache is dropped.
+        """Put new weights (a safetensors file, or a model's folder) into the running server. None: those it has are
+        `version` from now on, so that nothing is loaded and no prefix cache is dropped.
 
         Order: validate the file, pause (requests in flight freeze), read how far each had come, load, drop the prefix
         cache, set the version, resume, probe. A file that does not fit is refused before anything is paused.

@@ -48,6 +48,11 @@ REFUSALS = 5
 """So many refused connections in a row, one each time, and a server counts as dead although its process lives."""
 
 
+def files_of(weights: Path) -> Sequence[Path]:
+    """The safetensors files of new weights, which are one, or a model's folder."""
+    return checkpoint_files(weights) if weights.is_dir() else [weights]
+
+
 class VLLMServer(ABC):
     """What owned and attached servers have in common: the update."""
 
@@ -150,7 +155,7 @@ class VLLMServer(ABC):
             in_flight = await control.in_flight()
             if weights is not None:
                 loading = True
-                await self._loader.load(control, [weights])
+                await self._loader.load(control, files_of(weights))
                 await control.drop_prefix_cache()
             naming = True
             await control.set_version(version)
@@ -162,7 +167,7 @@ class VLLMServer(ABC):
             raise PolicyServerError(f"{what} was not taken, version {self._version} goes on: {error}") from error
         self._version = version
         if weights is not None:
-            self._weights = [weights]
+            self._weights = files_of(weights)
         try:
             await control.resume()
         except PolicyServerError as error:

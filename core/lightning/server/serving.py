@@ -16,15 +16,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning.asyncio_utils import end
 from lightning.config import Config
 from lightning.errors import ConfigError, PolicyServerError
 from lightning.gateway import Gateway
+from lightning.gateway.feedback import AdminOf
 from lightning.gateway.fleet.records import gateway_secret
+from lightning.gateway.http import RefusalError
 from lightning.plugins import plugins
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.auto_settings import Demand
 from lightning.policy_server.protocol import PolicyServer
-from lightning.server.auth import Authenticator, check_exposure
+from lightning.server.auth import ALL_PROJECTS, Authenticator, check_exposure
 from lightning.server.control import (
     RUNNER_FILE,
     Control,
@@ -34,13 +37,18 @@ from lightning.server.control import (
     runner_token,
     token_file,
 )
+from lightning.server.errors import ApiError
+from lightning.server.following import Follower
 from lightning.server.protocol import SESSION_OF, Host
 from lightning.server.web_apps import mount_web_apps
+from lightning.server.weight_files import MOUNT, WeightFiles
 from lightning.store.protocol import Store
+from lightning.store.resource_ref import ResourceReference
 from lightning.store.url import redacted, sqlite_url
+from lightning.trainer.model import with_dtypes
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.stack import check_ports, make_gateway
-from lightning.types import DEFAULT_PROJECT, LLM, Json, Rollout, Run, Task, new_id
+from lightning.types import DEFAULT_PROJECT, LLM, Json, Resource, Rollout, Run, Task, new_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +62,26 @@ class RunningServer:
     log: Path
     web_apps: tuple[str, ...] = ()
     """Below which paths plugins answer, such as `/console`."""
+    following: asyncio.Task[None] | None = None
+    """What follows the alias of the weights, if they are those of one."""
 
     async def open_session(self, name: str, ttl: float) -> LLM:
-        """A key that is valid for `ttl` seconds; its calls are recorded as one rollout called `name`."""
-        return await Sessions(self.store, self.gateway, self.run.config)(name, ttl)
+        """A key that is valid for `ttl` seconds; each conversation with it is recorded as a rollout of a run called `name`."""
+        return await Sessions(self.store, self.gateway, self.run.config).for_many(name, ttl)
 
     async def wait(self, seconds: float | None = None) -> None:
-        """Return after `seconds` when given; raises `PolicyServerError` when the policy server dies before."""
+        """Return after `seconds` when given; raises `PolicyServerError` when the policy server dies before, or serves no
+        version for certain."""
+        died = asyncio.create_task(self.policy.wait_died())
         try:
-            await asyncio.wait_for(self.policy.wait_died(), seconds)
-        except TimeoutError:
+            ends = {died} if self.following is None else {died, self.following}
+            done, _ = await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await end(died)
+        if not done:
             return
+        if self.following in done:
+            self.following.result()
         raise PolicyServerError(f"the policy server died; its log is {self.log}")
 
 
@@ -78,18 +95,54 @@ class Sessions:
 
     async def __call__(self, name: str, ttl: float, *, project: str = DEFAULT_PROJECT, run: str = "") -> LLM:
         """See `OpenSession`."""
-        about = {**self.config, SESSION_OF: run}
+        return await self._open(name, ttl, project, run, many=False)
+
+    async def for_many(self, name: str, ttl: float, *, project: str = DEFAULT_PROJECT, run: str = "") -> LLM:
+        """A key of many conversations, each of them a rollout of the session's run that feedback completes."""
+        return await self._open(name, ttl, project, run, many=True)
+
+    async def _open(self, name: str, ttl: float, project: str, run: str, *, many: bool) -> LLM:
+        # Conversations that people rate are a run to look at; another session is one only of its own record.
+        about = self.config if many and not run else {**self.config, SESSION_OF: run}
         session = await self.store.put_run(Run(new_id("session"), name, about, time.time(), project))
         rollout = Rollout(f"{session.id}/0", session.id, Task(input=name), session.id, split="serve", max_attempts=1)
         await self.store.create_rollouts([rollout])
         # A run of its own, so that the lease is of this session and no other.
         (lease,) = await self.store.lease(session.id, f"{session.id}/server", limit=1, ttl=ttl)
-        return LLM(f"{self.gateway.url}/v1", self.gateway.issue(rollout.id, lease.attempt, ttl=ttl, run=run), "policy")
+        key = self.gateway.issue(rollout.id, lease.attempt, ttl=ttl, run=run, session=session.id if many else "")
+        return LLM(f"{self.gateway.url}/v1", key, "policy")
+
+
+def admins(authenticator: Authenticator) -> AdminOf:
+    """Who may rate the conversations of a project, by the tokens of the control API."""
+
+    async def admin_of(authorization: str) -> str:
+        try:
+            principal = await authenticator.principal(authorization)
+            principal.require()
+        except ApiError as error:
+            raise RefusalError(error.status, error.type, str(error)) from error
+        return ALL_PROJECTS if principal.project is None else principal.project
+
+    return admin_of
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A version of weights that is served, and how it was named: by an alias, which is followed, or by its number. `store` has
+    it, and is open."""
+
+    store: Store
+    reference: ResourceReference
+    resource: Resource
 
 
 @asynccontextmanager
-async def serve(model: Path, config: Config, folder: Path) -> AsyncIterator[RunningServer]:
-    """Serve a model folder through a gateway that records into `folder`.
+async def serve(
+    model: Path, config: Config, folder: Path, follows: Followed | None = None
+) -> AsyncIterator[RunningServer]:
+    """Serve a model folder through a gateway that records into `folder`. With `follows` it is of a version of weights; where
+    that was named by an alias, the server follows it.
 
     Raises `ConfigError` for settings that change the agents, which are none of this server's, and for a bind beyond loopback
     before anybody has made a token; and what the rooms raise.
@@ -110,16 +163,33 @@ async def serve(model: Path, config: Config, folder: Path) -> AsyncIterator[Runn
         run = Run(database.parent.name, "serve", {"model": str(model)}, time.time())
         check_ports(config.gateway, config.policy_server)
         demand = Demand(config.runner.concurrency)
-        policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log", claims=False, demand=demand)
+        if follows is not None:
+            config = with_dtypes(config, model, "torch")
+        version, log, claims = follows.resource.version if follows else 0, folder / "vllm.log", follows is not None
+        policy = make_policy_server(model, config.policy_server, log=log, version=version, claims=claims, demand=demand)
         resources.push_async_callback(policy.close)
         await policy.start()
+        if follows is not None and policy.version != version:  # an attached one has what it was given last
+            await policy.update(model, version)
         gateway = await make_gateway(store, policy, config, run.id)
         resources.push_async_callback(gateway.close)
-        sessions = Sessions(store, gateway, run.config)
-        host = Host("", "", store, Authenticator(store), sessions, gateway.served, own_model=True)
+        if follows is not None:
+            gateway.conversations.resource = follows.resource.name
+        sessions, authenticator = Sessions(store, gateway, run.config), Authenticator(store)
+        gateway.feedback.admin_of = admins(authenticator)
+        if follows is not None:
+            gateway.mount(WeightFiles(follows.store, authenticator, follows.resource.name), MOUNT)
+        host = Host("", "", store, authenticator, sessions, gateway.served, own_model=True)
         web_apps = mount_web_apps(resources, gateway, host)
         await gateway.start()
-        yield RunningServer(run, store, policy, gateway, folder / "vllm.log", tuple(web_apps))
+        following = None
+        if follows is not None and isinstance(follows.reference.which, str):
+            follower = Follower(
+                follows.store, follows.reference, policy, gateway, store, config, follows.resource, model
+            )
+            following = asyncio.create_task(follower.follow(), name="lightning-follow")
+            resources.push_async_callback(end, following)
+        yield RunningServer(run, store, policy, gateway, log, tuple(web_apps), following)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +232,11 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
         resources.push_async_callback(gateway.close)
         control = Control(store, gateway, config)
         resources.push_async_callback(control.close)
-        sessions = Sessions(store, gateway, {})
+        sessions, authenticator = Sessions(store, gateway, {}), Authenticator(store)
+        gateway.feedback.admin_of = admins(authenticator)
+        gateway.mount(WeightFiles(store, authenticator), MOUNT)
         public = config.server.public_url.rstrip("/")
-        web_apps = mount_web_apps(
-            resources, gateway, Host("", public, store, Authenticator(store), sessions, gateway.served)
-        )
+        web_apps = mount_web_apps(resources, gateway, Host("", public, store, authenticator, sessions, gateway.served))
         await gateway.start()
         admin = await first_admin_token(store, folder)
         file = token_file(store, folder, RUNNER_FILE)

@@ -35,7 +35,10 @@ class Epoch:
 
     @property
     def max_staleness(self) -> int | None:
-        """`trainer.max_staleness`; None in a run that was started before there was any."""
+        """`trainer.max_staleness`; None in a run that was started before there was any, and in one that is trained on a record,
+        whose versions are others."""
+        if self.config.get("recorded"):
+            return None
         bound = self.setting("trainer", "max_staleness")
         return bound if isinstance(bound, int) else None
 

@@ -23,6 +23,7 @@ from lightning.config import Config
 from lightning.errors import ConfigError, EngineError, PolicyServerError
 from lightning.policy_server.model_folder import folder_tensors
 from lightning.store.protocol import Store
+from lightning.trainer.model import resolve_model
 from lightning.types import Json, Resource, ResourceKind
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS_NAME = "policy/weights"
 """The resource that a run's trained model is a version of; the slash keeps it apart from every component's prompt."""
+PROBE = "probe"
+"""The key of a version's metadata with some tokens and the trainer's logprobs of them, by which whoever loads the weights can
+tell that they are computed with: `ids`, `logprobs` (nats, the first is ignored) and the `dtype` that they were computed in."""
 
 
 def weights_content(folder: Path) -> dict[str, Json]:
@@ -41,6 +45,21 @@ def weights_content(folder: Path) -> dict[str, Json]:
             with file.open("rb") as stream:
                 files[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
     return {"path": str(folder.resolve()), "files": files}
+
+
+def checked_weights(resource: Resource) -> Path:
+    """The folder of a version of weights, whose files are those it was made of. Raises `ConfigError` otherwise."""
+    name, content = f"{resource.name}@{resource.version}", resource.content
+    if resource.kind is not ResourceKind.WEIGHTS:
+        raise ConfigError(f"{name} is a {resource.kind.value}, not weights")
+    folder = Path(str(content.get("path"))) if isinstance(content, Mapping) else Path()
+    try:
+        now = weights_content(folder)
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read ({error}): bring {folder} back, or name another version") from error
+    if not isinstance(content, Mapping) or now["files"] != content.get("files"):
+        raise ConfigError(f"the files in {folder} are not those of {name} any more: something has overwritten them")
+    return resolve_model(folder)
 
 
 async def keep_weights(store: Store, folder: Path, metadata: Mapping[str, Json]) -> Resource:

@@ -30,6 +30,7 @@ from lightning.trainer.diagnosis import Diagnosis
 from lightning.trainer.held_out import HeldOut, compared_since
 from lightning.trainer.metrics import Remarks, UsageMeter, sampled_tokens, staleness, step_metrics
 from lightning.trainer.plan import VAL, val_rollouts
+from lightning.trainer.recorded import Record, RecordedSampler
 from lightning.trainer.replay import take_again
 from lightning.trainer.rollout_collection import Sampler, TurnSampler
 from lightning.trainer.stack import Stack
@@ -45,7 +46,8 @@ logger = logging.getLogger(__name__)
 class Loop:
     """One run of the loop. `done` counts committed steps; the policy's version equals it.
 
-    `epochs` are the run's (none: its settings are as it was started); `base` is the digest of the model's folder.
+    `epochs` are the run's (none: its settings are as it was started); `base` is the digest of the model's folder. With a
+    `record` steps are taken on that, and agents run for evaluations only.
     """
 
     stack: Stack
@@ -58,6 +60,7 @@ class Loop:
     trackers: Trackers
     epochs: Sequence[Epoch] = ()
     base: str = ""
+    record: Record | None = None
     done: int = 0
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -119,7 +122,11 @@ class Loop:
         return kept
 
     def sampling(self) -> Sampler:
-        """What runs the agents: in turns with training, or all the time when tokens may be stale."""
+        """What runs the agents: in turns with training, or all the time when tokens may be stale; or what reads a record."""
+        if self.record is not None:
+            return RecordedSampler(
+                self.stack, self.schedule, self.train, self.train_agents, self.reporter, self.finished, self.record
+            )
         make = Pipeline if self.stack.config.trainer.max_staleness else TurnSampler
         return make(self.stack, self.schedule, self.train, self.train_agents, self.reporter, self.finished)
 
@@ -145,7 +152,7 @@ class Loop:
         if hidden := await self.stack.gateway.hidden_tools():
             metrics["hidden_tools"] = float(hidden)
         metrics["tokens_per_second"] = sampled_tokens(groups) / max(sampled.seconds, 1e-9)
-        fresh = metrics["staleness_max"] == 0  # older weights differ, as they should
+        fresh = metrics["staleness_max"] == 0 and self.record is None  # other weights differ, as they should
         if fresh and (gap := exceeds(metrics, bound_of(self.stack.config))):
             logger.warning("step %d: trainer and sampler differ by %s", step, gap)
         failures = [rollout.error for rollout in sampled.rollouts if rollout.status is Status.FAILED]
@@ -156,7 +163,7 @@ class Loop:
             context = await self.context(step, result)
             await self.commit(step, groups, batch, metrics, context, taught=taught)
         with self.timed("update"):
-            self.publisher.prober.remember(batch, metrics)
+            self.publisher.prober.remember(batch, metrics if self.record is None else {})
             metrics |= await self.publish(taught=taught)
         self.writer.committed(self.done, taught=taught, seconds=self._seconds["train"])
         await self.sampler.served(self.done, sampled.rollouts)

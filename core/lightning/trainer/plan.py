@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.errors import DataError
 from lightning.types import Fault, Json, Rollout, Status, Task
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning.config.sections import FixedOrder
 
 TRAIN, VAL = "train", "val"
+T = TypeVar("T")
 _GENERATION = re.compile(r"~(\d+)/\d+$")
 _FIELDS = frozenset(field.name for field in fields(Task))
 _ROW = (
@@ -85,10 +86,9 @@ def tasks_of_step(
     return tasks_from(tasks, step * count, count, seed, order)
 
 
-def tasks_from(
-    tasks: Sequence[Task], first: int, count: int, seed: int | str, order: FixedOrder = "shuffled"
-) -> list[Task]:
-    """`count` tasks from position `first` on of endless passes over `tasks`: `shuffled`, each by itself, or all as `given`."""
+def tasks_from(tasks: Sequence[T], first: int, count: int, seed: int | str, order: FixedOrder = "shuffled") -> list[T]:
+    """`count` tasks (or recorded groups) from position `first` on of endless passes over `tasks`: `shuffled`, each by itself,
+    or all as `given`."""
     if not tasks:
         raise DataError("the list of training tasks is empty: give fit() at least one task in `train`")
     places = [divmod(position, len(tasks)) for position in range(first, first + count)]

@@ -35,7 +35,7 @@ from lightning.tracking.trackers import Trackers
 from lightning.trainer.agents import hidden_from_agents
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
 from lightning.trainer.beginning import Beginning
-from lightning.trainer.checkpoints import Checkpoints, check_disk, keep_weights
+from lightning.trainer.checkpoints import PROBE, Checkpoints, check_disk, keep_weights
 from lightning.trainer.context import base_digest
 from lightning.trainer.dev import DevReport, dry_run
 from lightning.trainer.held_out import check_held_out
@@ -43,6 +43,7 @@ from lightning.trainer.loop import Loop
 from lightning.trainer.model import resolve_model, with_dtypes
 from lightning.trainer.plan import as_tasks
 from lightning.trainer.prompts import Prompts, resolve_prompts
+from lightning.trainer.recorded import RECORDED, Record, check_record, record_of, steps_of_pass
 from lightning.trainer.replay import optimizer_of
 from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder
 from lightning.trainer.stack import Stack, one_by_one, open_stack, together
@@ -63,7 +64,9 @@ class Trainer:
     `engine`, `runner` and the scheme of `store` are names of plugins. `config` is a `lightning.config.Config` or a TOML file;
     the keyword arguments after it are shortcuts for its commonest fields and win over it. `out` is the run's folder; its name
     at the first start is the run's id. `from_run` is a run whose weights and optimizer a new one begins with: `"RUN@STEP"`, by
-    its folder or its name beside `out`, or `"RUN"` for its last step.
+    its folder or its name beside `out`, or `"RUN"` for its last step. `recorded` is a run's folder, a database or its URL (with
+    `#RUN`: of that run alone) whose scored rollouts are trained on in place of new ones; the agent then runs for `val` alone,
+    and `trainer.steps` is one pass over the record unless it is set.
 
     Raises `ConfigError` for impossible settings and for what is no algorithm, and `PluginError` for unknown names, before
     anything is started.
@@ -83,6 +86,7 @@ class Trainer:
         out: str | Path | None = None,
         resume: bool = False,
         from_run: str | None = None,
+        recorded: str | None = None,
         config: Config | str | Path | None = None,
         steps: int | None = None,
         tasks_per_step: int | None = None,
@@ -104,7 +108,8 @@ class Trainer:
         schedule = resolve_schedule(algorithm)
         if isinstance(schedule, AlgorithmSchedule) and "steps" not in base.trainer.model_fields_set and steps is None:
             shortcuts["trainer.steps"] = schedule.steps
-        self.config = with_settings(base, {key: value for key, value in shortcuts.items() if value is not None})
+        given = {key: value for key, value in shortcuts.items() if value is not None}
+        self.config = with_settings(base, given)
         _check_lifetimes(self.config)
         self._project = project_of(self.config)
         self.config.optimizer_model.check()  # settings are kept with the run: none that hold a password get that far
@@ -114,7 +119,12 @@ class Trainer:
         self.model = self._base = resolve_model(model)
         self.algorithm = schedule.at(0) if isinstance(schedule, AlgorithmSchedule) else schedule
         self.schedule = schedule
-        self.from_run = from_run
+        self.from_run, self.recorded = from_run, recorded
+        if recorded is not None and isinstance(schedule, SearchAlgorithm):
+            raise ConfigError("a search for prompts runs its agents: it cannot learn from what was recorded")
+        if recorded is not None and self.config.trainer.order == "learnable":
+            raise ConfigError("a record has no tasks to choose from: set trainer.order to 'shuffled' or 'given'")
+        self._steps_set = "steps" in base.trainer.model_fields_set or "trainer.steps" in given
         self.train_agents = tuple(train_agents)
         self.engine = engine
         self._make_engine, self._make_runner = plugins().engine(engine), plugins().runner(runner)
@@ -165,14 +175,16 @@ class Trainer:
         return run_to_end(self._summary())
 
     async def _fit(self, agent: Agent | None, train: list[Task], val: list[Task]) -> Summary:
-        if not train:
+        if not train and self.recorded is None:
             raise DataError("the list of training tasks is empty: give fit() at least one task in `train`")
+        if train and self.recorded is not None:
+            raise DataError("tasks to train on were given, and a record, which has its own: give one of both")
         if isinstance(self.algorithm, SearchAlgorithm):
             self.algorithm.check(val)
             _say_unused(self.config)
         else:
             check_held_out(self.config, val)
-        runner = self._runner_of(agent)
+        runner = self._runner_of(agent, needed=bool(val) or self.recorded is None)
         began = time.monotonic()
         async with AsyncExitStack() as resources:
             resources.enter_context(claim_folder(self.out))
@@ -180,7 +192,11 @@ class Trainer:
             store = self.open_store()
             await store.open()
             resources.push_async_callback(store.close)
+            record = await self._open_record(resources, store, reporter)
+            train = train if record is None else record.tasks
             described = self._described(train, val)
+            if record is not None:
+                described[RECORDED] = record.described()
             run = await check_run(
                 store,
                 self.run_id,
@@ -215,14 +231,39 @@ class Trainer:
             await stack.tell_how_to_call()
             _say_how_to_join(stack, reporter)
             started = {"seconds/start": time.monotonic() - began}
-            loop = Loop(stack, engine, self.schedule, train, val, self.train_agents, reporter, trackers, epochs, base)
+            loop = Loop(
+                stack, engine, self.schedule, train, val, self.train_agents, reporter, trackers, epochs, base, record
+            )
             kept = await loop.run(started)
             await mark_over(store, run.id, True)
             summary = await summarize(store, run.id)
             steps, reward = (kept.step, kept.reward) if kept else (summary.steps, summary.after)
             made: dict[str, Json] = {"run": run.id, "steps": steps, "reward": reward}
+            if kept is None and (probe := await asyncio.to_thread(loop.publisher.prober.probe)) is not None:
+                made[PROBE] = {
+                    "ids": [*probe.ids],
+                    "logprobs": [0.0, *probe.logprobs[1:]],
+                    "dtype": computed.engine.dtype,
+                }
             await keep_weights(seen, self.out / "model", made)
             return summary
+
+    async def _open_record(self, resources: AsyncExitStack, store: Store, reporter: Reporter) -> Record | None:
+        """What the run is trained on, where that is a record; steps that were not set are one pass over it."""
+        known = await store.get_run(self.run_id)
+        record = await record_of(resources, self.recorded, known, self.out, self._project)
+        if record is None or not isinstance(self.schedule, AlgorithmSchedule):
+            return None
+        if not self._steps_set:
+            units = len(record.groups(self.schedule.at(0).group_size))
+            steps = steps_of_pass(units, self.config.trainer.tasks_per_step)
+            self.config = with_settings(self.config, {"trainer.steps": steps})
+        await check_record(record, self.schedule, self.train_agents, self.config.trainer.policy_fault)
+        unrated = f"; {record.unrated} conversations without feedback are left out" if record.unrated else ""
+        reporter.say(
+            f"{len(record.rollouts)} recorded rollouts of {len(record.tasks)} tasks in {record.place}{unrated}"
+        )
+        return record
 
     async def _open_both(
         self,
@@ -273,14 +314,14 @@ class Trainer:
             sender=sender,
         )
 
-    def _runner_of(self, agent: Agent | None) -> Runner:
-        """The runner. Raises `ConfigError` when it runs agents in this process and there is none."""
+    def _runner_of(self, agent: Agent | None, *, needed: bool = True) -> Runner:
+        """The runner. Raises `ConfigError` when it runs agents in this process and there is none, where one is `needed`."""
 
         def nobody(task: object, llm: object) -> float:
             raise DataError("there is no agent in this process")
 
         runner = self._make_runner(agent or nobody, hidden_from_agents(self.config, self.out, self._url()))
-        if agent is None and runner.concurrency:
+        if agent is None and runner.concurrency and needed:
             raise ConfigError("there is no agent: give one, or runner='remote' and start `lightning runner` elsewhere")
         return runner
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +24,11 @@ from lightning.store.protocol import Store
 from lightning.store.resource_ref import ResourceReference, existing_store, find, parse_reference, run_id_of, store_in
 from lightning.store.url import redacted
 from lightning.trainer.beginning import FORKED, MODEL
-from lightning.trainer.checkpoints import WEIGHTS_NAME, Checkpoints, weights_content
+from lightning.trainer.checkpoints import WEIGHTS_NAME, Checkpoints, checked_weights
 from lightning.trainer.held_out import BEST
 from lightning.trainer.model import resolve_model
 from lightning.trainer.replay import Rewinder
-from lightning.types import Resource, ResourceKind, Run, StepRecord
+from lightning.types import ResourceKind, Run, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +89,7 @@ def _of_resource(url: str, reference: ResourceReference) -> EvaluatedModel:
     name = f"{resource.name}@{resource.version}"
     if resource.kind is not ResourceKind.WEIGHTS:
         raise ConfigError(f"{name} is a {resource.kind.value}, not weights: only a model can be evaluated")
-    return EvaluatedModel(name, _checked(name, resource), redacted(url))
-
-
-def _checked(name: str, resource: Resource) -> Path:
-    """The folder of weights whose files are those that the version was made of."""
-    content = resource.content
-    folder = Path(str(content.get("path"))) if isinstance(content, Mapping) else Path()
-    try:
-        now = weights_content(folder)
-    except OSError as error:
-        raise ConfigError(f"{name} cannot be read ({error}): bring {folder} back, or name another version") from error
-    if not isinstance(content, Mapping) or now["files"] != content.get("files"):
-        raise ConfigError(f"the files in {folder} are not those of {name} any more: something has overwritten them")
-    return resolve_model(folder)
+    return EvaluatedModel(name, checked_weights(resource), redacted(url))
 
 
 async def _of_run(store: Store, folder: Path, step: int | None, into: Path, config: Config) -> EvaluatedModel:

@@ -81,6 +81,31 @@ def test_diff(lightning: Command, tuned: Path) -> None:
     ]
 
 
+def test_compare(lightning: Command, tuned: Path) -> None:
+    shown = lightning("resources", "compare", "writer", "--runs", str(tuned)).out
+    first, second = shown.splitlines()[-2:]
+    assert first.split()[-3:] == ["production", "2", "0.000"]
+    assert second.split()[-3:] == ["latest", "2", "1.000"]
+    found = json.loads(lightning("resources", "compare", "writer", "--runs", str(tuned), "--json").out)
+    assert [version["version"] for version in found["versions"]] == [1, 2]
+
+
+def test_prune_says_what_goes_and_deletes_when_told(lightning: Command, tuned: Path, tmp_path: Path) -> None:
+    for number in (1, 2):
+        folder = tmp_path / f"model{number}"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(bytes([number]) * 2_000_000)
+        lightning("resources", "put", f"{tuned / 'tuned'}#policy/weights", str(folder), "--kind", "weights")
+    asked = ["resources", "prune", "policy/weights", "--keep", "1", "--runs", str(tuned)]
+    said = lightning(*asked).out
+    assert "policy/weights@1: 2.0 MB in" in said
+    assert "nothing was deleted: add --apply" in said
+    assert (tmp_path / "model1").exists()
+    assert "deleted" in lightning(*asked, "--apply").out
+    assert [(tmp_path / f"model{number}").exists() for number in (1, 2)] == [False, True]
+    assert "keeps them" in lightning(*asked).out
+
+
 def test_promote_and_roll_back(lightning: Command, tuned: Path) -> None:
     place = ("--runs", str(tuned))
     assert "writer@production is version 2 (it was 1)" in lightning("resources", "promote", "writer@2", *place).out

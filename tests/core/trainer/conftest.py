@@ -35,6 +35,7 @@ from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.beginning import Beginning
 from lightning.trainer.loop import Loop
+from lightning.trainer.recorded import RECORDED, Record
 from lightning.trainer.replay import optimizer_of
 from lightning.trainer.runs import check_run, describe_algorithm, name_folder
 from lightning.trainer.stack import Stack
@@ -212,6 +213,7 @@ async def open_bench(
     algorithm: Algorithm | AlgorithmSchedule = ALGORITHM,
     parent: str | None = None,
     script: Callable[[Any], Reply] | None = None,
+    record: Record | None = None,
     **settings: Any,
 ) -> AsyncIterator[Bench]:
     config = with_settings(
@@ -236,6 +238,7 @@ async def open_bench(
             "train_agents": [],
             "seed": 0,
             "config": config.model_dump(mode="json"),
+            **({} if record is None else {RECORDED: record.described()}),
         }
         beginning = Beginning(
             store, folder, folder, schedule, config, lambda config: LedgerEngine(), "", Reporter(enabled=False)
@@ -261,7 +264,8 @@ async def open_bench(
         engine.open(folder, optimizer_of(config), seed=0)
         with Trackers((), config, run=run.id, folder=folder, store=store) as trackers:
             reporter = Reporter(enabled=False)
-            loop = Loop(stack, engine, schedule, TASKS, VAL, (), reporter, trackers, epochs, "the base")
+            train = TASKS if record is None else record.tasks
+            loop = Loop(stack, engine, schedule, train, VAL, (), reporter, trackers, epochs, "the base", record)
             yield Bench(loop, engine, policy, store)
 
 

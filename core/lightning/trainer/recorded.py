@@ -1,0 +1,333 @@
+"""Training on what was recorded before: rollouts of other runs, or served conversations that were rated.
+
+The invariant: what a step trains on is copied into the run, with the tokens and logprobs of the policy that sampled them, so
+that a resume and an audit need the run alone. What belongs to the record is fixed when the run begins; feedback that
+comes later is for the next run. How old the tokens are is counted from the newest version of the record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from lightning.algorithms.protocol import needs_critic
+from lightning.batch.trajectory import Group, is_trained
+from lightning.errors import ConfigError
+from lightning.gateway.conversations import PREFIX, SPLIT
+from lightning.plugins import plugins
+from lightning.store.pages import each_rollout
+from lightning.store.protocol import Store
+from lightning.store.resource_ref import existing_store
+from lightning.store.url import redacted
+from lightning.trainer.algorithm import AlgorithmSchedule
+from lightning.trainer.plan import TRAIN, tasks_from
+from lightning.trainer.rollout_collection import Sampled, TurnSampler
+from lightning.trainer.stack import Stack
+from lightning.trainer.summary import Reporter
+from lightning.trainer.training_data import PolicyFault, all_rollouts, load_groups, of_groups
+from lightning.types import Json, Lease, Outcome, Rollout, Run, Task
+
+RECORDED = "recorded"
+"""The key of a run's configuration that names what it is trained on, where that is a record."""
+LEASE_SECONDS = 600.0
+TRIED = 256
+"""Groups of a record that the algorithm is tried on before anything is started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Scored rollouts of a store, in the order in which they were made. `newest` is the newest version of the policy that
+    sampled each, by rollout; `unrated` counts those that have no reward."""
+
+    store: Store
+    place: str
+    rollouts: tuple[Rollout, ...]
+    newest: Mapping[str, int]
+    unrated: int = 0
+
+    @property
+    def tasks(self) -> list[Task]:
+        """The tasks of the record, each once."""
+        return list({rollout.task.id: rollout.task for rollout in self.rollouts}.values())
+
+    def described(self) -> dict[str, Json]:
+        """What a run's configuration says of it."""
+        return {"place": self.place, "rollouts": [rollout.id for rollout in self.rollouts], "newest": dict(self.newest)}
+
+    def groups(self, size: int) -> list[tuple[Rollout, ...]]:
+        """The rollouts of each task, at most `size` together."""
+        by_task: dict[str, list[Rollout]] = {}
+        for rollout in self.rollouts:
+            by_task.setdefault(rollout.task.id, []).append(rollout)
+        return [
+            tuple(members[first : first + size])
+            for members in by_task.values()
+            for first in range(0, len(members), size)
+        ]
+
+
+@asynccontextmanager
+async def open_record(place: str, pinned: Json, project: str) -> AsyncIterator[Record]:
+    """The record at a place: a run's folder, a database or its URL; with `#RUN` behind it of that run alone.
+
+    `pinned` is what a run that goes on has recorded of it; None: all that is there now. Raises `ConfigError` for a place that
+    has no scored rollouts, and where some that the run began with are gone.
+    """
+    where, _, only = place.rpartition("#") if "#" in place else (place, "", "")
+    url = existing_store(where)
+    store = plugins().store(url)
+    await store.open()
+    try:
+        yield await _read(store, redacted(place), only, pinned, project)
+    finally:
+        await store.close()
+
+
+async def _read(store: Store, place: str, only: str, pinned: Json, project: str) -> Record:
+    runs = [run.id for run in await store.list_runs(project, brief=True) if only in ("", run.id)]
+    if not runs:
+        raise ConfigError(
+            f"{place} has no run{f' {only}' if only else ''} of project {project!r}: `lightning runs` lists runs"
+        )
+    found: list[Rollout] = []
+    unrated, newest, served = 0, dict[str, int](), list[str]()
+    for run in reversed(runs):
+        last = await store.last_step(run)
+        mine = [each async for each in each_rollout(store, run) if each.split in (TRAIN, SPLIT) and each.attempt]
+        scored = [rollout for rollout in mine if rollout.reward is not None]
+        unrated += sum(rollout.id.startswith(PREFIX) and rollout.reward is None for rollout in mine)
+        found += scored
+        if last is None:
+            served += [rollout.id for rollout in scored]
+        else:
+            newest |= {rollout.id: last.policy_version for rollout in scored}
+    if isinstance(pinned, Mapping):
+        return _pinned(store, place, found, pinned)
+    if not found:
+        raise ConfigError(
+            f"{place} has no rollout with a reward: {unrated} conversations wait for feedback (POST /v1/feedback)"
+        )
+    newest |= dict.fromkeys(served, await _newest(store, [rollout for rollout in found if rollout.id in set(served)]))
+    return Record(store, place, tuple(found), newest, unrated)
+
+
+def _pinned(store: Store, place: str, found: Sequence[Rollout], pinned: Mapping[str, Json]) -> Record:
+    there, names = {rollout.id: rollout for rollout in found}, pinned.get("rollouts")
+    wanted = list(map(str, names)) if isinstance(names, list | tuple) else []
+    if gone := [name for name in wanted if name not in there]:
+        raise ConfigError(
+            f"{place} no longer has {len(gone)} rollouts that the run began with, such as {gone[0]}: restore it"
+        )
+    newest = pinned.get("newest")
+    known = {str(name): int(str(value)) for name, value in newest.items()} if isinstance(newest, Mapping) else {}
+    return Record(store, place, tuple(there[name] for name in wanted), known)
+
+
+async def _newest(store: Store, rollouts: Sequence[Rollout]) -> int:
+    """The newest version that sampled any of these."""
+    newest = 0
+    for first in range(0, len(rollouts), TRIED):
+        some = [(rollout.id, rollout.attempt) for rollout in rollouts[first : first + TRIED]]
+        for calls in await store.transitions_of(some):
+            newest = max([newest, *(run.version for call in calls for run in call.versions)])
+    return newest
+
+
+async def record_of(
+    resources: AsyncExitStack, place: str | None, run: Run | None, out: Path, project: str
+) -> Record | None:
+    """The record at `place` for a run in `out`, which `resources` closes; `run` is the one that goes on. None without a place.
+
+    Raises `ConfigError` where a run goes on otherwise than it began, and what `open_record` does.
+    """
+    pinned = None if run is None else run.config.get(RECORDED)
+    if place is None:
+        if run is not None and pinned is not None:
+            raise ConfigError(f"run {run.id!r} is trained on a record: give it again (recorded, --recorded)")
+        return None
+    if run is not None and pinned is None:
+        raise ConfigError(f"run {run.id!r} is not trained on a record: give another `out`")
+    return await resources.enter_async_context(open_record(_beside(place, out), pinned, project))
+
+
+async def check_record(
+    record: Record, schedule: AlgorithmSchedule, train_agents: Sequence[str], policy_fault: PolicyFault
+) -> None:
+    """Raise `ConfigError` where the algorithm finds nothing to learn in the record, before anything is started."""
+    algorithm = schedule.at(0)
+    units = record.groups(algorithm.group_size)
+    if needs_critic(algorithm) or len(units) > TRIED:
+        return
+    members = [
+        replace(rollout, group=f"{place}", index=index)
+        for place, unit in enumerate(units)
+        for index, rollout in enumerate(unit)
+    ]
+    batch = algorithm.batch(await load_groups(record.store, members, train_agents, policy_fault))
+    if not batch.samples:
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in batch.skipped.items()) or "nothing to train"
+        compared = batch.skipped.keys() & {"too_few_succeeded", "too_few_trainable"}
+        alone = max(map(len, units)) == 1 and compared
+        cure = (
+            "no task was recorded twice, and rollouts of one task are compared: use sft:threshold=0.5 or "
+            "reinforce++:group_size=1, which need no second one"
+            if alone
+            else "look at the rewards (`lightning runs show`), or use another algorithm"
+        )
+        raise ConfigError(f"{algorithm.name} finds nothing to learn in {record.place} ({reasons}): {cure}")
+
+
+class RecordedSampler(TurnSampler):
+    """Takes each step's groups from a record. Agents run for held-out evaluations only."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        schedule: AlgorithmSchedule,
+        tasks: Sequence[Task],
+        agents: Sequence[str],
+        reporter: Reporter,
+        finished: Callable[[Rollout], None],
+        record: Record,
+    ) -> None:
+        super().__init__(stack, schedule, tasks, agents, reporter, finished)
+        self.record, self._worker = record, f"{stack.run.id}/{RECORDED}"
+        self._groups: dict[int, list[tuple[Rollout, ...]]] = {}
+        self._seen: set[str] = set()
+        self._looked_at = 0
+
+    async def start(self) -> None:
+        """Copy what a crash left undone: no agent may run it."""
+        await self.stack.store.release(self._worker)
+        known = await all_rollouts(self.stack.store, self.stack.run.id, split=TRAIN)
+        for step in sorted({rollout.step for rollout in known if not rollout.status.ended}):
+            await self._copy(step)
+
+    async def step(self, step: int) -> Sampled:
+        """See `Sampler.step`. `staleness_mean` and `staleness_max` are the age of the tokens in versions; `recorded_share` is
+        the share of the record that the run has looked at so far."""
+        began = time.monotonic()
+        self.reporter.phase(f"recorded rollouts of step {step + 1}")
+        sources = await self._copy(step)
+        known = await all_rollouts(self.stack.store, self.stack.run.id, split=TRAIN, step=step)
+        rollouts = of_groups(known, list(dict.fromkeys(self._group(step, place) for place, _ in sources.values())))
+        groups = await load_groups(self.stack.store, rollouts, self.agents, self.config.policy_fault)
+        newest = {name: self.record.newest.get(source.id, 0) for name, (_, source) in sources.items()}
+        metrics = ages(step, groups, newest) | {"recorded_share": self._share(step)}
+        return Sampled(rollouts, groups, time.monotonic() - began, metrics)
+
+    def _group(self, step: int, place: int) -> str:
+        return f"{self.stack.run.id}/{step}/{place}"
+
+    def _units(self, step: int) -> list[tuple[Rollout, ...]]:
+        """The groups of a step: the next ones of a pass over the record, whose last step has what is left."""
+        assert self.config.order != "learnable", "refused before"
+        size = self.schedule.at(step).group_size
+        if size not in self._groups:
+            self._groups[size] = self.record.groups(size)
+        groups = self._groups[size]
+        count = self.config.tasks_per_step
+        over, place = divmod(step, steps_of_pass(len(groups), count))
+        left = min(count, len(groups) - place * count)
+        return tasks_from(groups, over * len(groups) + place * count, left, self.config.seed, self.config.order)
+
+    def _share(self, step: int) -> float:
+        while self._looked_at <= step:
+            self._seen |= {rollout.id for unit in self._units(self._looked_at) for rollout in unit}
+            self._looked_at += 1
+        return len(self._seen) / len(self.record.rollouts)
+
+    async def _copy(self, step: int) -> dict[str, tuple[int, Rollout]]:
+        """Have the rollouts of a step in the run's store; what each is a copy of, with its group's place in the step."""
+        run, store = self.stack.run.id, self.stack.store
+        sources: dict[str, tuple[int, Rollout]] = {}
+        planned: list[Rollout] = []
+        for place, unit in enumerate(self._units(step)):
+            for index, source in enumerate(unit):
+                name, group = f"{self._group(step, place)}/{index}", self._group(step, place)
+                attempts = self.stack.config.runner.max_attempts
+                planned.append(Rollout(name, run, source.task, group, step, TRAIN, index, attempts))
+                sources[name] = place, source
+        await store.create_rollouts(planned)
+        known = await all_rollouts(store, run, split=TRAIN, step=step)
+        waiting = {rollout.id for rollout in known if not rollout.status.ended} & sources.keys()
+        while waiting:
+            leases = await store.lease(run, self._worker, limit=len(waiting), ttl=LEASE_SECONDS)
+            mine = [lease for lease in leases if lease.rollout.id in waiting]
+            if not mine:
+                raise ConfigError(
+                    f"{len(waiting)} rollouts of step {step} of {run} are held by another process: end it"
+                )
+            await self._fill(mine, [sources[lease.rollout.id][1] for lease in mine])
+            waiting -= {lease.rollout.id for lease in mine}
+        return sources
+
+    async def _fill(self, leases: Sequence[Lease], sources: Sequence[Rollout]) -> None:
+        """Give leased rollouts the calls and the outcomes of recorded ones."""
+        named = [(source.id, source.attempt) for source in sources]
+        calls, ended = await self.record.store.transitions_of(named), await self.record.store.attempts_of(named)
+        await self.stack.store.append(
+            [
+                replace(call, rollout=lease.rollout.id, attempt=lease.attempt)
+                for lease, made in zip(leases, calls, strict=True)
+                for call in made
+            ]
+        )
+        outcomes = [
+            Outcome(
+                source.reward,
+                source.rewards,
+                seconds=source.seconds,
+                tool_events=attempt.tool_events,
+                step_rewards=attempt.step_rewards,
+                step_states=attempt.step_states,
+            )
+            for source, attempt in zip(sources, ended, strict=True)
+        ]
+        complete = self.stack.store.complete
+        for done in await asyncio.gather(
+            *(complete(lease.rollout.id, lease.attempt, each) for lease, each in zip(leases, outcomes, strict=True))
+        ):
+            self.finished(done)
+
+
+def steps_of_pass(groups: int, tasks_per_step: int) -> int:
+    """How many steps one pass over so many recorded groups takes."""
+    return -(-groups // tasks_per_step)
+
+
+def ages(step: int, groups: Sequence[Group], newest: Mapping[str, int]) -> dict[str, float]:
+    """How many versions behind the trained tokens of recorded rollouts are: mean and maximum over tokens. `newest` is the
+    version of the record that training began with, by rollout; each step since makes them one older."""
+    found = list(_aged(step, groups, newest))
+    if not found:
+        return {"staleness_mean": 0.0, "staleness_max": 0.0}
+    old, tokens = np.array(found, dtype=np.float64).T
+    return {"staleness_mean": float(np.average(old, weights=tokens)), "staleness_max": float(old.max())}
+
+
+def _aged(step: int, groups: Sequence[Group], newest: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """The age of each run of tokens, and how many they are."""
+    for member in (member for group in groups for member in group.trajectories):
+        for call, trainable in zip(member.transitions, member.trainable, strict=True):
+            if not is_trained(call, trainable):
+                continue
+            stops = [*(run.start for run in call.versions[1:]), len(call.response_ids)]
+            for run, stop in zip(call.versions, stops, strict=True):
+                if stop > run.start:
+                    yield max(0, newest[member.rollout.id] - run.version) + step, stop - run.start
+
+
+def _beside(place: str, out: Path) -> str:
+    """The place of a record, where a run may be named by the name of its folder beside `out`."""
+    where, hash_sign, only = place.rpartition("#") if "#" in place else (place, "", "")
+    beside = out.parent / where
+    if "://" not in where and not Path(where).exists() and beside.exists():
+        return f"{beside}{hash_sign}{only}"
+    return place
