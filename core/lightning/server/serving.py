@@ -102,8 +102,7 @@ class Sessions:
         return await self._open(name, ttl, project, run, many=True)
 
     async def _open(self, name: str, ttl: float, project: str, run: str, *, many: bool) -> LLM:
-        # Conversations that people rate are a run to look at; another session is one only of its own record.
-        about = self.config if many and not run else {**self.config, SESSION_OF: run}
+        about = {**self.config, SESSION_OF: run}
         session = await self.store.put_run(Run(new_id("session"), name, about, time.time(), project))
         rollout = Rollout(f"{session.id}/0", session.id, Task(input=name), session.id, split="serve", max_attempts=1)
         await self.store.create_rollouts([rollout])
