@@ -98,7 +98,9 @@ def test_a_console_that_cannot_be_shown_is_said_before_anything_is_trained(
     assert chosen == []
 
 
-def test_a_console_that_dies_is_no_matter_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_console_that_dies_is_no_matter_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     started: list[list[str]] = []
 
     def start(line: list[str]) -> subprocess.Popen[bytes]:
@@ -110,3 +112,20 @@ def test_a_console_that_dies_is_no_matter_of_the_training(tmp_path: Path, monkey
     with command._console(tmp_path / "run"):
         time.sleep(0.5)
     assert started[0][1:] == ["-m", "lightning", "console", str(tmp_path / "run")]
+    assert "the console ended before the training did, with exit code -6" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [("exit 3", "exit code 3"), ("echo no room >&2; exit 3", "no room"), ("exec sleep 30", "in 0.2 s")],
+)
+def test_pages_that_cannot_be_written_hold_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, script: str, said: str
+) -> None:
+    run = subprocess.run
+    monkeypatch.setattr(command.subprocess, "run", lambda line, **how: run(["/bin/sh", "-c", script], **how))
+    monkeypatch.setattr(command, "PAGES_SECONDS", 0.2)
+    began = time.monotonic()
+    assert command._write_pages(tmp_path) is None
+    assert time.monotonic() - began < 20
+    assert said in caplog.text

@@ -31,6 +31,8 @@ TRAIN_TASKS = 4000
 PAGES = "pages"
 """The folder, in that of the run, of the console's pages."""
 PAGES_SECONDS = 300.0
+END_SECONDS = 10.0
+"""How long a console has to end when the training has."""
 PAGES_ROLLOUTS = 24
 """Rollouts with a page of their own: these are made in seconds."""
 
@@ -178,12 +180,19 @@ def _console(folder: Path) -> Iterator[None]:
     process = subprocess.Popen([sys.executable, "-m", "lightning", "console", str(folder)])  # noqa: S603 — our own command
     try:
         yield
+        if (code := process.poll()) is not None:
+            logger.warning(
+                "the console ended before the training did, with exit code %d: lightning console %s shows the run",
+                code,
+                folder,
+            )
     finally:
         process.terminate()
         try:
-            process.wait(10.0)
+            process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
 
 
 def _write_pages(folder: Path) -> Path | None:
