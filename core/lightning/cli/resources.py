@@ -153,6 +153,12 @@ def diff(
 @app.command("compare")
 def compare(
     name: Annotated[str, typer.Argument(help="The resource; prefix PLACE# to choose one of several stores.")],
+    served: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--served", metavar="PLACE", help="Count the rollouts of this store, too: a `lightning serve` has its own."
+        ),
+    ] = None,
     where: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:
@@ -164,6 +170,8 @@ def compare(
         return versions, aliases, await store.resource_uses(reference.name)
 
     versions, aliases, uses = asyncio.run(with_store(url, read))
+    for place in served or ():
+        uses += asyncio.run(with_store(existing_store(place), lambda store: store.resource_uses(reference.name)))
     if as_json:
         print_json({"versions": versions, "aliases": aliases, "uses": uses})
         return

@@ -86,6 +86,8 @@ def test_compare(lightning: Command, tuned: Path) -> None:
     first, second = shown.splitlines()[-2:]
     assert first.split()[-3:] == ["production", "2", "0.000"]
     assert second.split()[-3:] == ["latest", "2", "1.000"]
+    both = ["--served", str(tuned / "tuned"), "--runs", str(tuned)]
+    assert lightning("resources", "compare", "writer", *both).out.split()[-2:] == ["4", "1.000"]
     found = json.loads(lightning("resources", "compare", "writer", "--runs", str(tuned), "--json").out)
     assert [version["version"] for version in found["versions"]] == [1, 2]
 
