@@ -9,7 +9,7 @@ import httpx
 import pytest
 from lightning.gateway.feedback import feedback_key
 from lightning.server.auth import Authenticator, issue_token
-from lightning.server.serving import _Sessions, admins
+from lightning.server.serving import Sessions, admins
 from lightning.types import LLM, Scope, Status
 
 ASK = {"model": "policy", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
@@ -17,7 +17,7 @@ CONVERSATION = "X-Lightning-Conversation"
 
 
 async def opened(house, name: str = "shell", project: str = "default") -> LLM:
-    return await _Sessions(house.store, house.gateway, {}).for_many(name, 3600, project=project)
+    return await Sessions(house.store, house.gateway, {}).for_many(name, 3600, project=project)
 
 
 async def ask(http: httpx.AsyncClient, conversation: str = "", **more: object) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.gateway.dialects.messages import MessageTranslator
-from lightning.gateway.dialects.responses import ResponseTranslator
+from lightning.gateway.dialects.responses import ResponseTranslator, ToolNames
 from lightning.gateway.http import EventCutter, RefusalError, data_of
 
 TEXTS = st.text(max_size=12)
@@ -73,7 +73,7 @@ def events_of(payload: bytes) -> list[dict]:
 
 def response_translator() -> ResponseTranslator:
     names = {"space__find": ("space", "find")}
-    return ResponseTranslator("resp_1", {"input": "x"}, {"logprobs": True}, names, ())
+    return ResponseTranslator("resp_1", {"input": "x"}, {"logprobs": True}, ToolNames(names, {}), ())
 
 
 def without_logprobs(item: dict) -> dict:

@@ -17,7 +17,7 @@ from lightning.gateway import Gateway, Upstream
 from lightning.policy_server.protocol import Probe, Update, Usage
 from lightning.server import following
 from lightning.server.following import Follower
-from lightning.server.serving import _Sessions
+from lightning.server.serving import Sessions
 from lightning.store.memory import MemoryStore
 from lightning.store.resource_ref import parse_reference
 from lightning.testing.fake_vllm import FakeVLLM, Reply
@@ -122,7 +122,7 @@ async def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         await gateway.start()
         stack.push_async_callback(gateway.close)
         gateway.conversations.resource = WEIGHTS_NAME
-        llm = await _Sessions(store, gateway, {}).for_many("clients", 3600)
+        llm = await Sessions(store, gateway, {}).for_many("clients", 3600)
         made = Served(None, policy, gateway, store, llm, tmp_path)  # type: ignore[arg-type]
         first = await made.put("one", probe=-0.5)
         await made.promote(first.version)

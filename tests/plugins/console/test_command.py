@@ -61,7 +61,7 @@ async def test_a_place_that_is_none(runs: Path) -> None:
     ("arguments", "said"),
     [
         (["nowhere"], "neither a folder nor a database"),
-        (["--mcp", "--export", "out"], "one of the two"),
+        (["--mcp", "--export", "out"], "one of the three"),
         (["http://127.0.0.1:1?patience=0", "--no-browser"], "LIGHTNING_TOKEN"),
         (["runs/a", "--page", "run/b", "--export", "out"], "no run 'b'"),
     ],

@@ -1,3 +1,4 @@
-"""The policy that is small enough to write losses down by hand, as in the tests of the core's losses."""
+"""The small policy of the core's losses, whose losses can be written down by hand, and the run in one process of its trainer."""
 
 from tests.core.losses.conftest import tiny  # noqa: F401 — a fixture
+from tests.core.trainer.conftest import bench  # noqa: F401 — a fixture

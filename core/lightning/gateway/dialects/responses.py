@@ -67,7 +67,7 @@ class Responses(Translated):
             said = messages_of(body["input"], before)
             # Instructions hold for one response; the rest of the conversation is carried on.
             system = [{"role": "system", "content": instructions}] if instructions else []
-            chat, names = chat_request(body, [*system, *said]), Names(namespaces(body), client_tools(body))
+            chat, names = chat_request(body, [*system, *said]), ToolNames(namespaces(body), client_tools(body))
         return chat, ResponseTranslator(response_id, body, chat, names, said)
 
     def hosted_tools(self, body: Body) -> list[str]:
@@ -80,7 +80,7 @@ class Responses(Translated):
         return without_hosted_tools(body)
 
 
-class Names(NamedTuple):
+class ToolNames(NamedTuple):
     """What the tools are that the model knows by a name: those with a namespace, and those that are no functions."""
 
     spaces: Mapping[str, tuple[str, str]]
@@ -91,7 +91,7 @@ class ResponseTranslator(Translator):
     """What the agent sees as a Response. `chat` is the request as it goes to vLLM, `asked` as the agent sent it; `names` says
     which tools are no plain functions; `said` is the conversation so far, without the instructions."""
 
-    def __init__(self, response_id: str, asked: Body, chat: Body, names: Names, said: Sequence[Body]) -> None:
+    def __init__(self, response_id: str, asked: Body, chat: Body, names: ToolNames, said: Sequence[Body]) -> None:
         super().__init__(response_id)
         self._asked, self._chat, self._names, self._said = asked, chat, names, said
         self._created, self._sequence = int(time.time()), 0
