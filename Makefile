@@ -12,7 +12,7 @@ CAP ?= 2400
 # vLLM starts twice as slowly without byte code.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-frameworks test-slow test-official browser screenshots lint fix bench chaos compare compare-engines compare-correction compare-order ablate docs golden constraints clean
+.PHONY: demo test test-fast test-frameworks test-slow test-gpu test-official browser screenshots lint fix bench chaos compare compare-engines compare-correction compare-order ablate docs golden constraints clean
 
 demo: $(READY)
 	$(BIN)/lightning demo
@@ -30,6 +30,10 @@ test-frameworks: $(READY)
 
 test-slow: $(READY) browser
 	$(BIN)/pytest -m slow -n 3 --dist loadfile --session-timeout=$(CAP)
+
+# What only a GPU can show; needs the CUDA builds of torch and vLLM in the environment.
+test-gpu: $(READY)
+	$(BIN)/pytest tests/gpu -m slow
 
 # The browser in which the console's pages are tested; without one those tests are left out, and say so.
 browser:

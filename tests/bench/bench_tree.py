@@ -7,6 +7,10 @@ trees whose paths stay but become more. Then assembly: recorded tokens (prompt a
 rows to a prefix tree, and on to packed tensors, beside TRL's packer where `--trl` names a Python that has TRL.
 
     python tests/bench/bench_tree.py [--json FILE] [--trl PYTHON] [--only steps|memory|assembly]
+
+On a GPU only the steps are measured, in seconds of a clock, with a model of 0.6 billion random weights in bfloat16:
+
+    python tests/bench/bench_tree.py --device cuda
 """
 
 from __future__ import annotations
@@ -67,6 +71,12 @@ STEPS = (
     Shape(16, 2, 1024, 32, 32),
     Shape(16, 2, 1024, 16, 16),
 )
+GPU_STEPS = (
+    Shape(8, 4, 1024, 128, 128),
+    Shape(16, 8, 2048, 128, 128),
+    Shape(16, 1, 4096, 256, 0),
+    Shape(32, 1, 256, 256, 0),
+)
 LONG = Shape(8, 16, 4096, 256, 256)
 PATHS = (Shape(1, 1, 992, 32, 0), Shape(1, 1, 2016, 32, 0), Shape(1, 1, 4064, 32, 0), Shape(1, 1, 8160, 32, 0))
 WIDTHS = (Shape(1, 1, 992, 32, 0), Shape(4, 1, 32, 992, 0), Shape(16, 1, 32, 992, 0), Shape(64, 1, 32, 992, 0))
@@ -97,19 +107,20 @@ def rows_of(shape: Shape) -> tuple[Sample, ...]:
     return build_samples(group(shape), [[(-1.0) ** index] * shape.turns for index in range(shape.rollouts)])
 
 
-def make_model(folder: Path) -> Path:
-    """Qwen3 with random weights: 4 layers of size 256, heads of 64."""
+def make_model(folder: Path, device: str = "cpu") -> Path:
+    """Qwen3 with random weights: 4 layers of size 256, heads of 64; on a GPU the shape of Qwen3-0.6B."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     torch.manual_seed(0)
+    small = device == "cpu"
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=3 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HIDDEN // 64,
-        num_key_value_heads=HIDDEN // 128,
-        head_dim=64,
+        vocab_size=VOCABULARY if small else 151_936,
+        hidden_size=HIDDEN if small else 1024,
+        intermediate_size=3 * HIDDEN if small else 3072,
+        num_hidden_layers=LAYERS if small else 28,
+        num_attention_heads=HIDDEN // 64 if small else 16,
+        num_key_value_heads=HIDDEN // 128 if small else 8,
+        head_dim=64 if small else 128,
         max_position_embeddings=16384,
         tie_word_embeddings=True,
     )
@@ -117,43 +128,49 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def cheapest(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """CPU-seconds of each way's cheapest repeat; the ways take turns, so that a busy machine slows all of them."""
+def cheapest(ways: dict[str, Callable[[], object]], clock: Callable[[], float] = time.process_time) -> dict[str, float]:
+    """Seconds of each way's cheapest repeat; the ways take turns, so that a busy machine slows all of them."""
     costs: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(REPEATS):
         for name, way in ways.items():
-            began = time.process_time()
+            began = clock()
             way()
-            costs[name].append(time.process_time() - began)
+            costs[name].append(clock() - began)
     return {name: min(own) for name, own in costs.items()}
 
 
 def step_costs(
-    model: Path, samples: Sequence[Sample], kinds: Sequence[StepKind]
-) -> tuple[dict[str, float], list[float]]:
-    """CPU-seconds of one optimizer step of each kind, and the norms of their gradients."""
-    engines = {kind: TorchEngine(device="cpu", step=kind) for kind in kinds}
+    model: Path, samples: Sequence[Sample], kinds: Sequence[StepKind], device: str = "cpu"
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Seconds of one optimizer step of each kind (of the CPU, or by the clock on a GPU), and what its first step reported."""
+    engines = {kind: TorchEngine(device=device, step=kind) for kind in kinds}
     loss = ClippedPolicyGradient(correction=NO_CORRECTION)
-    norms = []
-    for engine in engines.values():
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    first = {}
+    for kind, engine in engines.items():
         engine.open(model, OptimizerConfig(lr=1e-6), seed=0)
-        norms.append(engine.step(samples, loss).metrics["grad_norm"])  # also the warm-up
-    cost = cheapest({kind: partial(engine.step, samples, loss) for kind, engine in engines.items()})
+        began = clock()
+        found = engine.step(samples, loss).metrics  # also the warm-up
+        assert found["tree"] == (kind == "tree")
+        first[kind] = {"grad_norm": found["grad_norm"], "seconds": clock() - began}
+    cost = cheapest({kind: partial(engine.step, samples, loss) for kind, engine in engines.items()}, clock)
     for engine in engines.values():
         engine.close()
-    return cost, norms
+    return cost, first
 
 
-def steps(model: Path, shape: Shape) -> dict[str, float]:
+def steps(model: Path, shape: Shape, device: str = "cpu") -> dict[str, float]:
     """One optimizer step, by call, by row and over the tree."""
     samples = rows_of(shape)
     recorded = sum(span.stop for sample in samples for span in sample.spans)
     unique = len(build_tree([sample.ids for sample in samples]).ids)
-    cost, norms = step_costs(model, samples, ("per-call", "linear", "tree"))
+    cost, first = step_costs(model, samples, ("per-call", "linear", "tree"), device)
+    norms = [of["grad_norm"] for of in first.values()]
     return {
         "tokens_recorded": recorded,
         "tokens_unique": unique,
-        **{f"{kind}_cpu_seconds": seconds for kind, seconds in cost.items()},
+        **{f"{kind}_{'cpu_' if device == 'cpu' else ''}seconds": seconds for kind, seconds in cost.items()},
+        "tree_first_step_seconds": first["tree"]["seconds"],
         "repeated": recorded / unique,
         "faster_than_per_call": cost["per-call"] / cost["tree"],
         "faster_than_linear": cost["linear"] / cost["tree"],
@@ -275,15 +292,18 @@ def assembly(shape: Shape, trl: Path | None, folder: Path) -> dict[str, float]:
     return found
 
 
-def main(out: Path | None = None, trl: Path | None = None, only: str | None = None) -> dict[str, float]:
+def main(
+    out: Path | None = None, trl: Path | None = None, only: str | None = None, device: str = "cpu"
+) -> dict[str, float]:
     """Measure, print a table, write JSON to `out`."""
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = make_model(folder / "model")
+        model = make_model(folder / "model", device)
         if only in (None, "steps"):
-            for shape in STEPS:
-                found |= {f"step_{shape.name}_{key}": value for key, value in steps(model, shape).items()}
+            for shape in STEPS if device == "cpu" else GPU_STEPS:
+                found |= {f"step_{shape.name}_{key}": value for key, value in steps(model, shape, device).items()}
+        if only in (None, "steps") and device == "cpu":
             found |= {f"overhead_{key}": value for key, value in overhead(model).items()}
         if only in (None, "memory"):
             found |= {f"memory_{key}": value for key, value in memory(model).items()}
@@ -300,9 +320,10 @@ if __name__ == "__main__":
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     parser.add_argument("--trl", type=Path, default=TRL if TRL.exists() else None, help="a Python that has TRL")
     parser.add_argument("--only", choices=("steps", "memory", "assembly"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--peak", nargs=3, metavar=("MODEL", "SHAPE", "KIND"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.peak:
         sys.stdout.write(f"{peak(Path(given.peak[0]), Shape(*json.loads(given.peak[1])), given.peak[2])}\n")
     else:
-        main(given.json, given.trl, given.only)
+        main(given.json, given.trl, given.only if given.device == "cpu" else "steps", given.device)

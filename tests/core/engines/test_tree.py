@@ -56,7 +56,9 @@ def gradient(engine: TorchEngine, samples: Sequence[Sample], kind: str, budget: 
     tally = engine._accumulate(chosen, LOSS)
     assert tally.metrics()["tree"] == (kind == "tree")
     grads = [parameter.grad.flatten() for parameter in engine._parameters.values() if parameter.grad is not None]
-    return torch.cat([torch.tensor([tally.metrics()["loss"]], dtype=torch.float64), *(grad.double() for grad in grads)])
+    return torch.cat(
+        [torch.tensor([tally.metrics()["loss"]], dtype=torch.float64), *(grad.double().cpu() for grad in grads)]
+    )
 
 
 def assert_same(one: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANCE) -> None:

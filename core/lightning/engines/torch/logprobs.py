@@ -19,8 +19,11 @@ Capped logits (Gemma) keep two tables more."""
 OTHER_BYTES = 1 << 28
 """On other devices, whose memory is larger and whose kernels need longer rows."""
 
-BLOCK_ELEMENTS = 1 << 20
-"""Of a table, what the steps from logits to log p have up to three copies of."""
+BLOCK_ELEMENTS = {"cpu": 1 << 20}
+"""Of a table, what the steps from logits to log p have up to three copies of, by kind of device."""
+
+OTHER_ELEMENTS = 1 << 24
+"""On other devices: a GPU waits for its next kernel, not for its memory, when a block is small."""
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
@@ -93,5 +96,5 @@ class _LogprobEntropy(torch.autograd.Function):
 
 
 def _blocks(table: torch.Tensor) -> Iterator[slice]:
-    size = max(1, BLOCK_ELEMENTS // table.shape[1])
+    size = max(1, BLOCK_ELEMENTS.get(table.device.type, OTHER_ELEMENTS) // table.shape[1])
     return (slice(start, start + size) for start in range(0, len(table), size))

@@ -257,19 +257,25 @@ BLOCK = 128
 """Queries and keys of a block: what FlexAttention's kernels take by default."""
 
 
+KERNELS = 64
+"""Of FlexAttention that a process may compile, one for each dtype, head size and whether gradients are wanted."""
+
+
 @cache
 def _kernel(*, compiled: bool) -> Callable[..., torch.Tensor]:
-    if compiled:
-        made: Callable[..., torch.Tensor] = torch.compile(torch_flex_attention)
-        return made
-    return torch_flex_attention
+    if not compiled:
+        return torch_flex_attention
+    # Beyond torch's own limit of eight kernels it goes on uncompiled, with all scores in memory; `fullgraph` raises instead.
+    compiled_flex = torch.compile(torch_flex_attention, dynamic=True, fullgraph=True)
+    made: Callable[..., torch.Tensor] = torch._dynamo.config.patch(recompile_limit=KERNELS)(compiled_flex)  # noqa: SLF001
+    return made
 
 
 class FlexAttention:
     """A `Kernel`. Tokens are padded to whole blocks, so that few different shapes have to be compiled."""
 
     def __init__(self, pack: Pack, device: torch.device) -> None:
-        self._pack = pack
+        self._pack, self._device = pack, device
         self._mask = block_mask(pack, device)
         self._run = _kernel(compiled=device.type == "cuda")
 
@@ -277,17 +283,22 @@ class FlexAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, path: PathLayer | None, scale: float
     ) -> torch.Tensor:
         """Attend; see `Attend`."""
+        if query.dtype is torch.float64 and query.is_cuda:  # which the compiled kernel does not have
+            return MaskedAttention(self._pack, self._device)(query, key, value, path, scale)
         if path is not None:
             key, value = with_path(key, value, path, self._pack.depth)
         queries, keys = self._mask.seq_lengths
-        result = self._run(
-            pad(query, (0, 0, 0, queries - query.shape[2])),
-            pad(key, (0, 0, 0, keys - key.shape[2])),
-            pad(value, (0, 0, 0, keys - value.shape[2])),
-            block_mask=self._mask,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        with torch.autocast(
+            query.device.type, enabled=False
+        ):  # all is of its dtype by now, and it would be one kernel more
+            result = self._run(
+                pad(query, (0, 0, 0, queries - query.shape[2])),
+                pad(key, (0, 0, 0, keys - key.shape[2])),
+                pad(value, (0, 0, 0, keys - value.shape[2])),
+                block_mask=self._mask,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
         return result[:, :, : len(self._pack)]
 
 
