@@ -43,9 +43,10 @@ browser:
 		apt-get install -qq -y --no-install-recommends chromium; }; } >/dev/null 2>&1; } || \
 		echo "The console's pages are not tested, because there is no Chromium: install the system's package (apt-get install chromium)."
 
-# Pictures of every part of the console's pages, to be looked at: light, dark and as wide as a phone.
+# Pictures of every part of the console, and of real pages for the documentation: light, dark and as wide as a phone.
 screenshots: $(READY) browser
 	$(BIN)/python -m tests.plugins.console.gallery build/screenshots
+	$(BIN)/python -m tests.plugins.console.screenshots $(ARGS)
 
 # Programs of others, as they were published, in environments of their own (downloads more than a gigabyte the first time, into .official),
 # and three of the programs trained with a real vLLM. ARGS: only programs whose name has one of these words, and no training.

@@ -15,9 +15,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ENTRY_POINTS = [
-    "algorithms", "autogen.autogen_core", "command", "console", "debug", "engines", "examples", "finetuning", "jsonl", "k8s",
-    "langchain.langchain_core", "openai-agents.agents", "otel.opentelemetry.trace", "planner", "postgres", "prompts", "raw",
-    "ray", "redis", "runners", "stores", "trackers", "verl",
+    "algorithms", "autogen.autogen_core", "command", "console", "debug", "deploy", "engines", "examples", "finetuning", "jsonl",
+    "k8s", "langchain.langchain_core", "openai-agents.agents", "otel.opentelemetry.trace", "planner", "postgres", "prompts",
+    "raw", "ray", "redis", "runners", "stores", "trackers", "verl",
 ]  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

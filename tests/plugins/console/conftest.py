@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, ConsoleMessage, Page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 QUIET = (
@@ -43,10 +43,14 @@ class Watched:
     elsewhere: list[str] = field(default_factory=list)
 
     def watch(self, page: Page) -> None:
-        page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        page.on("console", lambda said: self.said(said) if said.type == "error" else None)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("request", lambda request: self.asked(request.url))
         page.on("websocket", lambda socket: self.asked(socket.url))
+
+    def said(self, message: ConsoleMessage) -> None:
+        where = f" ({message.location['url']})" if message.text.startswith("Failed to load") else ""
+        self.errors.append(message.text + where)
 
     def asked(self, url: str) -> None:
         if (urlsplit(url).hostname or "") not in HERE:

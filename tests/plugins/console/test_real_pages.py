@@ -1,0 +1,193 @@
+"""Real pages in a real browser: all of an exported run, a run that goes on, the keyboard, and the login of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING
+
+import pytest
+from lightning.config import Config
+from lightning.server.auth import issue_token
+from lightning.server.serving import serve_store
+from lightning.store.url import sqlite_url
+from lightning.types import Outcome, Run, Scope
+from lightning_console.export import export_pages
+
+from tests.plugins.console.made_folder import goes_on, in_store, plot
+from tests.plugins.debug.made_runs import Maker
+
+if TYPE_CHECKING:
+    from lightning.store.protocol import Store
+    from playwright.sync_api import Page
+
+    from tests.plugins.console.conftest import OpenPage, Watched
+
+pytestmark = pytest.mark.slow
+ODD = re.compile(r"\b(undefined|NaN|\[object Object\]|null)\b")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one finished run and one that goes on. Written by asyncio before Playwright's loop is there."""
+    folder = tmp_path_factory.mktemp("runs")
+    in_thread(lambda: in_store(folder / "one", lambda store: Maker(store, plot("one", 1)).write()))
+    in_thread(lambda: in_store(folder / "on", goes_on))
+    return folder
+
+
+def in_thread(work: Callable[[], object]) -> None:
+    """Run a coroutine to its end, also where Playwright's loop counts as running."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            asyncio.run(work())  # type: ignore[arg-type]
+        except BaseException as error:
+            failed.append(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+@contextmanager
+def console(place: Path) -> Iterator[str]:
+    """`lightning console` in a process of its own; gives the address that it prints."""
+    command = [sys.executable, "-m", "lightning", "console", str(place), "--no-browser"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        said = ""
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+/console/\?token=[^ ]+", said)):
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        yield found.group(0)
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def opened(place: Path) -> Iterator[str]:
+    """The console of the folder."""
+    with console(place) as url:
+        yield url
+
+
+def test_every_page_of_an_exported_run_is_drawn(page: Page, place: Path, tmp_path: Path) -> None:
+    """Each has its own title, no value that JavaScript made up, and links that lead to other pages of the folder."""
+    out = tmp_path / "out"
+    in_thread(lambda: export_pages(str(place / "one"), "run/one", out, rollouts=4))
+    index = (out / "data" / "index.js").read_text()
+    files: dict[str, str] = json.loads(index[index.index("exported(") + 9 : -4])["files"]
+    assert {address.partition("/")[0] for address in files} >= {"run", "step", "group", "rollout", "resources"}
+    page.goto((out / "index.html").as_uri())
+    for address, file in files.items():
+        written = json.loads((out / "data" / file).read_text()[len("lightning.page(") : -3])
+        page.evaluate("address => { location.hash = '#' + encodeURIComponent(address) }", address)
+        page.wait_for_function("title => document.querySelector('h1')?.textContent === title", arg=written["title"])
+        page.wait_for_selector("#host:not([aria-busy])")
+        text = page.locator("body").inner_text()
+        assert len(text) > 80, address
+        assert not ODD.search(text), (address, ODD.findall(text))
+        for link in page.eval_on_selector_all("a[href^='#']", "found => found.map(a => a.getAttribute('href'))"):
+            to = page.evaluate("text => decodeURIComponent(text)", link[1:])
+            assert not to or to in files, (address, to)
+
+
+def test_a_run_that_goes_on_is_watched(page: Page, place: Path, opened: str) -> None:
+    """What is recorded while one looks appears by itself, and what one has scrolled to stays where it is."""
+    page.goto(opened + "&page=run%2Fon")
+    page.wait_for_selector("h1:has-text('on')")
+    assert "running" in page.locator("body").inner_text()
+    first = page.locator("body").inner_text()
+
+    async def one_more(store: Store) -> None:
+        (lease,) = await store.lease("on", "w2", limit=1)
+        await store.complete(lease.rollout.id, lease.attempt, Outcome(reward=0.75))
+
+    in_thread(lambda: in_store(place / "on", one_more))
+    page.wait_for_function("before => document.body.innerText !== before", arg=first)
+    assert page.evaluate("performance.getEntriesByType('navigation').length") == 1, "the page was not loaded again"
+
+
+def test_the_keyboard_goes_through_pages_and_tokens(page: Page, opened: str) -> None:
+    page.goto(opened + "&page=step%2Fone%2F1")
+    page.wait_for_selector("h1")
+    title = page.locator("h1").inner_text()
+    page.keyboard.press("]")
+    page.wait_for_function("title => document.querySelector('h1').textContent !== title", arg=title)
+    assert page.url.endswith("step%2Fone%2F2")
+    page.keyboard.press("[")
+    page.wait_for_function("title => document.querySelector('h1').textContent === title", arg=title)
+    page.keyboard.press("?")
+    page.wait_for_selector("dialog[open], [role=dialog]")
+    page.keyboard.press("Escape")
+    page.go_back()
+    page.wait_for_function("title => document.querySelector('h1').textContent !== title", arg=title)
+
+
+@asynccontextmanager
+async def server(folder: Path) -> AsyncIterator[tuple[str, dict[str, str]]]:
+    """A server with a run of each of two teams, and their viewers' tokens."""
+    tokens = {}
+    async with serve_store(sqlite_url(folder / "lightning.db"), Config(), folder) as running:
+        for name in ("team-a", "team-b"):
+            await running.store.put_run(Run(f"run-{name}", f"of {name}", {}, 1.0, name))
+            token, tokens[name] = issue_token(Scope.VIEWER, name)
+            await running.store.put_token(token)
+        yield f"{running.url}/console", tokens
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
+    """That server in a thread of its own."""
+    folder, found, up, over = tmp_path_factory.mktemp("served"), list[tuple[str, dict[str, str]]](), Event(), Event()
+
+    async def serve() -> None:
+        async with server(folder) as made:
+            found.append(made)
+            up.set()
+            await asyncio.to_thread(over.wait)
+
+    thread = Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert up.wait(60)
+    yield found[0]
+    over.set()
+    thread.join(30)
+
+
+def test_a_viewer_logs_in_sees_its_own_project_and_leaves(
+    open_page: OpenPage, watched: Watched, served: tuple[str, dict[str, str]]
+) -> None:
+    url, tokens = served
+    page = open_page(viewport={"width": 1000, "height": 800})
+    page.goto(f"{url}/?page=run%2Frun-team-b")
+    page.fill("input[name=token]", "lt_wrong")
+    page.click("button")
+    page.wait_for_selector("[role=alert]")
+    page.fill("input[name=token]", tokens["team-a"])
+    page.click("button")
+    page.wait_for_selector("h1")
+    assert "there is no run" in page.locator("body").inner_text(), "another project's run"
+    page.click("nav a:has-text('Runs')")
+    page.wait_for_selector("td:has-text('run-team-a')")
+    assert "team-b" not in page.locator("main, .shell-page").first.inner_text()
+    assert page.locator("button:has-text('Leave a note')").count() == 0, "a viewer changes nothing"
+    page.click("button:has-text('Log out')")
+    page.wait_for_selector("input[name=token]")
+    # The browser says in its console that a token was refused, and that the server, whose root is the API's, has no icon.
+    watched.errors[:] = [said for said in watched.errors if "401" not in said and "favicon.ico" not in said]
