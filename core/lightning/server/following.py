@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,8 @@ LEAST = 8
 """Sampled tokens that are worth a comparison."""
 MOST = 1024
 """Tokens that are asked about at most."""
+MOST_LOOKED_AT, LOOKED_AT_ONCE = 1024, 32
+"""Conversations of a run that are searched for an answer, the newest first: as many may be unanswered as there are clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +191,13 @@ class Follower:
         if (own := RecordedProbe.of(self.current)) is not None:
             return own.ids
         for run in await self.served.list_runs(brief=True):
-            last = [rollout async for rollout in each_rollout(self.served, run.id) if rollout.attempt][-4:]
-            for calls in reversed(
-                await self.served.transitions_of([(rollout.id, rollout.attempt) for rollout in last])
-            ):
-                for call in reversed(calls):
-                    if call.status.answered and len(call.response_ids) >= LEAST:
-                        return (*call.prompt_ids, *call.response_ids)[-MOST:]
+            begun = deque([each async for each in each_rollout(self.served, run.id) if each.attempt], MOST_LOOKED_AT)
+            while begun:  # the newest first; those that are being answered have no call yet
+                part = [begun.pop() for _ in range(min(LOOKED_AT_ONCE, len(begun)))]
+                for calls in await self.served.transitions_of([(rollout.id, rollout.attempt) for rollout in part]):
+                    for call in reversed(calls):
+                        if call.status.answered and len(call.response_ids) >= LEAST:
+                            return (*call.prompt_ids, *call.response_ids)[-MOST:]
         return ()
 
 
