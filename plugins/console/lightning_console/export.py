@@ -39,7 +39,10 @@ INDEX: Final = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><link rel="icon" href="data:,">
 {styles}
-<style>body {{ margin: 0; font-family: ui-sans-serif, system-ui, sans-serif; }}</style></head>
+<style>:root {{ color-scheme: light dark; }}
+body {{ margin: 0; font-family: ui-sans-serif, system-ui, sans-serif;
+background: light-dark(#ffffff, #15181d); color: light-dark(#1b2028, #e4e7ec); }}
+</style></head>
 <body><div id="host"></div>
 {scripts}
 <script src="data/index.js"></script>

@@ -22,6 +22,11 @@ from tests.plugins.console.conftest import NAMES, chromium_arguments
 
 IMAGES = Path(__file__).parents[3] / "docs" / "images"
 WIDTH, HEIGHT = 1280, 860
+HIDE = """path => {
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) texts.currentNode.data = texts.currentNode.data.replaceAll(path, "runs/");
+}"""
+"""Where the run lies on this machine does not belong into pictures."""
 
 
 def made(folder: Path) -> Path:
@@ -43,10 +48,21 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def first(files: dict[str, str], kind: str, *, has: str = "") -> str:
-    """The last address of a kind of page: a late step shows more than the first."""
+def chosen(files: dict[str, str], kind: str) -> str:
+    """The last page of a kind that is of training: late steps are those in which siblings part ways."""
     found = [
-        address for address in files if address.partition("/")[0] == kind and has in address and "?" not in address
+        address
+        for address in files
+        if address.partition("/")[0] == kind and "val" not in address and "?" not in address
+    ]
+    return found[-1]
+
+
+def with_splits(out: Path, files: dict[str, str]) -> str:
+    """The last group whose rollouts part ways after some calls that all share."""
+    groups = {address: file for address, file in files.items() if address.startswith("group/") and "?" not in address}
+    found = [
+        address for address, file in groups.items() if (out / "data" / file).read_text().count('"compare":"group') > 1
     ]
     return found[-1]
 
@@ -58,6 +74,7 @@ def show(tab: Page, address: str) -> None:
         "address => document.querySelector('[data-address]')?.getAttribute('data-address') === address", arg=address
     )
     tab.wait_for_timeout(300)
+    tab.evaluate(HIDE, f"{Path.cwd()}/build/screenshots/")
     tab.evaluate("scrollTo(0, 0)")
 
 
@@ -74,7 +91,7 @@ def main(run: Path) -> None:
         tab = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}).new_page()
         tab.goto((out / "index.html").resolve().as_uri())
         for kind in ("run", "step", "group", "rollout"):
-            show(tab, first(files, kind))
+            show(tab, with_splits(out, files) if kind == "group" else chosen(files, kind))
             if kind == "rollout":
                 token = tab.locator(".t:not(.given)").nth(2)
                 token.scroll_into_view_if_needed()
@@ -88,7 +105,7 @@ def main(run: Path) -> None:
             tab = browser.new_context(**options).new_page()
             tab.goto((out / "index.html").resolve().as_uri())
             for kind in ("run", "step", "group", "rollout"):
-                show(tab, first(files, kind))
+                show(tab, chosen(files, kind))
                 tab.screenshot(path=f"build/screenshots/{kind}-{look}.png", full_page=True)
         browser.close()
 

@@ -149,7 +149,7 @@ def test_a_sweep_of_real_trainings_is_stopped_and_goes_on(tmp_path: Path) -> Non
     (tmp_path / "tasks.jsonl").write_text(tasks)
     model = Path(raw_python.__file__).parent / "model"
     train = [
-        "lightning_examples.raw_python.agent:solve",
+        "lightning_examples.raw_python.agent:agent",
         "--model",
         str(model),
         "--tasks",
