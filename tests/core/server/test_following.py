@@ -23,7 +23,7 @@ from lightning.store.resource_ref import parse_reference
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.trainer.checkpoints import PROBE, WEIGHTS_NAME, weights_content
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import LLM, Resource, ResourceKind, Transition
+from lightning.types import LLM, Resource, ResourceKind, Rollout, Task, Transition
 
 IDS = (5, 6, 7, 8)
 REFERENCE = parse_reference(f"{WEIGHTS_NAME}@live")
@@ -216,6 +216,19 @@ async def test_a_bad_version_is_taken_back_before_any_client_sees_it(
         await served.until(good.version)
         assert set((await stream(http)).split()) == {"good"}
     task.cancel()
+
+
+async def test_an_answer_is_found_behind_conversations_that_are_being_answered(served: Served) -> None:
+    """As many as there are clients have begun since, and have no call yet."""
+    headers = {"authorization": f"Bearer {served.llm.api_key}"}
+    async with httpx.AsyncClient(base_url=served.llm.base_url, headers=headers, timeout=30) as http:
+        await stream(http)
+    (answered,) = await served.calls()
+    (run,) = [run for run in await served.store.list_runs() if run.name == "clients"]
+    await served.store.create_rollouts([Rollout(f"later-{n}", run.id, Task("x"), run.id) for n in range(64)])
+    assert len(await served.store.lease(run.id, "clients", limit=64, ttl=60.0)) == 64
+    served.follower.current = await served.put("by hand")
+    assert await served.follower._known_tokens() == (*answered.prompt_ids, *answered.response_ids)
 
 
 async def test_one_that_cannot_be_put_back_ends_the_server(served: Served) -> None:
