@@ -6,6 +6,7 @@ The invariant: a rule reads what was recorded and nothing else, so that it can b
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,6 +40,9 @@ OUTSIDE: Final = re.compile(
 TOOL_RUNS: Final = 10
 MANY_TOOL_FAILURES: Final = 0.2
 """The share of at least `TOOL_RUNS` runs of a tool that fail so."""
+LEAST_UNEQUAL: Final = 5
+MANY_UNEQUAL: Final = 0.05
+"""Pairs of rollouts alike in every token that are graded differently, and their share of such pairs."""
 MOST_NAMES: Final = 20
 """Callers that a sentence names at most."""
 
@@ -292,6 +296,30 @@ def reward_follows_length(evidence: Evidence) -> Iterator[Diagnosis]:
         )
 
 
+def unequal_grades(evidence: Evidence) -> Iterator[Diagnosis]:
+    """Rollouts of one task that are alike token for token earn differently."""
+    groups: defaultdict[tuple[str, bytes], list[tuple[float, str]]] = defaultdict(list)
+    for attempt in evidence.attempts:
+        if attempt.reward is not None and attempt.group and attempt.calls:
+            said = hashlib.sha256()
+            for call in attempt.calls:
+                for ids in (call.prompt_ids, call.response_ids):
+                    said.update(len(ids).to_bytes(4))
+                    said.update(ids)
+            groups[attempt.group, said.digest()].append((attempt.reward, attempt.calls[0].rollout))
+    pairs = [pair for rewards in groups.values() for pair in combinations(rewards, 2)]
+    differ = [(one, other) for (reward, one), (its, other) in pairs if reward != its]
+    if len(differ) >= LEAST_UNEQUAL and len(differ) >= MANY_UNEQUAL * len(pairs):
+        yield Diagnosis(
+            "unequal grades",
+            f"{len(differ)} of {len(pairs)} pairs of rollouts of one task that are alike in every token earned different "
+            "rewards: the grader judges the same conversation now so, now otherwise. What it adds by chance is learned, too. "
+            "Make it depend on the conversation alone, or take the mean of several gradings",
+            serious=True,
+            rollouts=differ[0],
+        )
+
+
 RULES: Final[tuple[Callable[[Evidence], Iterator[Diagnosis]], ...]] = (
     unmatched_agents,
     refused_calls,
@@ -304,5 +332,6 @@ RULES: Final[tuple[Callable[[Evidence], Iterator[Diagnosis]], ...]] = (
     lost_names,
     unadapted_frameworks,
     reward_follows_length,
+    unequal_grades,
     not_replayable,
 )

@@ -217,6 +217,22 @@ def test_a_reward_that_follows_length_is_named() -> None:
     assert diagnose(longer[:8]) == [], "too few to say"
 
 
+def test_a_grader_that_judges_the_same_words_differently_is_named() -> None:
+    def attempt(reward: float | None, answer: int, group: str = "g") -> Attempted:
+        return Attempted([call(), replace(call(), response_ids=token_ids([answer]))], (), reward, group)
+
+    def causes(attempts: list[Attempted]) -> list[str]:
+        return [each.text for each in diagnose(attempts) if each.cause == "unequal grades"]
+
+    alike = [attempt(float(n % 2), 7) for n in range(6)]
+    (text,) = causes([*alike, attempt(None, 7), attempt(1.0, 8), attempt(1.0, 7, "other")])
+    assert text.startswith("9 of 15 pairs of rollouts of one task")
+    assert causes([attempt(float(n % 2), n % 2) for n in range(6)]) == [], "they said different things"
+    assert causes([attempt(1.0, 7) for _ in range(6)]) == []
+    assert causes([attempt(float(n % 2), 7, str(n)) for n in range(6)]) == [], "other tasks"
+    assert causes(alike[:3]) == [], "too few to say so"
+
+
 def test_a_tool_whose_service_fails_is_told_from_one_that_the_model_asks_wrongly() -> None:
     down = ToolEvent("search", "error", error="ConnectionError: search service: 503 upstream")
     wrong = ToolEvent("search", "error", error="ValueError: no such column: 500")

@@ -12,14 +12,26 @@ from lightning.store.epochs import is_over
 from lightning.trainer.summary import POLICY_FAULT
 
 from lightning_console.address import Address
-from lightning_console.blocks import Block, Chart, Fact, Facts, Link, Notice, Notices, Page, Series
+from lightning_console.blocks import Block, Cell, Chart, Column, Fact, Facts, Link, Notice, Notices, Page, Series, Table
 from lightning_console.pages.advice import advice_blocks
 from lightning_console.pages.time import time_blocks
-from lightning_console.pages.words import NONE, change, count, located, name_of, number, seconds, share, to, when
+from lightning_console.pages.words import (
+    NONE,
+    change,
+    count,
+    located,
+    name_of,
+    number,
+    seconds,
+    share,
+    to,
+    when,
+    written,
+)
 from lightning_console.places import Located, Places
 from lightning_console.queries.curves import Curves, gain_of, held_out_points, points_of, read_curves
 from lightning_console.queries.insight import advice_of, folder_of, profile_of
-from lightning_console.queries.runs import ODD, RunLine, line_of, said_of
+from lightning_console.queries.runs import ODD, RunLine, chosen_settings, line_of, said_of
 
 LENGTH: Final = "length"
 """A measure that follows from others."""
@@ -70,6 +82,7 @@ async def page(places: Places, address: Address) -> Page:
         profiled = await profile_of(places, found, line.rollouts, asked=address.option("profile") == "yes")
         blocks += time_blocks(found, curves, profiled, str(address.having(profile="yes")))
         waiting = waiting or profiled is None
+    blocks.append(_settings(curves))
     blocks.append(_commands(found, line))
     return Page(
         str(address),
@@ -133,6 +146,25 @@ def _facts(found: Located, line: RunLine, curves: Curves) -> Facts:
         facts = [*_trained_facts(found, line, curves), *facts]
     note = f"begun {when(found.run.created_at)}; project {found.run.project}; {found.url}"
     return Facts(facts, title="Figures", note=note)
+
+
+def _settings(curves: Curves) -> Table:
+    """What was chosen for this run, and what would have been without."""
+    return Table(
+        [Column("setting"), Column("value"), Column("default")],
+        [
+            [
+                Cell(name),
+                Cell(written(value, 80), hint=written(value, 1000)),
+                Cell(NONE if usual is None else written(usual, 80)),
+            ]
+            for name, (value, usual) in chosen_settings(curves.settings).items()
+        ],
+        title="Settings that were chosen",
+        empty="all settings are the defaults",
+        note="those that change what is learned; all others are the defaults"
+        + ("; the run changed some on its way, and these are the last" if curves.changes else ""),
+    )
 
 
 def _trained_facts(found: Located, line: RunLine, curves: Curves) -> list[Fact]:

@@ -277,6 +277,20 @@ def settings_and_tasks(config: Mapping[str, Json]) -> dict[str, Json]:
     return found | settings_of(config)
 
 
+def chosen_settings(settings: Mapping[str, Json]) -> dict[str, tuple[Json, Json]]:
+    """Of a run's `settings_and_tasks`: those that are not as this release has them by default, each with that default, and what
+    has none (model, seed, tasks)."""
+    level = settings.get("algorithm.arguments.low_level")
+    named = {key: settings.get(f"algorithm.{key}") for key in ("name", "type")}
+    usual = settings_of({"algorithm": {**named, "arguments": {} if level is None else {"low_level": level}}})
+    found = {
+        name: (value, usual.get(name))
+        for name, value in settings.items()
+        if value != usual.get(name) and value not in ("", [], ()) and not name.endswith((".mark", ".type"))
+    }
+    return dict(sorted(found.items(), key=lambda item: (item[0] in usual, item[0])))
+
+
 def digest_of(value: Json) -> str:
     """A short mark of a value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:8]
