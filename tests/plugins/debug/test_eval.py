@@ -6,8 +6,8 @@ import asyncio
 import json
 import shutil
 import signal
-import time
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
