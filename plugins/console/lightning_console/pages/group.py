@@ -160,7 +160,7 @@ def _split(found: Located, view: GroupView, address: Address) -> list[Block]:
 
 def _members(found: Located, view: GroupView) -> Table:
     rows = []
-    for each in view.members:
+    for place, each in enumerate(view.members):
         rollout = each.rollout
         bad = rollout.status == "failed"
         rows.append(
@@ -173,12 +173,13 @@ def _members(found: Located, view: GroupView) -> Table:
                 Cell(count(len(each.calls))),
                 Cell(count(each.tokens)),
                 Cell(seconds(rollout.seconds) if rollout.status.ended else NONE),
+                Cell(view.last_answer(place)),
                 Cell(each.error, tone="bad" if each.error else ""),
             ]
         )
     numbers = ("reward", "return", "advantage", "calls", "tokens", "seconds")
-    columns = [Column("rollout"), Column("status"), *(Column(name, "number") for name in numbers), Column("why")]
-    return Table(columns, rows, title="Rollouts")
+    columns = [Column("rollout"), Column("status"), *(Column(name, "number") for name in numbers)]
+    return Table([*columns, Column("last answer"), Column("why")], rows, title="Rollouts")
 
 
 def _tone(value: float | None) -> Tone:

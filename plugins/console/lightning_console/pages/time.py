@@ -79,6 +79,12 @@ def _tokens(profile: Profile) -> Facts:
             Fact("in groups that taught nothing", count(sum(tokens.untaught.values())), untaught),
             Fact("in rollouts that failed", count(tokens.failed)),
             Fact(
+                "in calls that are not trained",
+                count(max(0, tokens.sampled - tokens.trained - sum(tokens.untaught.values()) - tokens.failed)),
+                "at least: of other agents, or left out by the algorithm",
+                hint="`train_agents` says whose calls are trained",
+            ),
+            Fact(
                 "tokens of prompts",
                 count(tokens.prompt),
                 "not known how many were in the prefix cache"

@@ -83,6 +83,11 @@ class GroupView:
     texts: str = ""
     _said: Mapping[int, Sequence[Said]] = field(default_factory=dict, repr=False)
 
+    def last_answer(self, place: int) -> str:
+        """The beginning of what the last call of a member answered; empty where that is not known."""
+        said = self._said.get(place, ())
+        return _shortened(said[-1].answer) if said else ""
+
     def continuation(self, node: int) -> tuple[str, Member]:
         """What followed from a node on, as a text, in the best of the rollouts that came by, and that rollout."""
         place = max(self.nodes[node].members, key=lambda each: (_or_least(self.members[each].total), -each))
