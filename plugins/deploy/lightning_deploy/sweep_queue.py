@@ -102,11 +102,24 @@ def check_begun(runs: Sequence[PlannedRun], folder: Path) -> None:
     """Raise `ConfigError` for a run that was begun with other arguments."""
     for run in runs:
         file = folder / run.name / BEGUN
-        if file.exists() and json.loads(file.read_text()) != list(run.arguments):
+        if file.exists() and file.read_text() != _begun(run):
             raise ConfigError(
                 f"{folder / run.name} was begun with other arguments ({file}): remove that folder to run it again, or give "
                 "another --out"
             )
+
+
+def _begun(run: PlannedRun) -> str:
+    return json.dumps(list(run.arguments)) + "\n"
+
+
+def _report(folder: Path, run: PlannedRun) -> dict[str, Any] | None:
+    """What a run wrote at its end; None where it has not come to it, or was killed while it wrote."""
+    try:
+        found: dict[str, Any] = json.loads((folder / run.name / REPORT).read_text())
+    except (OSError, ValueError):
+        return None
+    return found
 
 
 def work(runs: Sequence[PlannedRun], folder: Path, places: Sequence[Slot], told: Callable[[str], None]) -> list[Ended]:
@@ -114,7 +127,7 @@ def work(runs: Sequence[PlannedRun], folder: Path, places: Sequence[Slot], told:
 
     On an interruption the runs that go on are told to stop, and may save what they have.
     """
-    waiting = [run for run in runs if not (folder / run.name / REPORT).exists()]
+    waiting = [run for run in runs if _report(folder, run) is None]
     if len(waiting) < len(runs):
         told(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already")
     free, working, failed = list(places), list[_Working](), dict[str, str]()
@@ -133,13 +146,13 @@ def work(runs: Sequence[PlannedRun], folder: Path, places: Sequence[Slot], told:
             time.sleep(LOOK_SECONDS)
     finally:
         _stop(working)
-    return [_ended(run, folder, failed) for run in runs]
+    return [Ended(run, _report(folder, run), failed.get(run.name, "")) for run in runs]
 
 
 def _start(run: PlannedRun, folder: Path, slot: Slot) -> _Working:
     own = folder / run.name
     own.mkdir(parents=True, exist_ok=True)
-    (own / BEGUN).write_text(json.dumps(list(run.arguments)) + "\n")
+    (own / BEGUN).write_text(_begun(run))
     command = [sys.executable, "-m", "lightning", "train", *run.arguments, "--out", str(own)]
     command += ["--resume"] if store_in(own) else []
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(slot.cores))}
@@ -154,7 +167,7 @@ def _start(run: PlannedRun, folder: Path, slot: Slot) -> _Working:
 
 def _why(one: _Working, folder: Path) -> str:
     """What went wrong; empty for a run that is done."""
-    if one.process.returncode == 0 and (folder / one.run.name / REPORT).exists():
+    if one.process.returncode == 0 and _report(folder, one.run) is not None:
         return ""
     said = (folder / one.run.name / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return f"failed with exit code {one.process.returncode}: {said[-1].strip()[:300] if said else 'it said nothing'}"
@@ -167,12 +180,7 @@ def _stop(working: Sequence[_Working]) -> None:
     for one in working:
         try:
             one.process.wait(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C waits no longer
             os.killpg(one.process.pid, signal.SIGKILL)
             one.process.wait()
         one.log.close()
-
-
-def _ended(run: PlannedRun, folder: Path, failed: dict[str, str]) -> Ended:
-    report = folder / run.name / REPORT
-    return Ended(run, json.loads(report.read_text()) if report.exists() else None, failed.get(run.name, ""))

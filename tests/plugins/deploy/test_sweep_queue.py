@@ -88,6 +88,14 @@ def test_what_is_done_is_not_run_again_and_what_was_begun_goes_on(pretending: Pa
     assert told[0] == "1 of 3 runs are done already"
 
 
+def test_a_report_that_a_kill_tore_is_none(pretending: Path) -> None:
+    work(planned(0), pretending, [Slot(1)], lambda _: None)
+    (pretending / "run-seed0" / REPORT).write_text('{"evalua')
+    (ended,) = work(planned(0), pretending, [Slot(1)], lambda _: None)
+    assert ended.report is not None
+    assert [one["resume"] for one in begun(pretending)] == [False, True]
+
+
 def test_some_run_at_the_same_time_each_with_gpus_of_its_own(pretending: Path) -> None:
     work(planned(0, 1, 2, 3), pretending, [Slot(1, "0,1"), Slot(1, "2,3")], lambda _: None)
     one, other, *_ = begun(pretending)
