@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ def sweep(
             )
         return
     places = slots(at_once, gpus)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or its runs would go on without it
     with alone(folder), stoppable("the same command"):
         check_begun(runs, folder)
         ended = work(runs, folder, places, lambda text: None if as_json else say(escape(text)))

@@ -175,7 +175,7 @@ def _why(one: _Working, folder: Path) -> str:
 
 def _stop(working: Sequence[_Working]) -> None:
     for one in working:
-        one.process.send_signal(signal.SIGINT)
+        one.process.send_signal(signal.SIGTERM)  # as Ctrl-C to a training, and heard below nohup, too
     deadline = time.monotonic() + END_SECONDS
     for one in working:
         try:

@@ -19,7 +19,8 @@ from lightning_deploy.sweep_queue import BEGUN, LOG, REPORT, Slot, alone, check_
 from lightning_examples import raw_python, word_problems
 
 PRETENDS = """#!{python}
-import json, os, pathlib, sys, time
+import json, os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 given = sys.argv[4:]
 out = pathlib.Path(given[given.index("--out") + 1])
 seed = int(next(a for a in given if a.startswith("trainer.seed="))[13:])
@@ -167,13 +168,18 @@ def test_a_sweep_of_real_trainings_is_stopped_and_goes_on(tmp_path: Path) -> Non
     (tmp_path / "sweep.toml").write_text(f"train = {json.dumps(train)}\nseeds = [0, 1]\n")
     out = tmp_path / "out"
     command = [sys.executable, "-m", "lightning", "sweep", str(tmp_path / "sweep.toml"), "--out", str(out)]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    first = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     deadline = time.monotonic() + 200
     while not (out / "run-seed0" / LOG).exists() or "step    1/2" not in (out / "run-seed0" / LOG).read_text():
         assert time.monotonic() < deadline
         assert first.poll() is None, first.communicate()[0]
         time.sleep(0.1)
-    first.send_signal(signal.SIGINT)
+    first.send_signal(signal.SIGTERM)  # a worker of pytest-xdist, and what it starts, ignores Ctrl-C
     said, _ = first.communicate(timeout=120)
     assert first.returncode == 130, said
     assert "Go on with: the same command" in said
