@@ -140,10 +140,10 @@ def cheapest(ways: dict[str, Callable[[], object]], clock: Callable[[], float] =
 
 
 def step_costs(
-    model: Path, samples: Sequence[Sample], kinds: Sequence[StepKind], device: str = "cpu"
+    model: Path, samples: Sequence[Sample], kinds: Sequence[StepKind], device: str = "cpu", budget: int = 8192
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Seconds of one optimizer step of each kind (of the CPU, or by the clock on a GPU), and what its first step reported."""
-    engines = {kind: TorchEngine(device=device, step=kind) for kind in kinds}
+    engines = {kind: TorchEngine(device=device, step=kind, tokens_per_microbatch=budget) for kind in kinds}
     loss = ClippedPolicyGradient(correction=NO_CORRECTION)
     clock = time.process_time if device == "cpu" else time.perf_counter
     first = {}
@@ -159,12 +159,12 @@ def step_costs(
     return cost, first
 
 
-def steps(model: Path, shape: Shape, device: str = "cpu") -> dict[str, float]:
+def steps(model: Path, shape: Shape, device: str = "cpu", budget: int = 8192) -> dict[str, float]:
     """One optimizer step, by call, by row and over the tree."""
     samples = rows_of(shape)
     recorded = sum(span.stop for sample in samples for span in sample.spans)
     unique = len(build_tree([sample.ids for sample in samples]).ids)
-    cost, first = step_costs(model, samples, ("per-call", "linear", "tree"), device)
+    cost, first = step_costs(model, samples, ("per-call", "linear", "tree"), device, budget)
     norms = [of["grad_norm"] for of in first.values()]
     return {
         "tokens_recorded": recorded,
@@ -293,7 +293,7 @@ def assembly(shape: Shape, trl: Path | None, folder: Path) -> dict[str, float]:
 
 
 def main(
-    out: Path | None = None, trl: Path | None = None, only: str | None = None, device: str = "cpu"
+    out: Path | None = None, trl: Path | None = None, only: str | None = None, device: str = "cpu", budget: int = 8192
 ) -> dict[str, float]:
     """Measure, print a table, write JSON to `out`."""
     found: dict[str, float] = {}
@@ -302,7 +302,9 @@ def main(
         model = make_model(folder / "model", device)
         if only in (None, "steps"):
             for shape in STEPS if device == "cpu" else GPU_STEPS:
-                found |= {f"step_{shape.name}_{key}": value for key, value in steps(model, shape, device).items()}
+                found |= {
+                    f"step_{shape.name}_{key}": value for key, value in steps(model, shape, device, budget).items()
+                }
         if only in (None, "steps") and device == "cpu":
             found |= {f"overhead_{key}": value for key, value in overhead(model).items()}
         if only in (None, "memory"):
@@ -321,9 +323,10 @@ if __name__ == "__main__":
     parser.add_argument("--trl", type=Path, default=TRL if TRL.exists() else None, help="a Python that has TRL")
     parser.add_argument("--only", choices=("steps", "memory", "assembly"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--budget", type=int, default=8192, help="engine.tokens_per_microbatch of the steps")
     parser.add_argument("--peak", nargs=3, metavar=("MODEL", "SHAPE", "KIND"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.peak:
         sys.stdout.write(f"{peak(Path(given.peak[0]), Shape(*json.loads(given.peak[1])), given.peak[2])}\n")
     else:
-        main(given.json, given.trl, given.only if given.device == "cpu" else "steps", given.device)
+        main(given.json, given.trl, given.only if given.device == "cpu" else "steps", given.device, given.budget)

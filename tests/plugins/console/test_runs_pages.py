@@ -24,6 +24,7 @@ from lightning.types import Run
 from lightning_console.address import Address
 from lightning_console.places import Places, key_of
 from lightning_console.queries.listing import list_runs
+from lightning_console.queries.runs import chosen_settings, settings_and_tasks
 from lightning_console.router import show
 
 from tests.plugins.console.made_folder import MARKUP, STEPS, in_store, make_folder, plot
@@ -547,3 +548,20 @@ def test_a_key_names_a_run_whatever_its_id_has() -> None:
     assert key_of("demo-1") == "demo-1"
     assert key_of("run/1") == "run/1"
     assert key_of("a,b~c%") == "a%2Cb%7Ec%25"
+
+
+def test_settings_that_were_chosen_stand_beside_their_defaults() -> None:
+    usual = settings_and_tasks({"algorithm": {"name": "lightning_rl", "type": "LightningRL", "arguments": {}}})
+    given = {
+        **usual,
+        "seed": 0,
+        "engine.lr": 3e-2,
+        "engine.warmup_steps": 0,
+        "train_agents": ["solver"],
+        "tasks.val.mark": "x",
+    }
+    assert chosen_settings(given) == {
+        "seed": (0, None),
+        "engine.lr": (3e-2, None),
+        "train_agents": (["solver"], None),
+    }

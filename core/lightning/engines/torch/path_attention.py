@@ -288,9 +288,8 @@ class FlexAttention:
         if path is not None:
             key, value = with_path(key, value, path, self._pack.depth)
         queries, keys = self._mask.seq_lengths
-        with torch.autocast(
-            query.device.type, enabled=False
-        ):  # all is of its dtype by now, and it would be one kernel more
+        # Everything has its dtype by now; under autocast torch would compile one kernel more.
+        with torch.autocast(query.device.type, enabled=False):
             result = self._run(
                 pad(query, (0, 0, 0, queries - query.shape[2])),
                 pad(key, (0, 0, 0, keys - key.shape[2])),
