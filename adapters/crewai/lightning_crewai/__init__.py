@@ -1,0 +1,1 @@
+"""Adapter for CrewAI: names callers by agent and tool, and reports tool runs."""
