@@ -32,7 +32,8 @@ from typing import Any
 from lightning.instrument import activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.testing import AdapterContract
-from lightning.testing.contract_house import ANSWER, House
+from lightning.testing.contract_house import House
+from lightning.testing.contract_script import ANSWER
 from lightning.types import LLM
 
 HERE = Path(__file__).parent

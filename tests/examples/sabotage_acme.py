@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from dataclasses import replace
@@ -9,6 +10,8 @@ from dataclasses import replace
 import acme_agents
 import lightning_acme
 import pytest
+from lightning.testing import contract_house
+from lightning.testing.contract_harness import in_thread
 from test_contract import TestAcme
 
 Listener = lightning_acme.LightningListener
@@ -66,6 +69,25 @@ class TestOneGlobalForAll(Broken):
                 return self.run
 
         patch.setattr(lightning_acme, "_innermost", Global())
+
+
+class TestOneGlobalForAbandonedRuns(TestOneGlobalForAll):
+    """The same where agents run in threads of their own, and cannot be cancelled."""
+
+    capabilities = TestAcme.capabilities - {"cancel"}
+
+    async def run(self, agent, text, *, stream=False):
+        return await asyncio.to_thread(asyncio.run, super().run(agent, text, stream=stream))
+
+
+class TestBlocksTheLoop(Broken):
+    capabilities = TestAcme.capabilities - {"cancel"}
+
+    async def run(self, agent, text, *, stream=False):
+        return in_thread(lambda: asyncio.run(TestAcme.run(self, agent, text)))
+
+    def sabotage(self, patch):
+        patch.setattr(contract_house, "PAUSE", 0.5)
 
 
 class TestCannotBeUndone(Broken):

@@ -5,7 +5,7 @@ The invariant: nothing here can break an agent, and outside a rollout everything
 
 from __future__ import annotations
 
-from lightning.instrument.adapter_tools import by_type, check_supported
+from lightning.instrument.adapter_tools import by_type, check_supported, replace_method
 from lightning.instrument.components import ask, component, component_path, current_caller, tool
 from lightning.instrument.context import Session, activate, current_session, emit, label, reward, state
 from lightning.instrument.httpx_patch import install_tap
@@ -23,6 +23,7 @@ __all__ = [
     "emit",
     "install_tap",
     "label",
+    "replace_method",
     "reward",
     "state",
     "tool",

@@ -1,13 +1,14 @@
-"""What adapters ask of a framework: whether its version is one that they were made for, and what an exception of it is.
+"""What adapters need of a framework: whether its version is one that they were made for, what an exception of it is, and a
+method of it replaced where it has no hook.
 
-The invariant: nothing of the framework is imported to answer.
+The invariant: nothing of the framework is imported here, and what was replaced can be put back.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lightning.errors import PluginError
 
@@ -47,3 +48,19 @@ def by_type(error: BaseException, table: Mapping[str, str]) -> str | None:
     """
     names = (f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in type(error).__mro__)
     return next((table[name] for name in names if name in table), None)
+
+
+def replace_method(owner: type, name: str, wrap: Callable[..., Callable[..., object]]) -> Callable[[], None]:
+    """Put `wrap(the method)` in a method's place; returns the undo.
+
+    The method is given as its class binds it: what another library has put there may need that to find its instance.
+    """
+    original = vars(owner)[name]
+    ours = wrap(getattr(owner, name))
+    setattr(owner, name, ours)
+
+    def undo() -> None:
+        if vars(owner)[name] is ours:  # else somebody else stands before it now
+            setattr(owner, name, original)
+
+    return undo

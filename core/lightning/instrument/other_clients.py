@@ -13,8 +13,8 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
+from lightning.instrument.adapter_tools import replace_method
 from lightning.instrument.context import active, log_once
-from lightning.instrument.threads import replace_method
 
 if TYPE_CHECKING:
     from lightning.instrument.httpx_patch import HttpxRequest, HttpxResponse, Sent

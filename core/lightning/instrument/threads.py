@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import ParamSpec, TypeVar
 
+from lightning.instrument.adapter_tools import replace_method
 from lightning.instrument.components import component_path
 from lightning.instrument.context import session_in_context
 from lightning.instrument.last_call import started_in
@@ -80,18 +81,5 @@ def carry_names() -> Callable[[], None]:
     def undo() -> None:
         for each in undos:
             each()
-
-    return undo
-
-
-def replace_method(owner: type, name: str, wrap: Callable[..., Callable[..., object]]) -> Callable[[], None]:
-    """Put `wrap(the method)` in a method's place; returns the undo."""
-    original = vars(owner)[name]
-    ours = wrap(original)
-    setattr(owner, name, ours)
-
-    def undo() -> None:
-        if vars(owner)[name] is ours:  # else somebody else stands before it now
-            setattr(owner, name, original)
 
     return undo

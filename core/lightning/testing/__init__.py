@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from lightning.testing.adapter_contract import AdapterContract
     from lightning.testing.chat_server import ChatServer
+    from lightning.testing.contract_script import ReplyFormat
     from lightning.testing.credit_score import CreditScore, score_credit, score_credits
     from lightning.testing.decisions import Action, ActionOutcome, Decision, DecisionTask, bifurcation_tasks
     from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
@@ -34,6 +35,7 @@ __all__ = [
     "FakeVLLM",
     "NetworkHeldError",
     "Reply",
+    "ReplyFormat",
     "RolloutRecord",
     "ToolCall",
     "bifurcation_tasks",
@@ -56,6 +58,7 @@ _HOME = {
     "NetworkHeldError": "network",
     "ActionOutcome": "decisions",
     "Reply": "fake_vllm",
+    "ReplyFormat": "contract_script",
     "RolloutRecord": "one_rollout",
     "ToolCall": "fake_vllm",
     "bifurcation_tasks": "decisions",

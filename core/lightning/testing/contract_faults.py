@@ -13,8 +13,9 @@ import pytest
 
 from lightning.instrument import activate
 from lightning.plugins.attached_adapters import failed_adapter
-from lightning.testing.contract_harness import ContractHarness, calculator, check, solved, unbroken
-from lightning.testing.contract_house import BAD, HANG, REFUSE, Ran
+from lightning.testing.contract_harness import CAPABILITIES, ContractHarness, calculator, check, unbroken
+from lightning.testing.contract_house import Ran
+from lightning.testing.contract_script import BAD, HANG, REFUSE
 from lightning.testing.vllm_replies import Reply
 from lightning.types import CallStatus, StepState, ToolEvent
 
@@ -28,12 +29,12 @@ class FaultChecks(ContractHarness):
 
     def test_uninstalling_leaves_no_trace(self) -> None:
         """After the undo the adapter hears nothing; installed again, it reports everything once."""
-        solved(self.go(self.solver))
+        self.solved(self.go(self.solver))
         first = len(self.emitted)
         self.clean("after the adapter was uninstalled")
         with self.without():
             bare = self.play(self.solver)
-        solved(bare)
+        self.solved(bare)
         check(len(self.emitted) == first, f"uninstalled, the adapter still reported {self.emitted[first:]}")
         again = self.go(self.solver)
         check(
@@ -41,7 +42,7 @@ class FaultChecks(ContractHarness):
             f"installed for the first time it reported {first} events of a run, installed again "
             f"{len(self.emitted) - first}: lightning_install's undo has to take back all that it attached",
         )
-        check(again.agents == ["solver"] * 2, f"installed again, the calls are named {again.agents}")
+        self.all_named(again, "installed again,")
 
     def clean(self, when: str) -> None:
         """Check `leftovers`."""
@@ -52,13 +53,13 @@ class FaultChecks(ContractHarness):
         """A call that the client sends again is the same call: same agent, same span."""
         self.house.fake.queue(Reply(status=500))
         ran = self.go(self.solver)
-        solved(ran, calls=3)
+        self.solved(ran, failed=1)
         statuses = [call.status for call in ran.calls]
         check(
-            statuses == [CallStatus.ERROR, CallStatus.OK, CallStatus.OK],
+            statuses == [CallStatus.ERROR] + [CallStatus.OK] * self.solver_calls(),
             f"the policy server failed once and the client should have tried again; the calls were {statuses}",
         )
-        failed, retried, following = (call.caller for call in ran.calls)
+        failed, retried, following, *_ = (call.caller for call in ran.calls)
         check(failed == retried, f"the failed call is {failed}, its retry {retried}: they are one call")
         if "spans" in self.capabilities:
             check(following.span_id != retried.span_id, f"the next call has the span of the one before: {following}")
@@ -71,8 +72,8 @@ class FaultChecks(ContractHarness):
 
         with self.installed(broken):
             ran = self.play(self.solver, BAD)
-        solved(ran, calls=3)
-        check(ran.agents == ["solver"] * 3, f"with a broken receiver the calls are named {ran.agents}")
+        self.solved(ran, tools=2)
+        self.all_named(ran, "with a broken receiver", self.solver_calls(tools=2))
 
     def test_broken_identify_does_not_break_the_agent(self) -> None:
         """`lightning_identify` raises: the agent goes on, and the calls are marked."""
@@ -82,7 +83,7 @@ class FaultChecks(ContractHarness):
 
         with self.identify(lambda _: broken), self.installed():
             ran = self.play(self.solver)
-        solved(ran)
+        self.solved(ran)
         marks = {failed_adapter(call.caller) for call in ran.calls}
         check(marks == {self.adapter}, f"the calls of a failing adapter should be marked with its name, not {marks}")
 
@@ -100,6 +101,7 @@ class FaultChecks(ContractHarness):
     @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
     def test_cancelling_leaves_no_state(self, stream: bool) -> None:
         """The run is cancelled while the model is sampling: its call is aborted, and nothing of it is left."""
+        self.need("cancel")
         if stream:
             self.need("stream")
         with self.installed():
@@ -135,10 +137,41 @@ class FaultChecks(ContractHarness):
         check(running.cancelled() or error is not None, "a cancelled run returned as if it had ended")
         return self.house.finish(lease, session, "", error or asyncio.CancelledError())
 
+    def test_abandoned_run_leaves_no_state(self) -> None:
+        """A run that cannot be cancelled is left alone while the model is sampling: it goes on, and no other run notices."""
+        if "cancel" in self.capabilities:
+            pytest.skip(
+                f"the adapter {self.adapter} claims 'cancel' ({CAPABILITIES['cancel']}): nothing is left to go on"
+            )
+        before = len(self.house.fake.requests)
+        with self.installed():
+            self.house.play(self._abandoned())
+            self._next_is_named("an abandoned run")
+            self.house.play(self._gone_on(before + 2 * self.solver_calls()))
+        self.clean("after an abandoned run, a good run beside it and its uninstallation")
+
+    async def _abandoned(self) -> None:
+        fake = self.house.fake
+        before = len(fake.requests)
+        _, llm = self.house.lease()
+        with activate(llm), self.house.paused():
+            context = contextvars.copy_context()
+            running = asyncio.create_task(self.run(self.solver(llm), "hi"), context=context)
+            await self.house.until(lambda: len(fake.requests) > before or running.done(), "the first model call")
+            check(not running.done(), "run() blocks the event loop: run the agent in `await asyncio.to_thread(...)`")
+            running.cancel()
+            await asyncio.wait({running})
+            context.run(self.nobody, "after the run was abandoned, in the same task")
+
+    async def _gone_on(self, requests: int) -> None:
+        """Wait until the abandoned run has made its calls, and ended."""
+        await self.house.until(lambda: len(self.house.fake.requests) >= requests, "the abandoned run's calls")
+        await self.house.until(lambda: not self.leftovers(), "the abandoned run to leave nothing")
+
     def _next_is_named(self, what: str) -> None:
         self.nobody(f"after {what}")
         following = unbroken(self.play(self.solver))
-        solved(following)
-        check(following.agents == ["solver"] * 2, f"after {what} the next run's calls are named {following.agents}")
+        self.solved(following)
+        self.all_named(following, f"after {what}, in the next run,")
         if "tools" in self.capabilities:
             check(len(calculator(following)) == 1, f"after {what} the next run's events are {following.events}")

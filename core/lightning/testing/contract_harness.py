@@ -24,13 +24,15 @@ from lightning.errors import DataError, LightningError
 from lightning.instrument import activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.plugins.attached_adapters import failed_adapter
-from lightning.testing.contract_house import ANSWER, LIMIT, House, Ran
+from lightning.testing.contract_house import LIMIT, House, Ran
+from lightning.testing.contract_script import ANSWER, ReplyFormat
 from lightning.testing.network import hold_network
 from lightning.types import LLM, Caller, StepState, ToolEvent
 
 CAPABILITIES = {
     "tools": "reports each run of a tool with its status",
     "tool_call_ids": "reports the id of the model's call that a tool ran for",
+    "cancel": "a run that is cancelled ends its model call",
     "stream": "`run(..., stream=True)`",
     "pair": "`pair`, two agents after one another",
     "nested": "`boss`, agents inside an agent's tools, in parallel",
@@ -56,6 +58,8 @@ class ContractHarness:
 
     adapter: ClassVar[str] = ""
     capabilities: ClassVar[frozenset[str]] = frozenset()
+    replies: ClassVar[ReplyFormat] = ReplyFormat()
+    """How the framework words what the model is asked and decides, where these are not native tool calls."""
 
     # what a subclass supplies -------------------------------------------------------------------------------------
     def solver(self, llm: LLM, dialect: str = "chat") -> object:
@@ -81,7 +85,10 @@ class ContractHarness:
         raise NotImplementedError(f"{type(self).__name__}.boss")
 
     async def run(self, agent: object, text: str, *, stream: bool = False) -> str:
-        """Run an agent on a user's text, streaming if so wished, and return its final text. Close what you open."""
+        """Run an agent on a user's text, streaming if so wished, and return its final text. Close what you open.
+
+        A framework that blocks its thread runs in another one: `await asyncio.to_thread(agent.run, text)`.
+        """
         raise NotImplementedError(f"{type(self).__name__}.run")
 
     def run_sync(self, agent: object, text: str) -> str:
@@ -111,6 +118,7 @@ class ContractHarness:
         if not self.adapter:
             pytest.fail(f"{type(self).__name__}.adapter: say the name of your plugin (its entry point's, up to a dot)")
         self.house = house_of(request.config)
+        self.house.replies = self.replies
         self.emitted: list[ToolEvent | StepState] = []
         for name in KEYS:
             monkeypatch.delenv(name, raising=False)
@@ -160,6 +168,28 @@ class ContractHarness:
             undoing.callback(install_tap())
             undoing.callback(plugins().install_adapters(self._emit, []))
             yield
+
+    def solver_calls(self, tools: int = 1) -> int:
+        """Model calls that the solver makes to call this many tools, one after the other, and to answer."""
+        return tools + self.replies.answering_calls
+
+    def solved(self, ran: Ran, tools: int = 1, failed: int = 0) -> None:
+        """Check that the solver did its work: its answer, its calls, of which so many failed."""
+        __tracebackhide__ = True
+        if ran.error is not None:
+            raise ran.error
+        expected = self.solver_calls(tools) + failed
+        check(ANSWER in ran.answer, f"the solver's final text is {ran.answer!r}; the model said {ANSWER!r}")
+        check(
+            len(ran.calls) == expected,
+            f"the solver makes {expected} model calls; in the store there are {len(ran.calls)}",
+        )
+
+    def all_named(self, ran: Ran, when: str, calls: int = 0) -> None:
+        """Check that every call of a run of the solver has its name; there are `calls`, by default those to call one tool."""
+        __tracebackhide__ = True
+        names = ["solver"] * (calls or self.solver_calls())
+        check(ran.agents == names, f"{when} the calls are named {ran.agents}")
 
     def _emit(self, event: ToolEvent | StepState) -> None:
         self.emitted.append(event)
@@ -256,15 +286,6 @@ def unbroken(ran: Ran) -> Ran:
     failed = any(failed_adapter(call.caller) for call in ran.calls)
     check(not failed, "lightning_identify() raised, or returned no lightning.Caller: see the captured log")
     return ran
-
-
-def solved(ran: Ran, calls: int = 2) -> None:
-    """Check that the solver did its work: its calls, its answer."""
-    __tracebackhide__ = True
-    if ran.error is not None:
-        raise ran.error
-    check(ANSWER in ran.answer, f"the solver's final text is {ran.answer!r}; the model said {ANSWER!r}")
-    check(len(ran.calls) == calls, f"the solver makes {calls} model calls; in the store there are {len(ran.calls)}")
 
 
 def traces(ran: Ran) -> list[tuple[str, list[int]]]:

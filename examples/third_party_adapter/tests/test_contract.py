@@ -33,7 +33,7 @@ class Watcher(acme_agents.Listener):
 class TestAcme(AdapterContract):
     adapter = "acme"
     capabilities = frozenset(
-        {"tools", "tool_call_ids", "stream", "pair", "nested", "spans", "threads", "own_processor"}
+        {"tools", "tool_call_ids", "cancel", "stream", "pair", "nested", "spans", "threads", "own_processor"}
     )
 
     def agent(self, name: str, llm: LLM, *tools: Any) -> acme_agents.Agent:

@@ -85,7 +85,9 @@ class Own(SpanProcessor):
 
 class TestAutoGen(AdapterContract):
     adapter = "autogen"
-    capabilities = frozenset({"tools", "tool_call_ids", "stream", "pair", "nested", "threads", "own_processor"})
+    capabilities = frozenset(
+        {"tools", "cancel", "tool_call_ids", "stream", "pair", "nested", "threads", "own_processor"}
+    )
 
     def solver(self, llm: LLM, dialect: str = "chat") -> Runs:
         return Runs(lambda runs, stream: runs.agent("solver", stream=stream, tools=[calculator]), llm)

@@ -77,6 +77,7 @@ class TestLangChain(AdapterContract):
         {
             "tools",
             "tool_call_ids",
+            "cancel",
             "stream",
             "pair",
             "nested",

@@ -67,7 +67,18 @@ class Listener(TracingProcessor):
 class TestOpenAIAgents(AdapterContract):
     adapter = "openai-agents"
     capabilities = frozenset(
-        {"tools", "tool_call_ids", "stream", "pair", "nested", "spans", "threads", "responses", "own_processor"}
+        {
+            "tools",
+            "tool_call_ids",
+            "cancel",
+            "stream",
+            "pair",
+            "nested",
+            "spans",
+            "threads",
+            "responses",
+            "own_processor",
+        }
     )
 
     def solver(self, llm: LLM, dialect: str = "chat") -> App:

@@ -82,7 +82,18 @@ class Own(SpanProcessor):
 class TestPydanticAI(AdapterContract):
     adapter = "otel"
     capabilities = frozenset(
-        {"tools", "tool_call_ids", "stream", "pair", "nested", "spans", "threads", "responses", "own_processor"}
+        {
+            "tools",
+            "tool_call_ids",
+            "cancel",
+            "stream",
+            "pair",
+            "nested",
+            "spans",
+            "threads",
+            "responses",
+            "own_processor",
+        }
     )
 
     def solver(self, llm: LLM, dialect: str = "chat") -> Runs:

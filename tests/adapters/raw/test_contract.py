@@ -145,7 +145,9 @@ LOOPS = {"chat": Agent, "responses": ResponsesAgent, "messages": MessagesAgent}
 
 class TestRaw(AdapterContract):
     adapter = "raw"
-    capabilities = frozenset({"tools", "stream", "pair", "nested", "threads", "responses", "messages", "own_processor"})
+    capabilities = frozenset(
+        {"tools", "cancel", "stream", "pair", "nested", "threads", "responses", "messages", "own_processor"}
+    )
 
     def solver(self, llm: LLM, dialect: str = "chat") -> Agent:
         return LOOPS[dialect]("solver", llm, {"calculator": calculator}, [schema("calculator", "expression")])

@@ -1,0 +1,128 @@
+"""What the model of the conformance kit says: a script that plays every agent the kit asks for, in the framework's own words.
+
+The invariant: a reply is a function of the request alone, tool call ids included, so that two runs of one agent send the same
+requests. What the script cannot play is answered with a 400 that tells the adapter's author what the agent lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
+
+from lightning.testing.vllm_replies import Reply, ToolCall
+
+ANSWER = "The answer is 42."
+HANG = "hang"
+"""A user text with this word is answered after `HANG_SECONDS`."""
+HANG_SECONDS = 60.0
+REFUSE = "refuse"
+"""A user text with this word is answered with a 400, which clients do not retry."""
+BAD = "bad"
+"""A user text with this word makes the solver call its tool with an expression that fails, and then with a good one."""
+
+NAMED = re.compile(r"You are (\w+)\.")
+PARAMETERS = {"calculator": "expression"}
+"""Parameters whose names the kit gives."""
+ANSWERS = {
+    "solver": ANSWER,
+    "boss": "Both have answered.",
+    "writer": "A draft about {text}",
+    "checker": "Approved by the checker.",
+    "echo": "Echo of {text}",
+}
+"""What each of the kit's agents says in the end."""
+
+
+class Asked(NamedTuple):
+    """What a request says. `results` is how many tool results it holds that came after the user's text."""
+
+    agent: str
+    text: str
+    results: int
+
+
+class ReplyFormat:
+    """How a framework words what the model is asked and what it decides: by default in native messages and tool calls.
+
+    Derive from it for a framework that has the model write its decisions as text, and give an instance to the contract as
+    `replies`. The script decides; `read` says what it is asked, and `calls` and `answer` say what it decides.
+    """
+
+    answering_calls: ClassVar[int] = 1
+    """Model calls that an agent makes to answer, once its tools have run."""
+
+    def read(self, body: Mapping[str, Any]) -> Asked:
+        """What a chat request says."""
+        messages = body["messages"]
+        system = " ".join(text_of(item) for item in messages if item["role"] in ("system", "developer"))
+        found = NAMED.search(system)
+        said = [number for number, item in enumerate(messages) if item["role"] == "user"]
+        text = text_of(messages[said[-1]]) if said else ""
+        results = sum(item["role"] == "tool" for item in messages[said[-1] if said else 0 :])
+        return Asked(found[1] if found else "", text, results)
+
+    def calls(self, body: Mapping[str, Any], wanted: Mapping[str, str]) -> Reply:
+        """Call tools, each with a text as its first parameter: all at once, or the first one where a reply holds one call."""
+        offered = {item["function"]["name"]: item["function"] for item in body.get("tools") or ()}
+        missing = sorted(set(wanted) - set(offered))
+        if missing:
+            return refusal(f"the agent offers the tools {sorted(offered)}; the kit needs it to have {missing}")
+        calls = []
+        for number, (name, text) in enumerate(wanted.items()):
+            schema, only = offered[name].get("parameters") or {}, PARAMETERS.get(name, "")
+            parameters: Sequence[str] = list(schema.get("required") or schema.get("properties") or ())
+            if not parameters or (only and only not in parameters):
+                return refusal(f"the tool {name} has the parameters {parameters}; the kit needs {only or 'a text'!r}")
+            arguments = json.dumps({only or parameters[0]: text})
+            calls.append(ToolCall(name, arguments, _call_id(body["messages"], number)))
+        return Reply(tool_calls=calls)
+
+    def answer(self, body: Mapping[str, Any], text: str) -> Reply:
+        """Answer the user."""
+        return Reply(text)
+
+
+def play(body: Mapping[str, Any], replies: ReplyFormat) -> Reply:
+    """What the model says to a chat request, by the agent's name and the user's text."""
+    agent, text, results = replies.read(body)
+    if not agent:
+        said = [text_of(item) for item in body["messages"] if item["role"] in ("system", "developer")]
+        return refusal(f"the system message is {' '.join(said)!r}; the kit's agents say 'You are NAME.'")
+    if REFUSE in text:
+        return refusal("the kit's model refuses, as it was told to")
+    if agent not in ANSWERS:
+        return refusal(f"the agent {agent!r} is not in the kit: there are {', '.join(ANSWERS)}")
+    wanted = _tools(agent, text, results)
+    reply = replies.calls(body, wanted) if wanted else replies.answer(body, ANSWERS[agent].format(text=text))
+    return replace(reply, delay=HANG_SECONDS) if HANG in text else reply
+
+
+def _tools(agent: str, text: str, results: int) -> dict[str, str]:
+    """The tools that an agent calls next."""
+    if agent == "solver":
+        expressions = ["bad", "6 * 7"] if BAD in text else ["6 * 7"]
+        return {"calculator": expressions[results]} if results < len(expressions) else {}
+    if agent == "boss":
+        return dict([("ask_math", text), ("ask_echo", text)][results:])
+    return {}
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message, whose content is a string or a list of parts."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else " ".join(str(part.get("text", "")) for part in content)
+
+
+def refusal(message: str) -> Reply:
+    """A 400 with words for the adapter's author."""
+    return Reply(status=400, message=message)
+
+
+def _call_id(messages: Sequence[Mapping[str, Any]], number: int) -> str:
+    """Different in each turn of a conversation, the same when the conversation is repeated."""
+    seed = json.dumps([messages, number], sort_keys=True).encode()
+    return f"chatcmpl-tool-{zlib.crc32(seed):08x}{len(messages):02x}{number:02x}"
