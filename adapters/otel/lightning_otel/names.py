@@ -14,6 +14,11 @@ AGENT_OPERATIONS = ("invoke_agent", "create_agent")
 TOOL_OPERATION = "execute_tool"
 MODEL_OPERATIONS = ("chat", "generate_content", "text_completion")
 
+MERGED_TOOLS = "(merged tools)"
+"""The tool's name on a span that stands for no run: Google ADK's, for the joined answers of tools that ran at once."""
+NO_CALL_ID = "<not specified>"
+"""Google ADK's call id of a tool that raised."""
+
 EXCEPTION_EVENT = "exception"
 EXCEPTION_TYPE = "exception.type"
 EXCEPTION_MESSAGE = "exception.message"

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
@@ -21,7 +22,7 @@ from opentelemetry import trace
 from lightning_otel import names
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan, Span
+    from opentelemetry.sdk.trace import Event, ReadableSpan, Span
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +54,13 @@ def caller_of(context: trace.SpanContext | None) -> lightning.Caller | None:
     agent = span_id = parent_id = spoken_for = ""
     path: list[str] = []
     while context is not None and (span := _open.get(_key(context))) is not None:
-        operation, name = _text(span, names.OPERATION), ""
+        operation, name = _operation(span), ""
         if operation in names.AGENT_OPERATIONS:
             name = _text(span, names.AGENT)
             if name and not agent:
                 agent, parent_id = name, trace.format_span_id(context.span_id)
         elif operation == names.TOOL_OPERATION:
-            name = _text(span, names.TOOL)
+            name = _tool(span)
         elif operation in names.MODEL_OPERATIONS and not path and not span_id:
             span_id, spoken_for = trace.format_span_id(context.span_id), _text(span, names.AGENT)
         if name and path[-1:] != [name]:
@@ -73,15 +74,16 @@ def caller_of(context: trace.SpanContext | None) -> lightning.Caller | None:
 
 def tool_run(span: ReadableSpan) -> lightning.ToolEvent | None:
     """The tool run that an ended span stands for, if it stands for one."""
-    if _text(span, names.OPERATION) != names.TOOL_OPERATION:
+    name, call_id = _tool(span) or span.name, _text(span, names.TOOL_CALL)
+    if _operation(span) != names.TOOL_OPERATION or name == names.MERGED_TOOLS:
         return None
     failed = span.status.status_code is trace.StatusCode.ERROR
     # A tool that raises has its span marked; that of a cancelled one only closes while the stack unwinds.
     cancelled = not failed and isinstance(sys.exception(), (asyncio.CancelledError, GeneratorExit))
     return lightning.ToolEvent(
-        name=_text(span, names.TOOL) or span.name,
+        name=name,
         status="error" if failed else "unknown" if cancelled else "ok",
-        call_id=_text(span, names.TOOL_CALL),
+        call_id="" if call_id == names.NO_CALL_ID else call_id,
         arguments=_arguments(_text(span, names.TOOL_ARGUMENTS)),
         output=_text(span, names.TOOL_RESULT),
         error=_error(span) if failed else "",
@@ -89,14 +91,36 @@ def tool_run(span: ReadableSpan) -> lightning.ToolEvent | None:
     )
 
 
+def _operation(span: ReadableSpan) -> str:
+    """What a span is. Google ADK gives a tool's span its attributes as it ends; until then its name says it (`execute_tool x`)."""
+    return _text(span, names.OPERATION) or (names.TOOL_OPERATION if span.name.startswith(_RUNS) else "")
+
+
+def _tool(span: ReadableSpan) -> str:
+    return _text(span, names.TOOL) or (span.name.removeprefix(_RUNS) if span.name.startswith(_RUNS) else "")
+
+
+_RUNS = f"{names.TOOL_OPERATION} "
+
+
 def _error(span: ReadableSpan) -> str:
-    if span.status.description:
-        return span.status.description
-    for event in span.events:
-        if event.name == names.EXCEPTION_EVENT:
-            found = event.attributes or {}
-            return f"{found.get(names.EXCEPTION_TYPE, '')}: {found.get(names.EXCEPTION_MESSAGE, '')}"
-    return "error"
+    """What went wrong. Of a status of one word (`TOOL_ERROR`) the exception, or what the tool gave, says more."""
+    said = span.status.description or ""
+    if said and _KIND.fullmatch(said) is None:
+        return said
+    more = next((_exception(event) for event in span.events if event.name == names.EXCEPTION_EVENT), "")
+    more = more or _text(span, names.TOOL_RESULT)
+    if not more:
+        return said or "error"
+    return more if said in more else f"{said}: {more}"
+
+
+_KIND = re.compile(r"[\w.]+")
+
+
+def _exception(event: Event) -> str:
+    found = event.attributes or {}
+    return f"{found.get(names.EXCEPTION_TYPE, '')}: {found.get(names.EXCEPTION_MESSAGE, '')}"
 
 
 def _arguments(text: str) -> Json:

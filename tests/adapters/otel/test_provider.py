@@ -340,6 +340,44 @@ def test_tool_runs_in_full() -> None:
 
 
 @pytest.mark.parametrize(
+    ("status", "result", "raised", "error"),
+    [
+        ("", "", None, "error"),
+        ("TOOL_ERROR", "", None, "TOOL_ERROR"),
+        ("TOOL_ERROR", '{"error": "no tea"}', None, 'TOOL_ERROR: {"error": "no tea"}'),
+        ("ValueError", '{"error": "no tea"}', ValueError("no tea"), "ValueError: no tea"),
+        ("no tea left", '{"error": "no tea"}', ValueError("no tea"), "no tea left"),
+    ],
+)
+def test_an_error_says_what_happened(status: str, result: str, raised: Exception | None, error: str) -> None:
+    attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "buy", "gen_ai.tool.call.result": result}
+    with installed() as events, trace.get_tracer("any").start_as_current_span("t", attributes=attributes) as span:
+        if raised is not None:
+            span.record_exception(raised)
+        span.set_status(trace.Status(trace.StatusCode.ERROR, status))
+    assert [event.error for event in events] == [error]
+
+
+def test_what_google_adk_puts_into_spans_of_tools() -> None:
+    """Attributes as it ends, a span for several tools that ran at once beside those of each, no call id where one raises."""
+    tracer = trace.get_tracer("gcp.vertex.agent")
+    invoke = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "clerk"}
+    agent_span = tracer.start_as_current_span("invoke_agent clerk", attributes=invoke)
+    with installed(), tracer.start_as_current_span("execute_tool ask"), agent_span:
+        caller = lightning_otel.lightning_identify()
+    assert caller is not None
+    assert caller.path == ("ask", "clerk")
+    with installed() as events:
+        for name, call_id in (("search", "<not specified>"), ("(merged tools)", "event-1")):
+            attributes = {
+                "gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name, "gen_ai.tool.call.id": call_id
+            }  # fmt: skip
+            with tracer.start_as_current_span(f"execute_tool {name}", attributes=attributes):
+                pass
+    assert [(event.name, event.call_id) for event in events] == [("search", "")]
+
+
+@pytest.mark.parametrize(
     ("scope", "reported"),
     [("pydantic-ai", 1), ("opentelemetry.instrumentation.openai_agents", 0)],
 )
