@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.client
 import http.server
 import json
@@ -156,6 +157,38 @@ def test_outside_a_rollout_nothing_is_wrapped_and_the_undo_is_exact() -> None:
     thread.join()
     undo()
     assert before == (threading.Thread.start, ThreadPoolExecutor.submit, http.client.HTTPConnection.endheaders)
+
+
+class Watching:
+    """A wrapper of a method as OpenTelemetry's for threads: its class tells it the instance, a bare call does not."""
+
+    def __init__(self, wrapped: Callable[..., object], seen: list[object]) -> None:
+        functools.update_wrapper(self, wrapped)
+        self.wrapped, self.seen = wrapped, seen
+
+    def __get__(self, instance: object, owner: type) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            bound = args if instance is None else (instance, *args)
+            self.seen.append(bound[0])
+            return self.wrapped(*bound)
+
+        return call
+
+    def __call__(self, *args: object) -> object:
+        self.seen.append(None)
+        return self.wrapped(*args)
+
+
+def test_what_another_library_has_put_around_a_method_still_knows_its_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    theirs = Watching(threading.Thread.start, seen)
+    monkeypatch.setattr(threading.Thread, "start", theirs)
+    undo = carry_names()
+    with activate(ONE) as one:
+        assert in_thread(current_session) is one
+    undo()
+    assert [type(each) for each in seen] == [threading.Thread]
+    assert vars(threading.Thread)["start"] is theirs
 
 
 def _child(queue: Any) -> None:
