@@ -91,16 +91,16 @@ def tool_run(span: ReadableSpan) -> lightning.ToolEvent | None:
     )
 
 
+_RUNS = f"{names.TOOL_OPERATION} "
+
+
 def _operation(span: ReadableSpan) -> str:
-    """What a span is. Google ADK gives a tool's span its attributes as it ends; until then its name says it (`execute_tool x`)."""
+    """What a span is. Until it has its attributes, which Google ADK adds at its end, its name says it: `execute_tool search`."""
     return _text(span, names.OPERATION) or (names.TOOL_OPERATION if span.name.startswith(_RUNS) else "")
 
 
 def _tool(span: ReadableSpan) -> str:
     return _text(span, names.TOOL) or (span.name.removeprefix(_RUNS) if span.name.startswith(_RUNS) else "")
-
-
-_RUNS = f"{names.TOOL_OPERATION} "
 
 
 def _error(span: ReadableSpan) -> str:
