@@ -95,7 +95,7 @@ _RUNS = f"{names.TOOL_OPERATION} "
 
 
 def _operation(span: ReadableSpan) -> str:
-    """What a span is. Until it has its attributes, which Google ADK adds at its end, its name says it: `execute_tool search`."""
+    """What a span is. Until it has attributes, which Google ADK adds at its end, its name says it: `execute_tool search`."""
     return _text(span, names.OPERATION) or (names.TOOL_OPERATION if span.name.startswith(_RUNS) else "")
 
 
