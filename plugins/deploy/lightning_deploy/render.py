@@ -1,0 +1,158 @@
+"""The files of a target, from its plan and the templates beside this module.
+
+The invariant: a template only places values. Text that a person gave reaches a file quoted for what reads it there.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lightning.errors import ConfigError, MissingExtraError
+
+from lightning_deploy.deploy_plan import PORT, DeployPlan, Places
+from lightning_deploy.locked import source_folder
+
+Lock = Callable[[Sequence[str], Sequence[str], str], str]
+
+TARGETS: Mapping[str, tuple[str, ...]] = {
+    "docker": ("docker",),
+    "compose": ("docker", "compose"),
+    "k8s": ("docker", "k8s"),
+    "sky": ("docker", "sky"),
+}
+"""Targets, and the folders of each: all need what images and machines install."""
+CLUSTER = Places("postgresql://lightning@store:5432/lightning", f"http://trainer:{PORT}")
+"""Addresses in a compose project and in a namespace, where services are known by their names."""
+HEALTH = "import urllib.request as r; r.urlopen('http://127.0.0.1:{port}/api/v1/health', timeout=4)"
+UV = "0.11"
+SCRIPTS = ("train-or-resume", "make-tokens", "build.sh", "apply.sh")
+
+# Machines with 1, 2, ... GPUs, as Azure and AWS list them (learn.microsoft.com/azure/virtual-machines/sizes/gpu-accelerated,
+# aws.amazon.com/ec2/instance-types/p5, p4).
+AZURE = {
+    "h100": {1: "Standard_NC40ads_H100_v5", 2: "Standard_NC80adis_H100_v5", 8: "Standard_ND96isr_H100_v5"},
+    "h200": {8: "Standard_ND96isr_H200_v5"},
+    "a100": {
+        1: "Standard_NC24ads_A100_v4",
+        2: "Standard_NC48ads_A100_v4",
+        4: "Standard_NC96ads_A100_v4",
+        8: "Standard_ND96amsr_A100_v4",
+    },
+}
+AWS = {"h100": {1: "p5.4xlarge", 8: "p5.48xlarge"}, "h200": {8: "p5en.48xlarge"}, "a100": {8: "p4de.24xlarge"}}
+SKY = {"h100": "H100", "h200": "H200", "a100": "A100-80GB"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cloud:
+    """What SkyPilot is asked for: an infrastructure (empty: any), a spot machine, and the database that survives it."""
+
+    name: str = ""
+    spot: bool = False
+    store: str = ""
+
+    def __post_init__(self) -> None:
+        if self.spot and not self.store:
+            raise ConfigError(
+                "--spot needs --store URL: a spot machine is taken away with its disk, so rollouts are kept in a database "
+                "elsewhere (postgresql://user@host/name, its password in PGPASSWORD)"
+            )
+        if "@" in self.store and ":" in self.store.partition("://")[2].partition("@")[0]:
+            raise ConfigError(
+                "--store has a password in it, which would be in a file: leave it out, and set PGPASSWORD"
+            )
+
+
+def render(plan: DeployPlan, target: str, folder: Path, lock: Lock, cloud: Cloud | None = None) -> dict[str, str]:
+    """The files of a target, by their path below `folder`, which is below the project's folder."""
+    values = _values(plan, folder, cloud or Cloud())
+    found: dict[str, str] = {".gitignore": "# Made by build.sh, and what only you know.\n/docker/wheels/*.whl\n.env\n"}
+    for part in TARGETS[target]:
+        found |= _templates(part, values)
+    if target == "sky":
+        found["sky/requirements.txt"] = lock(plan.extras, plan.sources.requirements, plan.python)
+        return {
+            name: text for name, text in found.items() if not name.startswith("docker/") or name.endswith("or-resume")
+        }
+    found["docker/requirements-agent.txt"] = lock((), plan.sources.requirements, plan.python)
+    found["docker/requirements-server.txt"] = lock(("console", "postgres"), (), plan.python)
+    found["docker/requirements-trainer.txt"] = lock(plan.extras, (), plan.python)
+    return found
+
+
+def _templates(part: str, values: Mapping[str, Any]) -> dict[str, str]:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise MissingExtraError("deploy", "jinja2") from error
+    root = Path(str(resources.files("lightning_deploy") / "templates"))
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(root),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 — no HTML
+    )
+    environment.filters["json"] = json.dumps
+    environment.filters["compose"] = lambda text: text.replace("$", "$$")  # or compose would fill in variables
+    environment.filters["kubernetes"] = lambda text: text.replace("$(", "$$(")
+    environment.filters["sh"] = lambda text: shlex.quote(str(text))
+    names = sorted(str(file.relative_to(root)) for file in (root / part).rglob("*.j2"))
+    return {name.removesuffix(".j2"): environment.get_template(name).render(values) for name in names}
+
+
+def _values(plan: DeployPlan, folder: Path, cloud: Cloud) -> dict[str, Any]:
+    places, gpu, gpus = CLUSTER, plan.machine.gpu, plan.machine.gpus
+    commands = {
+        "tokens": plan.token_command(places),
+        "trainer": plan.trainer_command(places),
+        "server": plan.server_command(places),
+        "client": plan.client_command(places),
+    }
+    secrets = [*plan.secrets, *(["PGPASSWORD"] if cloud.spot else [])]
+    return {
+        "plan": plan,
+        "places": places,
+        "commands": commands,
+        "health": ["CMD", "python", "-c", HEALTH.format(port=places.port)][1:],
+        "folder": folder.as_posix(),
+        "up": "/".join(".." for _ in (*folder.parts, "target")),
+        "uv": UV,
+        "wheel": _wheel(plan),
+        "estimate": _estimate(plan),
+        "azure_size": _smallest(AZURE[gpu], gpus),
+        "aws_type": _smallest(AWS[gpu], gpus),
+        "accelerator": SKY[gpu],
+        "cloud": cloud.name,
+        "spot": cloud.spot,
+        "store": cloud.store,
+        "secrets": secrets,
+        "command": _sky_command(plan, cloud),
+    }
+
+
+def _smallest(machines: Mapping[int, str], gpus: int) -> str:
+    return next(machines[count] for count in sorted(machines) if count >= gpus)
+
+
+def _wheel(plan: DeployPlan) -> str:
+    """The shell line that puts lightning's wheel into the images' context."""
+    if folder := source_folder():
+        return f'uv build --quiet --wheel --out-dir "$wheels" {shlex.quote(folder)}'
+    return f'python3 -m pip download --quiet --no-deps --dest "$wheels" lightning=={plan.version}'
+
+
+def _estimate(plan: DeployPlan) -> str:
+    uses = [f"{use.role} {use.used / 1e9:.0f} of {use.available / 1e9:.0f} GB" for use in plan.machine.uses]
+    return f"Each {plan.machine.gpu}: {', '.join(uses)}, estimated." if uses else "The GPU's memory was not estimated."
+
+
+def _sky_command(plan: DeployPlan, cloud: Cloud) -> str:
+    out = f"/runs/{plan.name}" if cloud.spot else f"runs/{plan.name}"
+    line = shlex.join(plan.alone_command(out))
+    return f'{line} --store "$LIGHTNING_STORE"' if cloud.spot else line

