@@ -9,8 +9,13 @@ from lightning.instrument.adapter_tools import by_type, check_supported, replace
 from lightning.instrument.components import ask, component, component_path, current_caller, tool
 from lightning.instrument.context import Session, activate, current_session, emit, label, reward, state
 from lightning.instrument.httpx_patch import install_tap
+from lightning.instrument.own_client import MarkedRequest, mark_request
+from lightning.instrument.scopes import Scope, Scopes
 
 __all__ = [
+    "MarkedRequest",
+    "Scope",
+    "Scopes",
     "Session",
     "activate",
     "ask",
@@ -23,6 +28,7 @@ __all__ = [
     "emit",
     "install_tap",
     "label",
+    "mark_request",
     "replace_method",
     "reward",
     "state",

@@ -147,8 +147,11 @@ class FaultChecks(ContractHarness):
         with self.installed():
             self.house.play(self._abandoned())
             self._next_is_named("an abandoned run")
-            self.house.play(self._gone_on(before + 2 * self.solver_calls()))
-        self.clean("after an abandoned run, a good run beside it and its uninstallation")
+            both = before + 2 * self.solver_calls()
+            self.house.play(
+                self.house.until(lambda: len(self.house.fake.requests) >= both, "the abandoned run's other calls")
+            )
+        self.house.play(self.house.until(lambda: not self.leftovers(), "the abandoned run to leave nothing"))
 
     async def _abandoned(self) -> None:
         fake = self.house.fake
@@ -162,11 +165,6 @@ class FaultChecks(ContractHarness):
             running.cancel()
             await asyncio.wait({running})
             context.run(self.nobody, "after the run was abandoned, in the same task")
-
-    async def _gone_on(self, requests: int) -> None:
-        """Wait until the abandoned run has made its calls, and ended."""
-        await self.house.until(lambda: len(self.house.fake.requests) >= requests, "the abandoned run's calls")
-        await self.house.until(lambda: not self.leftovers(), "the abandoned run to leave nothing")
 
     def _next_is_named(self, what: str) -> None:
         self.nobody(f"after {what}")

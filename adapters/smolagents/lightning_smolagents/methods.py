@@ -1,0 +1,218 @@
+"""The methods of smolagents that run agents, tools, code and models, replaced while the adapter is installed.
+
+The invariant: a method does what it did, with the arguments that it got. A class of the user's that has a method of its own is
+found when an agent that holds an object of it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import lightning
+from lightning.instrument import Scope, Scopes, replace_method
+from smolagents import MultiStepAgent, Tool, ToolCallingAgent
+
+receivers: list[Callable[[lightning.ToolEvent], None]] = []
+"""Of the installations, oldest first; the newest hears of the tools, so that each run is reported once."""
+scopes = Scopes("smolagents")
+
+ANSWER = "final_answer"
+"""The tool by which an agent answers; it is no tool of the user's."""
+CODE = "python_interpreter"
+"""What smolagents calls the run of a `CodeAgent`'s code."""
+
+
+Wrap = Callable[[Any], Callable[..., Any]]
+
+
+class Methods:
+    """Which methods have been replaced."""
+
+    def __init__(self) -> None:
+        self._undo: dict[tuple[type, str], Callable[[], None]] = {}
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Replace what every agent uses. Again: does nothing."""
+        self._watch(MultiStepAgent, "run", _run)
+        self._watch(MultiStepAgent, "__call__", _call_agent)
+        self._watch(Tool, "__call__", _call_tool)
+        self._watch(ToolCallingAgent, "process_tool_calls", _process_tool_calls)
+        self._watch(ToolCallingAgent, "execute_tool_call", _execute_tool_call)
+
+    def stop(self) -> None:
+        """Put the methods back."""
+        with self._lock:
+            while self._undo:
+                self._undo.popitem()[1]()
+
+    def watch_agent(self, agent: Any) -> None:
+        """Replace what this agent uses: the methods of its model, its tools and its interpreter."""
+        self._watch(type(agent.model), "generate", _generate)
+        self._watch(type(agent.model), "generate_stream", _generate_stream)
+        for tool in agent.tools.values():
+            self._watch(type(tool), "__call__", _call_tool)
+        if interpreter := getattr(agent, "python_executor", None):
+            self._watch(type(interpreter), "__call__", _run_code)
+
+    def _watch(self, kind: type, name: str, wrap: Wrap) -> None:
+        owner = next((base for base in kind.__mro__ if name in vars(base)), None)
+        with self._lock:
+            if owner is not None and (owner, name) not in self._undo:
+                self._undo[owner, name] = replace_method(
+                    owner, name, lambda original: functools.wraps(original)(wrap(original))
+                )
+
+
+methods = Methods()
+
+
+def _name(agent: Any) -> str:
+    return str(agent.name or type(agent).__name__)
+
+
+# agents and their model calls -------------------------------------------------------------------------------------------
+def _run(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(agent: Any, *args: Any, **more: Any) -> Any:
+        methods.watch_agent(agent)
+        with scopes.inside("agent", _name(agent), agent):
+            result: Any = original(agent, *args, **more)
+        streams = inspect.isgenerator(result)
+        return scopes.each(result, "agent", _name(agent), agent) if streams else result
+
+    return run
+
+
+def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    def generate(model: Any, *args: Any, **more: Any) -> Any:
+        if _runs_already(model):  # by `super().generate`
+            return original(model, *args, **more)
+        with scopes.inside("call", subject=model):
+            return original(model, *args, **more)
+
+    return generate
+
+
+def _generate_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+    def generate_stream(model: Any, *args: Any, **more: Any) -> Any:
+        parts = original(model, *args, **more)
+        return parts if _runs_already(model) else scopes.each(parts, "call", subject=model)
+
+    return generate_stream
+
+
+def _runs_already(subject: object) -> bool:
+    """Whether the innermost scope is that of this very object."""
+    here = scopes.here()
+    return here is not None and here.subject is subject
+
+
+# tools ------------------------------------------------------------------------------------------------------------------
+_asked: WeakKeyDictionary[Scope, list[tuple[str, str, Any]]] = WeakKeyDictionary()
+"""Of each agent's run: the tools that the model has asked for and that have not begun, by id, name and arguments."""
+_asked_lock = threading.Lock()
+
+
+def _process_tool_calls(original: Callable[..., Any]) -> Callable[..., Any]:
+    def process_tool_calls(agent: Any, chat_message: Any, *args: Any, **more: Any) -> Any:
+        if (here := scopes.here()) is not None:
+            _asked[here] = [
+                (call.id, call.function.name, call.function.arguments or {}) for call in chat_message.tool_calls
+            ]
+        return original(agent, chat_message, *args, **more)
+
+    return process_tool_calls
+
+
+def _call_id(name: str, arguments: Any) -> str:
+    """The id of a tool call of the running agent, which smolagents does not tell the method that runs it."""
+    here = scopes.here()
+    with _asked_lock:
+        asked = _asked.get(here, []) if here is not None else []
+        for index, (call_id, *call) in enumerate(asked):
+            if call == [name, arguments]:
+                del asked[index]
+                return call_id
+    return ""
+
+
+def _execute_tool_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    def execute_tool_call(agent: Any, tool_name: str, arguments: Any) -> Any:
+        tool = {**agent.tools, **agent.managed_agents}.get(tool_name)
+        run = functools.partial(original, agent, tool_name, arguments)
+        if tool is None:
+            return run()  # which tells the model that there is no such tool
+        return _run_tool(tool, tool_name, arguments, run, _call_id(tool_name, arguments))
+
+    return execute_tool_call
+
+
+def _call_tool(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(tool: Any, *args: Any, **more: Any) -> Any:
+        asked = {name: value for name, value in more.items() if name != "sanitize_inputs_outputs"}
+        run = functools.partial(original, tool, *args, **more)
+        return _run_tool(tool, tool.name, _by_name(tool.inputs, args, asked), run)
+
+    return call
+
+
+def _call_agent(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(agent: Any, *args: Any, **more: Any) -> Any:
+        run = functools.partial(original, agent, *args, **more)
+        return _run_tool(agent, _name(agent), _by_name(("task",), args, more), run)
+
+    return call
+
+
+def _by_name(names: Iterable[str], args: tuple[Any, ...], more: Mapping[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(names, args, strict=False)), **more}
+
+
+def _run_tool(tool: Any, name: str, arguments: Any, run: Callable[[], Any], call_id: str = "") -> Any:
+    """Run a tool, or an agent that is one, in a scope of its own, and report it.
+
+    It is just run where no agent is at work, and where it has its scope already.
+    """
+    if scopes.here() is None or _runs_already(tool) or name == ANSWER:
+        return run()
+    event = lightning.ToolEvent(name, "unknown", call_id, arguments, caller=scopes.caller())
+    with scopes.inside("tool", name, tool):
+        return _reported(event, run)
+
+
+def _run_code(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run_code(interpreter: Any, code: str, *args: Any, **more: Any) -> Any:
+        event = lightning.ToolEvent(CODE, "unknown", arguments={"code": code}, caller=scopes.caller())
+        run = functools.partial(original, interpreter, code, *args, **more)
+        if event.caller is None:
+            return run()
+        return _reported(event, run, lambda result: f"{result.logs}{_text(result.output)}")
+
+    return run_code
+
+
+def _reported(event: lightning.ToolEvent, run: Callable[[], Any], text_of: Callable[[Any], str] | None = None) -> Any:
+    """Run something, and report how that ended."""
+    try:
+        result = run()
+        event = replace(event, status="ok", output=(text_of or _text)(result))
+    except Exception as error:
+        event = replace(event, status="error", error=repr(error.__cause__ or error))
+        raise
+    finally:
+        if receivers:
+            receivers[-1](event)
+    return result
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 — isolates the user's class
+        return type(value).__name__

@@ -1,0 +1,151 @@
+"""smolagents' two kinds of agents under the adapters' conformance kit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lightning.testing import AdapterContract, Reply, ReplyFormat
+from lightning.testing.contract_script import Asked, text_of
+from lightning.types import LLM
+from lightning_smolagents.methods import methods
+from smolagents import ActionStep, CodeAgent, FinalAnswerStep, OpenAIModel, Tool, ToolCallingAgent, tool
+
+RUN = "'type': 'function'"
+"""In a message of the agent's own: a tool call, or code, that was run."""
+
+
+@tool
+def calculator(expression: str) -> str:
+    """Evaluate a product.
+
+    Args:
+        expression: It.
+    """
+    if expression == "bad":
+        raise ValueError("bad expression")
+    left, right = expression.split("*")
+    return str(int(left) * int(right))
+
+
+class Ask(Tool):
+    """A tool that holds an agent."""
+
+    description = "Ask an agent."
+    inputs: ClassVar[Any] = {"text": {"type": "string", "description": "What to ask."}}
+    output_type = "string"
+
+    def __init__(self, name: str, agent: ToolCallingAgent | CodeAgent) -> None:
+        self.name, self.agent = name, agent
+        super().__init__()
+
+    def forward(self, text: str) -> str:
+        return str(self.agent.run(text))
+
+
+class Texts(ReplyFormat):
+    """smolagents tells the model the results of its tools in the user's place."""
+
+    def read(self, body: Mapping[str, Any]) -> Asked:
+        said = {
+            role: [text_of(item) for item in body["messages"] if item["role"] == role] for role in ("user", "assistant")
+        }
+        asked = super().read(body)
+        return asked._replace(
+            text=said["user"][0], results=self.results("".join(said["assistant"]), "".join(said["user"]))
+        )
+
+    def results(self, agent: str, user: str) -> int:
+        """How many tool results there are in what the agent and the user's side have said."""
+        return agent.count(RUN) + user.count("Error:\n")
+
+    def answer(self, body: Mapping[str, Any], text: str) -> Reply:
+        return self.calls(body, {"final_answer": text})
+
+
+class Code(Texts):
+    """A `CodeAgent`'s model writes Python."""
+
+    def results(self, agent: str, user: str) -> int:
+        return agent.count(RUN)
+
+    def calls(self, body: Mapping[str, Any], wanted: Mapping[str, str]) -> Reply:
+        name, text = next(iter(wanted.items()))
+        return Reply(f"I use a tool.\n<code>\nresult = {name}({json.dumps(text)})\nprint(result)\n</code>")
+
+
+@dataclass
+class Runs:
+    """Agents that are run one after the other, each with what the one before it said."""
+
+    agents: list[ToolCallingAgent | CodeAgent]
+
+    def run(self, text: str, stream: bool) -> str:
+        for agent in self.agents:
+            agent.stream_outputs = stream
+            if stream:
+                *_, last = agent.run(text, stream=True)
+                assert isinstance(last, FinalAnswerStep)
+                text = str(last.output)
+            else:
+                text = str(agent.run(text))
+        return text
+
+
+class TestToolCallingAgent(AdapterContract):
+    adapter = "smolagents"
+    capabilities = frozenset(
+        {"tools", "tool_call_ids", "stream", "pair", "nested", "spans", "threads", "own_processor"}
+    )
+    replies = Texts()
+    kind: ClassVar[type[ToolCallingAgent | CodeAgent]] = ToolCallingAgent
+    of_the_user: ClassVar[tuple[Any, ...]] = ()
+
+    def agent(self, name: str, llm: LLM, *tools: Tool) -> ToolCallingAgent | CodeAgent:
+        model = OpenAIModel(llm.model, api_base=llm.base_url, api_key=llm.api_key)
+        callbacks = list(self.of_the_user)
+        return self.kind(
+            list(tools), model, name=name, instructions=f"You are {name}.", verbosity_level=-1, step_callbacks=callbacks
+        )
+
+    def solver(self, llm: LLM, dialect: str = "chat") -> Runs:
+        return Runs([self.agent("solver", llm, calculator)])
+
+    def pair(self, llm: LLM) -> Runs:
+        return Runs([self.agent("writer", llm), self.agent("checker", llm)])
+
+    def boss(self, llm: LLM) -> Runs:
+        tools = Ask("ask_math", self.agent("solver", llm, calculator)), Ask("ask_echo", self.agent("echo", llm))
+        return Runs([self.agent("boss", llm, *tools)])
+
+    async def run(self, agent: Any, text: str, *, stream: bool = False) -> str:
+        return await asyncio.to_thread(agent.run, text, stream)
+
+    def run_sync(self, agent: Any, text: str) -> str:
+        return str(agent.run(text, False))
+
+    @contextlib.contextmanager
+    def own_processor(self) -> Iterator[list[object]]:
+        seen: list[object] = []
+
+        def see(step: ActionStep, agent: object) -> None:
+            seen.append(step)
+
+        type(self).of_the_user = (see,)
+        try:
+            yield seen
+        finally:
+            type(self).of_the_user = ()
+
+    def leftovers(self) -> object:
+        return methods._undo
+
+
+class TestCodeAgent(TestToolCallingAgent):
+    capabilities = TestToolCallingAgent.capabilities - {"tool_call_ids"}
+    replies = Code()
+    kind = CodeAgent
