@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Callable, Mapping
+from types import ModuleType
 
 from lightning.errors import PluginError
 
@@ -50,10 +51,12 @@ def by_type(error: BaseException, table: Mapping[str, str]) -> str | None:
     return next((table[name] for name in names if name in table), None)
 
 
-def replace_method(owner: type, name: str, wrap: Callable[..., Callable[..., object]]) -> Callable[[], None]:
-    """Put `wrap(the method)` in a method's place; returns the undo.
+def replace_method(
+    owner: type | ModuleType, name: str, wrap: Callable[..., Callable[..., object]]
+) -> Callable[[], None]:
+    """Put `wrap(the method)` in the place of a class's method, or of a module's function; returns the undo.
 
-    The method is given as its class binds it: what another library has put there may need that to find its instance.
+    A method is given as its class binds it: what another library has put there may need that to find its instance.
     """
     original = vars(owner)[name]
     ours = wrap(getattr(owner, name))

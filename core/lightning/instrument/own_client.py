@@ -33,6 +33,9 @@ class MarkedRequest:
 def mark_request(url: str, headers: Headers) -> MarkedRequest:
     """Say what a request with these headers has to carry, asked in the thread or task that is about to send it."""
     had = {name.lower(): value for name, value in headers}
-    request = SimpleNamespace(url=PlainUrl(url), headers=dict(had))
+    try:
+        request = SimpleNamespace(url=PlainUrl(url), headers=dict(had))
+    except ValueError:  # no URL, as the client itself will say
+        return MarkedRequest({}, None)
     sent = mark(cast("HttpxRequest", request))
     return MarkedRequest({name: value for name, value in request.headers.items() if had.get(name) != value}, sent)

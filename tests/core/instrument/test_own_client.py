@@ -46,6 +46,7 @@ def test_a_refused_request_is_no_call_that_a_reward_could_follow() -> None:
 def test_requests_to_elsewhere_and_outside_a_rollout_carry_nothing() -> None:
     with activate(ONE):
         assert mark_request(ELSEWHERE, KEY).added == {}
+        assert mark_request("http://[no-address/v1", KEY).added == {}
     outside = mark_request(OURS, KEY)
     outside.answered(200, [("x-request-id", "call-1")])
     assert outside.added == {}
