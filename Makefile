@@ -29,7 +29,7 @@ test-fast: $(READY)
 # The second run is that of frameworks which cannot live beside the others: in an environment of its own, without torch and vLLM.
 test-frameworks: $(READY) $(ELSEWHERE)/.ready
 	$(BIN)/pytest -m "framework and not slow" -n 2 --session-timeout=$(CAP)
-	$(ELSEWHERE)/bin/pytest tests/adapters -m elsewhere -n 2 --session-timeout=$(CAP)
+	$(ELSEWHERE)/bin/pytest tests/adapters tests/plugins/deploy -m elsewhere -n 2 --session-timeout=$(CAP)
 
 test-slow: $(READY) browser
 	$(BIN)/pytest -m slow -n 3 --dist loadfile --session-timeout=$(CAP)

@@ -42,6 +42,7 @@ FRAMEWORKS = (
 
 ELSEWHERE = (
     "adapters/crewai/", "adapters/dspy/", "adapters/llama_index/", "adapters/smolagents/", "adapters/pages/",
+    "plugins/deploy/test_sky_validator.py",
 )  # fmt: skip
 """Tests of frameworks that cannot live beside the others, in an environment of their own: `make test-frameworks`."""
 

@@ -1,0 +1,123 @@
+"""The plan of a deployment: what `lightning train` would run, cut into processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lightning.errors import ConfigError
+from lightning_deploy.deploy_plan import Options, make_plan
+from lightning_deploy.render import CLUSTER, Cloud
+
+from tests.plugins.deploy.conftest import TRAIN
+
+
+def test_a_plan_keeps_the_arguments_and_cuts_off_the_agent(project: Path) -> None:
+    plan = make_plan(TRAIN, Options(clients=4), project)
+    trainer, client = plan.trainer_command(CLUSTER), plan.client_command(CLUSTER)
+    assert trainer[:2] == ["train-or-resume", "/runs/my-agent"]
+    assert "my_agent:solve" not in trainer
+    assert trainer[2 : 2 + len(plan.train)] == list(plan.train)
+    assert sorted(plan.train) == sorted(TRAIN[1:])
+    assert client[-3:] == ["--set", "runner.timeout=60", "my_agent:solve"]
+    assert plan.concurrency == 8  # 32 agents over 4 clients
+    assert plan.secrets == ("SEARCH_KEY",)
+    assert plan.data == (Path("data/train.jsonl"),)
+    assert plan.machine.gpus == 1
+    assert all(use.fits for use in plan.machine.uses)
+
+
+def test_the_tag_changes_with_the_agent(project: Path) -> None:
+    first = make_plan(TRAIN, Options(), project).tag
+    (project / "helpers" / "shots.txt").write_text("other\n")
+    assert make_plan(TRAIN, Options(), project).tag != first
+
+
+def test_gpus_are_those_that_the_engine_uses(project: Path) -> None:
+    plan = make_plan([*TRAIN, "--engine", "verl", "--set", "engine.verl.world_size=4"], Options(), project)
+    assert plan.machine.gpus == 4
+    assert "verl" in plan.extras
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--out", "runs/x"], "--out: a deployment sets that"),
+        (["--runner", "remote"], "--runner: a deployment sets that"),
+        (["--sets", "x=1"], "lightning train would say: No such option"),
+        (["--set", "trainer.stepz=1"], "trainer.stepz"),
+        (["--val", "/elsewhere/val.jsonl"], None),
+        (["--set", "policy_server.attach=http://me:pw@host"], "policy_server.attach has a URL with a password"),
+        (["--engine", "verl", "--set", "engine.verl.nodes=2"], "for one machine of up to 8 GPUs"),
+        (["--algorithm", "grpo\nrm -rf"], "control character"),
+    ],
+)
+def test_arguments_that_a_deployment_cannot_keep_are_refused(project: Path, more: list[str], said: str | None) -> None:
+    if said is None:
+        plan = make_plan([*TRAIN, *more], Options(), project)  # not there: the trainer will say so
+        assert Path("/elsewhere/val.jsonl") not in plan.data
+        return
+    with pytest.raises(ConfigError, match=said):
+        make_plan([*TRAIN, *more], Options(), project)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_would(project: Path) -> None:
+    place = TRAIN.index("engine.gradient_checkpointing=true")
+    whole = [*TRAIN[: place - 1], *TRAIN[place + 1 :]]
+    with pytest.raises(
+        ConfigError, match=r"Qwen3-4B needs 102 GB of each of 1 h100 .* has 80: it would fit on 1 x h200"
+    ):
+        make_plan(whole, Options(), project)
+    assert make_plan(whole, Options(gpu="h200"), project).machine.gpus == 1
+    with pytest.raises(ConfigError, match=r"Qwen3-8B needs 258 GB .*: train adapters"):
+        make_plan([*TRAIN[:2], "Qwen/Qwen3-8B", *TRAIN[3:7]], Options(), project)
+
+
+def test_a_model_that_cannot_be_counted_is_a_note(project: Path) -> None:
+    (project / "odd").mkdir()
+    (project / "odd" / "config.json").write_text('{"model_type": "mamba"}')
+    plan = make_plan([TRAIN[0], "--model", "odd", *TRAIN[3:]], Options(), project)
+    assert plan.machine.uses == ()
+    assert "mamba" in plan.machine.notes[0]
+    assert Path("odd") in plan.data  # a folder becomes a layer of the trainer's image
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (Options(image="Not A Name"), "no name of images"),
+        (Options(secrets=("KEY=hunter2",)), "its value is never given here"),
+        (Options(name="42"), "makes no name"),
+        (Options(gpu="tpu"), "no GPU that deployments know"),
+    ],
+)
+def test_bad_options_are_named(project: Path, options: Options, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_plan(TRAIN, options, project)
+
+
+def test_a_missing_agent_and_missing_tasks_are_named(project: Path) -> None:
+    with pytest.raises(ConfigError, match="name the agent"):
+        make_plan(TRAIN[1:], Options(), project)
+    with pytest.raises(ConfigError, match="give --tasks"):
+        make_plan(TRAIN[:3], Options(), project)
+
+
+def test_a_file_outside_of_the_project_is_refused(project: Path) -> None:
+    outside = project.parent / "outside.jsonl"
+    outside.write_text("{}")
+    with pytest.raises(ConfigError, match=r"--tasks .*outside.jsonl: give a path below"):
+        make_plan([*TRAIN[:3], "--tasks", str(outside)], Options(), project)
+
+
+def test_a_program_needs_no_module(project: Path) -> None:
+    plan = make_plan(["command:claude -p {task.input}", *TRAIN[1:]], Options(name="claude"), project)
+    assert plan.sources.paths == ()
+    assert plan.client_command(CLUSTER)[-1] == "command:claude -p {task.input}"
+
+
+def test_a_spot_machine_needs_a_database_elsewhere() -> None:
+    with pytest.raises(ConfigError, match="--spot needs --store"):
+        Cloud(spot=True)
+    with pytest.raises(ConfigError, match="has a password in it"):
+        Cloud(spot=True, store="postgresql://me:pw@db/x")  # pragma: allowlist secret

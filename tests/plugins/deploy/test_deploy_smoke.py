@@ -1,0 +1,82 @@
+"""A deployment as processes: a real training by the generated commands, in which a client is killed and replaced."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from lightning.errors import DataError
+from lightning.types import Status
+from lightning_deploy.deploy_command import _smoke
+from lightning_deploy.deploy_plan import Options, make_plan
+from lightning_deploy.files import write
+from lightning_deploy.render import render
+from lightning_deploy.smoke import smoke
+from lightning_examples import raw_python, word_problems
+
+AGENT = """
+import openai
+
+
+def solve(task, llm):
+    messages = [{"role": "user", "content": task.input}]
+    reply = openai.OpenAI().chat.completions.create(model=llm.model, messages=messages, max_tokens=8)
+    return float(str(task.expected) in (reply.choices[0].message.content or ""))
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with an agent, twelve tasks and the tiny model."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "solver.py").write_text(AGENT)
+    shutil.copytree(Path(raw_python.__file__).parent / "model", folder / "model")
+    tasks = [json.dumps({"input": task.input, "expected": task.expected}) for task in word_problems.tasks(12, 0)]
+    (folder / "train.jsonl").write_text("\n".join(tasks))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def plan_of(project: Path, *more: str):
+    arguments = ["solver:solve", "--model", "model", "--tasks", "train.jsonl", "--algorithm", "grpo:group_size=4"]
+    return make_plan([*arguments, "--set", "trainer.tasks_per_step=4", *more], Options(), project)
+
+
+@pytest.mark.slow
+def test_a_step_is_trained_though_a_client_is_killed(small: Path, tmp_path: Path) -> None:
+    plan, scripts, told = plan_of(small), tmp_path / "scripts", list[str]()
+    files = render(plan, "docker", Path("deploy"), lambda *_: "")
+    write({Path(name).name: text for name, text in files.items() if "-" in Path(name).name}, scripts)
+    # On all addresses, as in a container: a server that has no token would refuse to start.
+    found = smoke(plan, scripts, tmp_path / "smoke", told.append, host="0.0.0.0", seconds=280)
+    assert found.report["steps"] == 1
+    assert found.report["failed"] == 0
+    assert found.under_way > 0
+    assert [text.partition(":")[0] for text in told] == ["tokens", "trainer and server", "client-1"]
+    logs = {file.name: file.read_text() for file in found.folder.glob("*.log")}
+    assert set(logs) == {f"{name}.log" for name in ("tokens", "trainer", "server", "client-1", "client-2", "client-3")}
+    assert "succeeded" in logs["client-3.log"]  # the one that came for the killed one drained at the end
+    assert "succeeded" not in logs["client-1.log"]
+    ended = {one.status for one in rollouts(found.folder).rollouts}
+    assert ended == {Status.SUCCEEDED}
+
+
+def rollouts(folder: Path):
+    import asyncio
+
+    from lightning.cli.locate import with_store
+    from lightning.store.resource_ref import run_id_of
+    from lightning.store.url import sqlite_url
+
+    run = run_id_of(folder / "runs" / "solver")
+    return asyncio.run(with_store(sqlite_url(folder / "store.db"), lambda store: store.list_rollouts(run)))
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_named_with_its_last_words(small: Path) -> None:
+    plan = plan_of(small, "--val", "nowhere.jsonl")
+    with pytest.raises(DataError, match=r"trainer ended with exit code \d+: .*nowhere.jsonl"):
+        _smoke(plan, Path("deploy"), as_json=True)

