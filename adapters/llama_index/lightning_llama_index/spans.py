@@ -1,0 +1,155 @@
+"""What LlamaIndex's spans are of: workflows and their steps, agents, tools, models, and the components of query engines.
+
+The invariant: a span that is none of these has no name, and what happens in it belongs to what is around it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from inspect import BoundArguments
+from typing import Any
+
+import lightning
+from lightning.instrument import Scope
+from llama_index.core.agent.workflow import AgentOutput, AgentWorkflow, BaseWorkflowAgent, ToolCall, ToolCallResult
+from llama_index.core.base.base_query_engine import BaseQueryEngine
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.base.base_selector import BaseSelector
+from llama_index.core.base.llms.base import BaseLLM
+from llama_index.core.chat_engine.types import BaseChatEngine
+from llama_index.core.indices.query.query_transform.base import BaseQueryTransform
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.question_gen.types import BaseQuestionGenerator
+from llama_index.core.response_synthesizers.base import BaseSynthesizer
+from llama_index.core.schema import TransformComponent
+from llama_index.core.tools import BaseTool, ToolOutput
+from llama_index.core.workflow import Workflow
+from llama_index_instrumentation.span_handlers import NullSpanHandler
+
+from lightning_llama_index.steps import Run, Step, steps
+
+COMPONENTS = (
+    BaseQueryEngine,
+    BaseChatEngine,
+    BaseRetriever,
+    BaseSynthesizer,
+    BaseSelector,
+    BaseQuestionGenerator,
+    BaseQueryTransform,
+    BaseNodePostprocessor,
+    TransformComponent,
+)
+"""Parts of a query engine, a chat engine or an ingestion that may ask a model."""
+UUID = 37
+"""Characters of a span's id behind the name of its function."""
+
+
+receivers: list[Callable[[lightning.ToolEvent], None]] = []
+"""Who gets the tool events: the last one."""
+
+
+class SpanHandler(NullSpanHandler):  # type: ignore[misc]  # LlamaIndex is not there when types are checked
+    """Hears of every span, in the thread or task in which it happens. What it raises is dropped by LlamaIndex."""
+
+    def span_enter(
+        self, id_: str, bound_args: BoundArguments, instance: Any = None, parent_id: Any = None, **more: Any
+    ) -> None:
+        """A span begins."""
+        steps.begin(id_, _step(id_[:-UUID].rpartition(".")[2], instance, bound_args.arguments))
+
+    def span_exit(
+        self, id_: str, bound_args: BoundArguments, instance: Any = None, result: Any = None, **more: Any
+    ) -> None:
+        """A span has ended well; a step of a workflow also when it was cancelled, or waits for a human."""
+        step = steps.end(id_, result)
+        if step is not None and isinstance(step.around, Run) and isinstance(result, AgentOutput):
+            step.around.asked = _asked(result.response)
+        if step is not None and step.begun and step.tool is not None:
+            _report(step.tool, *_outcome(result))
+
+    def span_drop(
+        self, id_: str, bound_args: BoundArguments, instance: Any = None, err: BaseException | None = None, **more: Any
+    ) -> None:
+        """A span has ended with an exception."""
+        step = steps.end(id_)
+        if step is not None and step.begun and step.tool is not None:
+            cancelled = isinstance(err, asyncio.CancelledError)
+            _report(step.tool, "unknown" if cancelled else "error", "", "" if cancelled else repr(err))
+
+
+def _report(tool: lightning.ToolEvent, status: str, output: str, error: str) -> None:
+    if receivers:
+        receivers[-1](replace(tool, status=status, output=output, error=error))
+
+
+def _outcome(result: Any) -> tuple[str, str, str]:
+    """Status, output and error of a tool's run that ended so. Without a result its step was cancelled, or waits for a human."""
+    output = result.tool_output if isinstance(result, ToolCallResult) else result
+    if output is None:
+        return "unknown", "", ""
+    if not isinstance(output, ToolOutput):
+        return "ok", str(output), ""
+    if output.is_error:
+        return "error", "", repr(output.exception) if output.exception else output.content
+    return "ok", output.content, ""
+
+
+def _step(function: str, instance: Any, arguments: Mapping[str, Any]) -> Step:
+    """What a span is of, by the function that runs in it and the object whose method that is."""
+    around = steps.here()
+    if instance is None and isinstance(around, Run):
+        return _workflow_step(function, around, arguments.get("ev"))
+    if isinstance(instance, Workflow) and function == "run":
+        if isinstance(instance, BaseWorkflowAgent):
+            return Run(instance.name, around, of_agents=True)
+        team = isinstance(instance, AgentWorkflow)
+        return Run("" if team else _name_of(instance), around, of_agents=team)
+    if isinstance(instance, BaseLLM):
+        return Step("call", around=around)
+    if isinstance(instance, BaseTool):
+        return _tool(instance.metadata.get_name(), around, arguments)
+    return Step("agent", type(instance).__name__ if isinstance(instance, COMPONENTS) else "", around)
+
+
+def _workflow_step(function: str, run: Run, event: Any) -> Step:
+    if not run.of_agents:
+        return Step("agent", function, run)
+    run.agent = getattr(event, "current_agent_name", run.agent)
+    agent = Step("agent", run.agent, run)
+    if not isinstance(event, ToolCall):
+        return agent
+    agent.is_open = False  # it only stands in the path: the span is the tool's
+    step = Step("tool", event.tool_name, agent)
+    call_id = event.tool_id if event.tool_id in run.asked else ""
+    step.tool = lightning.ToolEvent(event.tool_name, "unknown", call_id, event.tool_kwargs, caller=steps.caller(agent))
+    return step
+
+
+def _tool(name: str, around: Scope | None, arguments: Mapping[str, Any]) -> Step:
+    """A tool's function. Tools are wrapped in each other, and an agent has a step of its own that calls one."""
+    step = Step("tool", name, around)
+    named = next((scope for scope in around.outwards() if scope.name), None) if around else None
+    if isinstance(named, Step) and (named.kind, named.name) == ("tool", name):
+        named.begun = True
+        return step
+    given = {**arguments, **arguments.get("kwargs", {})}
+    given = {key: value for key, value in given.items() if key not in ("args", "kwargs")}
+    caller = steps.caller(around) if around else None
+    step.tool, step.begun = lightning.ToolEvent(name, "unknown", arguments=given, caller=caller), True
+    return step
+
+
+def _name_of(workflow: Any) -> str:
+    """The name that a workflow was given, or its class's without the modules and functions around that."""
+    name, kind = str(workflow.workflow_name), type(workflow)
+    return kind.__name__ if name == f"{kind.__module__}.{kind.__qualname__}" else name
+
+
+def _asked(message: Any) -> frozenset[str]:
+    """The ids of the tool calls that a model's own message has."""
+    blocks = [getattr(block, "tool_call_id", None) for block in message.blocks]
+    calls = message.additional_kwargs.get("tool_calls") or ()
+    older = [call.get("id") if isinstance(call, dict) else getattr(call, "id", None) for call in calls]
+    return frozenset(found for found in (*blocks, *older) if found)
