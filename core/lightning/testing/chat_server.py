@@ -104,10 +104,11 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
             headers = {name.lower(): value for name, value in self.headers.items()}
             call = ChatRequest(self.path, headers, json.loads(body or b"{}"))
             server.calls.append(call)
+            text = server.answer(call)
             if call.body.get("stream"):
-                self._reply("text/event-stream", _stream(server.answer(call)))
+                self._reply("text/event-stream", _stream(call, text))
             else:
-                self._reply("application/json", json.dumps(_completion(server.answer(call))).encode())
+                self._reply("application/json", json.dumps(_completion(call, text)).encode())
 
         def _reply(self, kind: str, data: bytes) -> None:
             self.send_response(200)
@@ -122,23 +123,29 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _completion(text: str) -> dict[str, Any]:
+def _completion(call: ChatRequest, text: str) -> dict[str, Any]:
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-    return {"id": "chat-1", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+    return {**_head("chat.completion"), "choices": [choice], "usage": _usage(call, text)}
 
 
-def _stream(text: str) -> bytes:
-    """One event for each word, then the finish."""
+def _stream(call: ChatRequest, text: str) -> bytes:
+    """One event for each word, then the finish, and the usage where it was asked for."""
     deltas: list[tuple[dict[str, str], str | None]] = [({"content": word + " "}, None) for word in text.split()]
-    events = []
-    for delta, finish in [*deltas, ({}, "stop")]:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish}
-        chunk = {
-            "id": "chat-1",
-            "object": "chat.completion.chunk",
-            "created": 0,
-            "model": "policy",
-            "choices": [choice],
-        }
-        events.append(f"data: {json.dumps(chunk)}\n\n")
-    return "".join([*events, "data: [DONE]\n\n"]).encode()
+    chunks = [
+        {**_head("chat.completion.chunk"), "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+        for delta, finish in [*deltas, ({}, "stop")]
+    ]
+    if (call.body.get("stream_options") or {}).get("include_usage"):
+        chunks.append({**_head("chat.completion.chunk"), "choices": [], "usage": _usage(call, text)})
+    return "".join([*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]).encode()
+
+
+def _head(kind: str) -> dict[str, Any]:
+    return {"id": "chat-1", "object": kind, "created": 0, "model": "policy"}
+
+
+def _usage(call: ChatRequest, text: str) -> dict[str, int]:
+    """A token for each word: no tokenizer is here."""
+    prompt = sum(len(str(message.get("content") or "").split()) for message in call.body.get("messages") or ())
+    completion = len(text.split())
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
