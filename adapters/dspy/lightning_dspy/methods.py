@@ -59,7 +59,7 @@ class Methods:
             self._undo.pop()()
 
 
-methods = Methods()
+replaced = Methods()
 
 Ended = Callable[[object], object]
 """Told the result of what ran inside."""

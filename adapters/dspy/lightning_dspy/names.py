@@ -36,8 +36,7 @@ def own_name(module: object) -> str:
     kind = type(module)
     if not kind.__module__.startswith("dspy."):
         return kind.__name__
-    signature = getattr(module, "signature", None) or getattr(getattr(module, "predict", None), "signature", None)
-    name = str(getattr(signature, "__name__", UNNAMED_SIGNATURE))
+    name = str(getattr(getattr(module, "signature", None), "__name__", UNNAMED_SIGNATURE))
     return kind.__name__ if name == UNNAMED_SIGNATURE else name
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import lightning
 from lightning.instrument import by_type, check_supported
 
-from lightning_smolagents.methods import methods, receivers, scopes
+from lightning_smolagents.methods import receivers, replaced, scopes
 
 __all__ = ["SUPPORTED", "lightning_identify", "lightning_install", "lightning_policy_fault"]
 
@@ -29,13 +29,13 @@ POLICY_FAULTS = {
 def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
     """Stand before the methods that run agents, tools, code and models. Raises `PluginError` for versions out of range."""
     check_supported(SUPPORTED)
-    methods.start()
+    replaced.start()
     receivers.append(emit)
 
     def undo() -> None:
         receivers.remove(emit)
         if not receivers:
-            methods.stop()
+            replaced.stop()
 
     return undo
 

@@ -70,7 +70,7 @@ class Methods:
                 )
 
 
-methods = Methods()
+replaced = Methods()
 
 
 def _name(agent: Any) -> str:
@@ -80,7 +80,7 @@ def _name(agent: Any) -> str:
 # agents and their model calls -------------------------------------------------------------------------------------------
 def _run(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(agent: Any, *args: Any, **more: Any) -> Any:
-        methods.watch_agent(agent)
+        replaced.watch_agent(agent)
         with scopes.inside("agent", _name(agent), agent):
             result: Any = original(agent, *args, **more)
         streams = inspect.isgenerator(result)

@@ -13,7 +13,7 @@ from dspy.utils.callback import BaseCallback
 from lightning.testing import AdapterContract, Reply, ReplyFormat
 from lightning.testing.contract_script import PARAMETERS, Asked, text_of
 from lightning.types import LLM
-from lightning_dspy.methods import methods
+from lightning_dspy.methods import replaced
 
 QUESTION = re.compile(r"\[\[ ## question ## \]\]\n(.*?)\n\n", re.DOTALL)
 FIELD = re.compile(r"`\[\[ ## (\w+) ## \]\]`")
@@ -128,7 +128,9 @@ class TestDSPy(AdapterContract):
         return program
 
     async def run(self, agent: Any, text: str, *, stream: bool = False) -> str:
-        with dspy.context(lm=agent.lm, callbacks=list(self.of_the_user)):
+        async with contextlib.AsyncExitStack() as after:
+            after.push_async_callback(agent.lm.aclose)
+            after.enter_context(dspy.context(lm=agent.lm, callbacks=list(self.of_the_user)))
             if not stream:
                 return str((await agent.acall(question=text)).answer)
             parts = [part async for part in dspy.streamify(agent, is_async_program=True)(question=text)]
@@ -136,7 +138,7 @@ class TestDSPy(AdapterContract):
             return str(parts[-1].answer)
 
     def run_sync(self, agent: Any, text: str) -> str:
-        with dspy.context(lm=agent.lm):
+        with dspy.context(lm=agent.lm), contextlib.closing(agent.lm):
             return str(agent(question=text).answer)
 
     @contextlib.contextmanager
@@ -149,4 +151,4 @@ class TestDSPy(AdapterContract):
             type(self).of_the_user = ()
 
     def leftovers(self) -> object:
-        return methods._undo
+        return replaced._undo

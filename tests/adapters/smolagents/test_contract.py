@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from lightning.testing import AdapterContract, Reply, ReplyFormat
 from lightning.testing.contract_script import Asked, text_of
 from lightning.types import LLM
-from lightning_smolagents.methods import methods
+from lightning_smolagents.methods import replaced
 from smolagents import ActionStep, CodeAgent, FinalAnswerStep, OpenAIModel, Tool, ToolCallingAgent, tool
 
 RUN = "'type': 'function'"
@@ -82,9 +82,14 @@ class Code(Texts):
 class Runs:
     """Agents that are run one after the other, each with what the one before it said."""
 
+    model: OpenAIModel
     agents: list[ToolCallingAgent | CodeAgent]
 
     def run(self, text: str, stream: bool) -> str:
+        with self.model.client:
+            return self._run(text, stream)
+
+    def _run(self, text: str, stream: bool) -> str:
         for agent in self.agents:
             agent.stream_outputs = stream
             if stream:
@@ -105,22 +110,27 @@ class TestToolCallingAgent(AdapterContract):
     kind: ClassVar[type[ToolCallingAgent | CodeAgent]] = ToolCallingAgent
     of_the_user: ClassVar[tuple[Any, ...]] = ()
 
-    def agent(self, name: str, llm: LLM, *tools: Tool) -> ToolCallingAgent | CodeAgent:
-        model = OpenAIModel(llm.model, api_base=llm.base_url, api_key=llm.api_key)
+    def agent(self, name: str, model: OpenAIModel, *tools: Tool) -> ToolCallingAgent | CodeAgent:
         callbacks = list(self.of_the_user)
         return self.kind(
             list(tools), model, name=name, instructions=f"You are {name}.", verbosity_level=-1, step_callbacks=callbacks
         )
 
+    def model(self, llm: LLM) -> OpenAIModel:
+        return OpenAIModel(llm.model, api_base=llm.base_url, api_key=llm.api_key)
+
     def solver(self, llm: LLM, dialect: str = "chat") -> Runs:
-        return Runs([self.agent("solver", llm, calculator)])
+        model = self.model(llm)
+        return Runs(model, [self.agent("solver", model, calculator)])
 
     def pair(self, llm: LLM) -> Runs:
-        return Runs([self.agent("writer", llm), self.agent("checker", llm)])
+        model = self.model(llm)
+        return Runs(model, [self.agent("writer", model), self.agent("checker", model)])
 
     def boss(self, llm: LLM) -> Runs:
-        tools = Ask("ask_math", self.agent("solver", llm, calculator)), Ask("ask_echo", self.agent("echo", llm))
-        return Runs([self.agent("boss", llm, *tools)])
+        model = self.model(llm)
+        tools = Ask("ask_math", self.agent("solver", model, calculator)), Ask("ask_echo", self.agent("echo", model))
+        return Runs(model, [self.agent("boss", model, *tools)])
 
     async def run(self, agent: Any, text: str, *, stream: bool = False) -> str:
         return await asyncio.to_thread(agent.run, text, stream)
@@ -142,7 +152,7 @@ class TestToolCallingAgent(AdapterContract):
             type(self).of_the_user = ()
 
     def leftovers(self) -> object:
-        return methods._undo
+        return replaced._undo
 
 
 class TestCodeAgent(TestToolCallingAgent):

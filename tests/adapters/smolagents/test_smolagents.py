@@ -343,7 +343,8 @@ def test_the_tap_writes_the_name_on_the_request() -> None:
         llm = server.llm()
         model = OpenAIModel(llm.model, api_base=llm.base_url, api_key=llm.api_key)
         agent = ToolCallingAgent(tools=[], model=model, name="solver", verbosity_level=LogLevel.OFF)
-        assert agent.run("hi") == "42"
+        with model.client:
+            assert agent.run("hi") == "42"
         for each in undo:
             each()
     (call,) = server.calls
