@@ -13,10 +13,10 @@ from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError
 
 from lightning_deploy.cluster_check import check_cluster
-from lightning_deploy.deploy_plan import DeployPlan, Options, described, make_plan
+from lightning_deploy.deploy_plan import DeployPlan, Options, checked_name, described, make_plan, sweep_plans
 from lightning_deploy.files import Written, diff, write
 from lightning_deploy.locked import lock
-from lightning_deploy.render import Cloud, render
+from lightning_deploy.render import Cloud, render, render_sweep
 from lightning_deploy.smoke import smoke
 from lightning_deploy.validators import OVERLAYS, Verdict, check
 
@@ -61,9 +61,9 @@ def deploy(
         ),
     ],
     train: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(metavar="-- AGENT --model MODEL --tasks FILE ...", help="The arguments of `lightning train`."),
-    ],
+    ] = None,
     out: Annotated[Path, typer.Option(help="The folder of the files, below this one.")] = Path("deploy"),
     name: Annotated[str, typer.Option(help="Name of the deployment and of its run; default: the agent's module.")] = "",
     gpu: Annotated[str, typer.Option(help="The trainer's GPU: h100, h200 or a100.")] = "h100",
@@ -87,8 +87,15 @@ def deploy(
         bool, typer.Option("--spot", help="With sky: a machine that may be taken away. Needs --store.")
     ] = False,
     store: Annotated[
-        str, typer.Option(metavar="URL", help="With sky --spot: the database, without its password.")
+        str, typer.Option(metavar="URL", help="With sky: a database elsewhere, without its password.")
     ] = "",
+    sweep: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With sky: the runs of a sweep's file as a job group, in place of arguments. Needs --store.",
+        ),
+    ] = None,
     overlay: Annotated[Overlay, typer.Option(help="With k8s --apply: the kind of cluster.")] = Overlay.PLAIN,
     open_network: Annotated[
         bool, typer.Option("--open-network", help="With k8s --apply: also where no network policy is enforced.")
@@ -105,11 +112,19 @@ def deploy(
     project = Path.cwd()
     _check_folder(out, project)
     options = Options(gpu, clients, image, name, tuple(include or ()), tuple(secret or ()))
-    plan = make_plan(train, options, project)
-    if target is Target.SMOKE:
-        _smoke(plan, out, as_json=as_json)
-        return
-    files = render(plan, target.value, out, lock, Cloud("" if cloud is None else cloud.value, spot, store))
+    if (sweep is None) == (not train) or (sweep is not None and target is not Target.SKY):
+        raise ConfigError("give the arguments of `lightning train` after --, or with sky --sweep FILE: one of the two")
+    place = Cloud("" if cloud is None else cloud.value, spot, store)
+    if sweep is not None:
+        plans = sweep_plans(sweep, options, project)
+        plan = plans[0]
+        files = render_sweep(plans, checked_name(sweep.stem), out, lock, place)
+    else:
+        plan = make_plan(train or (), options, project)
+        if target is Target.SMOKE:
+            _smoke(plan, out, as_json=as_json)
+            return
+        files = render(plan, target.value, out, lock, place)
     if show_diff:
         changes = "".join(diff(files, out))
         typer.echo(changes, nl=False)
@@ -183,17 +198,9 @@ def _apply(plan: DeployPlan, target: str, out: Path, overlay: str, *, isolated: 
 
 def _smoke(plan: DeployPlan, out: Path, *, as_json: bool) -> None:
     folder = Path(tempfile.mkdtemp(prefix="lightning-smoke-"))
-    scripts = folder / "scripts"
     files = render(plan, "docker", out, lambda *_: "")
-    write(
-        {
-            Path(name).name: text
-            for name, text in files.items()
-            if Path(name).name in ("make-tokens", "train-or-resume")
-        },
-        scripts,
-    )
-    found = smoke(plan, scripts, folder, lambda text: None if as_json else say(escape(text)))
+    write({name: text for name, text in files.items() if name.startswith("scripts/")}, folder)
+    found = smoke(plan, folder / "scripts", folder, lambda text: None if as_json else say(escape(text)))
     if as_json:
         print_json(found)
         return

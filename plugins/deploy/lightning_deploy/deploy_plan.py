@@ -11,20 +11,20 @@ import json
 import platform
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import click
 import typer
 from lightning import __version__
-from lightning.cli.app import build
+from lightning.cli.train import train
 from lightning.config import Config, load_config
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 
 from lightning_deploy.agent_sources import AgentSources, find_sources
 from lightning_deploy.gpu_estimate import MachineNeeds, estimate
+from lightning_deploy.sweep_file import read_sweep
 
 OURS = ("out", "store", "resume", "dev", "runner")
 """Options of `lightning train` that a deployment sets."""
@@ -156,7 +156,7 @@ def make_plan(arguments: Sequence[str], options: Options, project: Path) -> Depl
     needs = (config_file,) if config_file is not None else ()
     sources = find_sources("" if prefixed else module, project, (*options.include, *needs))
     return DeployPlan(
-        name=_checked_name(options.name or (Path(project).name if prefixed else module)),
+        name=checked_name(options.name or (Path(project).name if prefixed else module.rpartition(".")[2])),
         agent=agent,
         train=tuple(_rebuilt(given)),
         runner=tuple(_runner_arguments(given)),
@@ -173,6 +173,19 @@ def make_plan(arguments: Sequence[str], options: Options, project: Path) -> Depl
     )
 
 
+def sweep_plans(file: Path, options: Options, project: Path) -> list[DeployPlan]:
+    """The plan of each run of a sweep's file, under the run's name. Raises `ConfigError` as `make_plan` does."""
+    runs = read_sweep(file)
+    names = [checked_name(run.name) for run in runs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(
+            f"two runs of {file} would be jobs called {twice!r}: give their variants names that differ earlier"
+        )
+    return [
+        make_plan(run.arguments, replace(options, name=name), project) for run, name in zip(runs, names, strict=True)
+    ]
+
+
 def _check(arguments: Sequence[str], options: Options) -> None:
     """Raises `ConfigError` for what cannot stand in the files of a deployment."""
     if broken := next((text for text in arguments if not text.isprintable()), None):
@@ -187,11 +200,10 @@ def _check(arguments: Sequence[str], options: Options) -> None:
 
 def _parse(arguments: Sequence[str]) -> dict[str, Any]:
     """What was given, by parameter. Raises `ConfigError` for what `lightning train` would not take, or a deployment sets."""
-    command = typer.main.get_command(build("train"))
-    assert isinstance(command, click.Group) or hasattr(command, "commands")
-    train = command.commands["train"]
+    app = typer.Typer()
+    app.command()(train)
     try:
-        context = train.make_context("train", list(arguments))
+        context = typer.main.get_command(app).make_context("train", list(arguments))
     except Exception as error:
         if not hasattr(error, "format_message"):  # typer may bring a click of its own
             raise
@@ -243,9 +255,9 @@ def _extras(config: Config, engine: str) -> tuple[str, ...]:
     return tuple(sorted({"torch", "vllm", "postgres", *trackers, *engines}))
 
 
-def _checked_name(text: str) -> str:
+def checked_name(text: str) -> str:
     """A name for objects of a cluster: at most 40 small letters, digits and `-`."""
-    name = re.sub(r"[^a-z0-9]+", "-", text.rpartition(".")[2].lower()).strip("-")[:40].strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
     if not name or not name[0].isalpha():
         raise ConfigError(f"{text!r} makes no name for a deployment: give one with --name, such as --name writer")
     return name

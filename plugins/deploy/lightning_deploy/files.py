@@ -46,8 +46,8 @@ def write(files: Mapping[str, str], folder: Path, *, force: bool = False) -> Wri
         if Path(name).name in SCRIPTS:
             (folder / name).chmod(0o755)
         digests[name] = _digest(text)
-    if any(name.startswith("docker/") for name in files):
-        (folder / "docker" / "wheels").mkdir(exist_ok=True)  # for lightning's own, which the scripts make
+    if any(name.startswith("scripts/") for name in files):
+        (folder / "wheels").mkdir(exist_ok=True)  # for lightning's own, which build.sh and apply.sh make
     (folder / RECORD).write_text(json.dumps(digests, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return Written(tuple(written), tuple(unchanged), tuple(kept))
 

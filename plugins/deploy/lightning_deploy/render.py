@@ -21,12 +21,12 @@ from lightning_deploy.locked import source_folder
 Lock = Callable[[Sequence[str], Sequence[str], str], str]
 
 TARGETS: Mapping[str, tuple[str, ...]] = {
-    "docker": ("docker",),
-    "compose": ("docker", "compose"),
-    "k8s": ("docker", "k8s"),
-    "sky": ("docker", "sky"),
+    "docker": ("scripts", "docker"),
+    "compose": ("scripts", "docker", "compose"),
+    "k8s": ("scripts", "docker", "k8s"),
+    "sky": ("scripts", "sky"),
 }
-"""Targets, and the folders of each: all need what images and machines install."""
+"""Targets, and the folders of each."""
 CLUSTER = Places("postgresql://lightning@store:5432/lightning", f"http://trainer:{PORT}")
 """Addresses in a compose project and in a namespace, where services are known by their names."""
 HEALTH = "import urllib.request as r; r.urlopen('http://127.0.0.1:{port}/api/v1/health', timeout=4)"
@@ -72,18 +72,33 @@ class Cloud:
 def render(plan: DeployPlan, target: str, folder: Path, lock: Lock, cloud: Cloud | None = None) -> dict[str, str]:
     """The files of a target, by their path below `folder`, which is below the project's folder."""
     values = _values(plan, folder, cloud or Cloud())
-    found: dict[str, str] = {".gitignore": "# Made by build.sh, and what only you know.\n/docker/wheels/*.whl\n.env\n"}
+    found: dict[str, str] = {".gitignore": "# Made by the scripts, and what only you know.\n/wheels/*.whl\n.env\n"}
     for part in TARGETS[target]:
         found |= _templates(part, values)
     if target == "sky":
         found["sky/requirements.txt"] = lock(plan.extras, plan.sources.requirements, plan.python)
-        return {
-            name: text for name, text in found.items() if not name.startswith("docker/") or name.endswith("or-resume")
-        }
+        return found
     found["docker/requirements-agent.txt"] = lock((), plan.sources.requirements, plan.python)
     found["docker/requirements-server.txt"] = lock(("console", "postgres"), (), plan.python)
     found["docker/requirements-trainer.txt"] = lock(plan.extras, (), plan.python)
     return found
+
+
+def render_sweep(plans: Sequence[DeployPlan], name: str, folder: Path, lock: Lock, cloud: Cloud) -> dict[str, str]:
+    """The files of a SkyPilot job group: one task for each plan. They keep their rollouts in one database, where they are
+    compared. Raises `ConfigError` without one."""
+    if not cloud.store:
+        raise ConfigError(
+            "a sweep on several machines needs --store URL: its runs are compared in one database "
+            "(postgresql://user@host/name, its password in PGPASSWORD)"
+        )
+    found = render(plans[0], "sky", folder, lock, cloud)
+    tasks = [_templates("sky", _values(plan, folder, cloud))["sky/task.yaml"] for plan in plans]
+    header = f"# {len(plans)} runs of a sweep, side by side; lightning console {cloud.store} compares them.\n"
+    group = f"{header}name: {name}\nexecution: parallel\n---\n" + "---\n".join(tasks)
+    script = _templates("sky", {**_values(plans[0], folder, cloud), "sweep": name})["sky/apply.sh"]
+    del found["sky/task.yaml"]
+    return {**found, "sky/sweep.yaml": group, "sky/apply.sh": script}
 
 
 def _templates(part: str, values: Mapping[str, Any]) -> dict[str, str]:
@@ -114,7 +129,7 @@ def _values(plan: DeployPlan, folder: Path, cloud: Cloud) -> dict[str, Any]:
         "server": plan.server_command(places),
         "client": plan.client_command(places),
     }
-    secrets = [*plan.secrets, *(["PGPASSWORD"] if cloud.spot else [])]
+    secrets = [*plan.secrets, *(["PGPASSWORD"] if cloud.store else [])]
     return {
         "plan": plan,
         "places": places,
@@ -130,6 +145,7 @@ def _values(plan: DeployPlan, folder: Path, cloud: Cloud) -> dict[str, Any]:
         "accelerator": SKY[gpu],
         "cloud": cloud.name,
         "spot": cloud.spot,
+        "sweep": "",
         "store": cloud.store,
         "secrets": secrets,
         "command": _sky_command(plan, cloud),
@@ -155,4 +171,4 @@ def _estimate(plan: DeployPlan) -> str:
 def _sky_command(plan: DeployPlan, cloud: Cloud) -> str:
     out = f"/runs/{plan.name}" if cloud.spot else f"runs/{plan.name}"
     line = shlex.join(plan.alone_command(out))
-    return f'{line} --store "$LIGHTNING_STORE"' if cloud.spot else line
+    return f'{line} --store "$LIGHTNING_STORE"' if cloud.store else line

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +25,7 @@ INSTALL = {
     "kubernetes-validate": "pip install kubernetes-validate",
     "skypilot": "uv tool install skypilot",
 }
-SKY = "import sys, sky; sky.Task.from_yaml(sys.argv[1])"
+SKY = "import sys; from sky.utils import dag_utils; dag_utils.load_dag_from_yaml(sys.argv[1])"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def check(target: str, folder: Path, variables: Sequence[str] = ()) -> list[Verd
     if target == "k8s":
         found += _check_k8s(folder)
     if target == "sky":
-        found.append(_run("skypilot", _sky(), folder / "sky" / "task.yaml", folder))
+        found += [_run("skypilot", _sky(), file, folder) for file in sorted((folder / "sky").glob("*.yaml"))]
     return found
 
 
@@ -76,7 +77,7 @@ def _check_k8s(folder: Path) -> Iterator[Verdict]:
 
 
 def _scripts(folder: Path, target: str) -> list[str]:
-    names = ["docker/train-or-resume", "docker/make-tokens", "docker/build.sh", f"{target}/apply.sh"]
+    names = ["scripts/train-or-resume", "scripts/make-tokens", "docker/build.sh", f"{target}/apply.sh"]
     return [name for name in names if (folder / name).exists()]
 
 
@@ -96,7 +97,7 @@ def _compose() -> list[str]:
 
 def _sky() -> list[str]:
     """SkyPilot's own reading of a task, by the interpreter that has it: this one, or that of the program `sky`."""
-    if _output([sys.executable, "-c", "import sky"]).returncode == 0:
+    if find_spec("sky") is not None:
         return [sys.executable, "-c", SKY]
     program = _program("sky")
     first = Path(program[0]).read_text(encoding="utf-8", errors="replace").partition("\n")[0] if program else ""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from lightning.errors import ConfigError
-from lightning_deploy.deploy_plan import Options, make_plan
-from lightning_deploy.render import CLUSTER, Cloud
+from lightning_deploy.deploy_plan import Options, make_plan, sweep_plans
+from lightning_deploy.render import CLUSTER, Cloud, render_sweep
 
 from tests.plugins.deploy.conftest import TRAIN
 
@@ -121,3 +121,16 @@ def test_a_spot_machine_needs_a_database_elsewhere() -> None:
         Cloud(spot=True)
     with pytest.raises(ConfigError, match="has a password in it"):
         Cloud(spot=True, store="postgresql://me:pw@db/x")  # pragma: allowlist secret
+
+
+def test_a_sweep_on_several_machines_needs_a_database(project: Path) -> None:
+    with pytest.raises(ConfigError, match="a sweep on several machines needs --store"):
+        render_sweep([make_plan(TRAIN, Options(), project)], "lr", Path("deploy"), lambda *_: "", Cloud())
+
+
+def test_runs_of_a_sweep_that_would_be_one_job_are_refused(project: Path) -> None:
+    (project / "two.toml").write_text(
+        f'train = {list(TRAIN)!r}\n[variants]\n"a.b" = "--algorithm grpo"\n"a_b" = "--algorithm ppo"\n'
+    )
+    with pytest.raises(ConfigError, match=r"two runs of .*two.toml would be jobs called 'a-b-seed0'"):
+        sweep_plans(project / "two.toml", Options(), project)

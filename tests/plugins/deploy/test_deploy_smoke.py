@@ -49,7 +49,7 @@ def plan_of(project: Path, *more: str):
 def test_a_step_is_trained_though_a_client_is_killed(small: Path, tmp_path: Path) -> None:
     plan, scripts, told = plan_of(small), tmp_path / "scripts", list[str]()
     files = render(plan, "docker", Path("deploy"), lambda *_: "")
-    write({Path(name).name: text for name, text in files.items() if "-" in Path(name).name}, scripts)
+    write({name: text for name, text in files.items() if name.startswith("scripts/")}, tmp_path)
     # On all addresses, as in a container: a server that has no token would refuse to start.
     found = smoke(plan, scripts, tmp_path / "smoke", told.append, host="0.0.0.0", seconds=280)
     assert found.report["steps"] == 1

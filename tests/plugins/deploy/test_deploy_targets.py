@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import yaml
+from lightning.cli.app import main
+from lightning.errors import ConfigError
 from lightning_deploy import deploy_command, validators
 from lightning_deploy import render as rendering
 from lightning_deploy.deploy_plan import Options, make_plan
@@ -72,7 +73,7 @@ def test_validators_accept_what_is_written(project: Path, target: str) -> None:
     ("target", "file", "right", "wrong", "validator"),
     [
         ("docker", "docker/Dockerfile", f"{BASE} AS base", "python AS base", "hadolint"),
-        ("docker", "docker/train-or-resume", "fi\n", "\n", "sh"),
+        ("docker", "scripts/train-or-resume", "fi\n", "\n", "sh"),
         ("compose", "compose/compose.yaml", "healthcheck:", "helthcheck:", "docker compose"),
         ("k8s", "k8s/base/trainer.yaml", "backoffLimit:", "backofLimit:", "kubernetes-validate"),
         ("k8s", "k8s/base/clients.yaml", "replicas", "replicas", "kubectl"),
@@ -179,37 +180,75 @@ def test_versions_are_locked_by_uv(project: Path) -> None:
 
 
 def test_versions_that_do_not_exist_are_told(project: Path) -> None:
-    from lightning.errors import ConfigError
-
     with pytest.raises(ConfigError, match=r"cannot be locked: .*openai"):
         lock((), ("openai==0.0.0.1",), "3.11")
 
 
-def deploy(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lightning", "deploy", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+Deploy = Callable[..., tuple[int, str]]
 
 
-@pytest.mark.slow
-def test_the_command_writes_checks_and_shows_what_changed(project: Path) -> None:
+@pytest.fixture
+def deploy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Deploy:
+    """`lightning deploy` in this process, without asking uv: exit code and output."""
+    monkeypatch.setattr(deploy_command, "lock", locked)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["deploy", *arguments])
+        return int(ended.value.code or 0), capsys.readouterr().out
+
+    return run
+
+
+def test_the_command_writes_checks_and_shows_what_changed(project: Path, deploy: Deploy) -> None:
     given = ["k8s", "--image", "registry.example.org/team"]
-    ran = deploy(*given, "--check", "--json", "--", *TRAIN)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    found = json.loads(ran.stdout)
+    code, said = deploy(*given, "--check", "--json", "--", *TRAIN)
+    assert code == 0, said
+    found = json.loads(said)
     assert {one["verdict"] for one in found["verdicts"]} == {"ok"}
     assert found["plan"]["machine"]["gpus"] == 1
-    assert deploy(*given, "--diff", "--", *TRAIN).stdout == ""
-    more = deploy(*given, "--diff", "--clients", "5", "--", *TRAIN)
-    assert more.returncode == 1
-    assert "+  minReplicas: 5" in more.stdout
+    assert deploy(*given, "--diff", "--", *TRAIN) == (0, "")
+    code, said = deploy(*given, "--diff", "--clients", "5", "--", *TRAIN)
+    assert code == 1
+    assert "+  minReplicas: 5" in said
     assert "minReplicas: 2" in (OUT / "k8s/base/clients.yaml").read_text()
-    (OUT / "k8s/base/clients.yaml").write_text("mine\n")
-    kept = deploy(*given, "--clients", "5", "--", *TRAIN)
-    assert "kept k8s/base/clients.yaml" in kept.stdout
-    assert (OUT / "k8s/base/clients.yaml").read_text() == "mine\n"
-    failed = deploy(*given, "--clients", "5", "--apply", "--", *TRAIN)
-    assert failed.returncode == 1  # refused by its check: nothing was applied
-    assert "failed" in failed.stdout
+    deploy(*given, "--clients", "5", "--", *TRAIN)
+    assert "minReplicas: 5" in (OUT / "k8s/base/clients.yaml").read_text()  # nobody had edited it
+
+
+def test_what_a_person_edited_is_kept_and_never_applied_unchecked(project: Path, deploy: Deploy) -> None:
+    deploy("compose", "--", *TRAIN)
+    file = OUT / "compose" / "compose.yaml"
+    file.write_text("services: mine\n")
+    _, said = deploy("compose", "--clients", "5", "--", *TRAIN)
+    assert "kept compose/compose.yaml" in said
+    assert file.read_text() == "services: mine\n"
+    code, said = deploy("compose", "--apply", "--", *TRAIN)
+    assert code == 1
+    assert "running" not in said
+    deploy("compose", "--force", "--", *TRAIN)
+    assert "mine" not in file.read_text()
+
+
+def test_apply_runs_the_script_of_the_target(project: Path, deploy: Deploy) -> None:
+    deploy("docker", "--", *TRAIN)
+    (OUT / "docker" / "build.sh").write_text('#!/bin/sh\ntouch "$(dirname "$0")/built"\n')
+    code, said = deploy("docker", "--apply", "--", *TRAIN)
+    assert (code, "running sh deploy/docker/build.sh" in said) == (0, True)
+    assert (OUT / "docker" / "built").exists()
+
+
+def test_nothing_is_applied_without_being_asked(project: Path, deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[object] = []
+    monkeypatch.setattr(deploy_command.subprocess, "run", lambda *given, **_: called.append(given))
+    assert deploy("compose", "--", *TRAIN)[0] == 0
+    assert (OUT / "compose" / "apply.sh").exists()
+    assert called == []
+
+
+def test_arguments_and_a_sweep_exclude_each_other(project: Path, deploy: Deploy) -> None:
+    assert deploy("docker")[0] == 2
+    assert deploy("k8s", "--sweep", "lr.toml")[0] == 2
 
 
 def test_scripts_resume_and_make_tokens_once(project: Path, tmp_path: Path) -> None:
@@ -223,7 +262,7 @@ def test_scripts_resume_and_make_tokens_once(project: Path, tmp_path: Path) -> N
     run = tmp_path / "run"
 
     def call(script: str, *arguments: str) -> None:
-        subprocess.run([str(OUT / "docker" / script), *arguments], env=env, check=True, capture_output=True)
+        subprocess.run([str(OUT / "scripts" / script), *arguments], env=env, check=True, capture_output=True)
 
     call("train-or-resume", str(run), "--model", "a b")
     run.mkdir()
@@ -238,16 +277,3 @@ def test_scripts_resume_and_make_tokens_once(project: Path, tmp_path: Path) -> N
     assert len(said.read_text().splitlines()) == 2
     assert sorted(file.name for file in tokens.iterdir()) == ["admin", "runner"]
     assert stat.S_IMODE((tokens / "runner").stat().st_mode) == 0o600
-
-
-def test_nothing_is_applied_without_being_asked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deploy_command, "lock", locked)
-    called: list[object] = []
-    monkeypatch.setattr(deploy_command.subprocess, "run", lambda *given, **_: called.append(given))
-    from lightning.cli.app import main
-
-    with pytest.raises(SystemExit):
-        main(["deploy", "compose", "--", *TRAIN])
-    assert (OUT / "compose" / "apply.sh").exists()
-    assert called == []
-    shutil.rmtree(OUT)

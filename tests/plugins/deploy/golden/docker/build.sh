@@ -2,7 +2,7 @@
 # Builds the three images, from the project's folder: sh deploy/docker/build.sh [PUSH]
 set -eu
 cd "$(dirname "$0")/../.."
-wheels=deploy/docker/wheels
+wheels=deploy/wheels
 if ! ls "$wheels"/lightning-VERSION-*.whl >/dev/null 2>&1; then
     python3 -m pip download --quiet --no-deps --dest "$wheels" lightning==VERSION
 fi

@@ -4,7 +4,7 @@ set -eu
 cd "$(dirname "$0")/../.."
 : "${SEARCH_KEY:?set it: it is given to the job as a secret}"
 : "${PGPASSWORD:?set it: it is given to the job as a secret}"
-wheels=deploy/docker/wheels
+wheels=deploy/wheels
 if ! ls "$wheels"/lightning-VERSION-*.whl >/dev/null 2>&1; then
     python3 -m pip download --quiet --no-deps --dest "$wheels" lightning==VERSION
 fi
