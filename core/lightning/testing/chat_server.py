@@ -6,6 +6,7 @@ The invariant: it records every request before it answers, so what a test reads 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -15,6 +16,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from lightning.types import LLM, Caller
+
+PIECES = re.compile(r"\s*\S+|\s+")
+"""What a stream of a text is made of."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def _completion(call: ChatRequest, text: str) -> dict[str, Any]:
 
 def _stream(call: ChatRequest, text: str) -> bytes:
     """One event for each word, then the finish, and the usage where it was asked for."""
-    deltas: list[tuple[dict[str, str], str | None]] = [({"content": word + " "}, None) for word in text.split()]
+    deltas: list[tuple[dict[str, str], str | None]] = [({"content": piece}, None) for piece in PIECES.findall(text)]
     chunks = [
         {**_head("chat.completion.chunk"), "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
         for delta, finish in [*deltas, ({}, "stop")]

@@ -125,7 +125,7 @@ async def test_streams_are_named_like_plain_calls(server: ChatServer, session: S
     async def words() -> AsyncIterator[str]:
         yield await say_async(session, stream=True)
 
-    assert [text async for text in words()] == ["you said hi "]
+    assert [text async for text in words()] == ["you said hi"]
     assert server.calls[0].body["stream"] is True
     assert server.calls[0].caller == lightning.Caller("streamer", ("streamer",), framework="raw")
 
