@@ -1,1 +1,65 @@
-"""Adapter for CrewAI: names callers by agent and tool, and reports tool runs."""
+"""Adapter for CrewAI: names callers by role, task, flow and tool, reports tool runs, and keeps CrewAI's telemetry off.
+
+The invariant: it only listens, in the place of CrewAI's own methods; the undo puts the very ones back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import lightning
+from lightning.instrument import by_type, check_supported
+
+from lightning_crewai.methods import caller_now, methods
+from lightning_crewai.tools import receivers
+
+__all__ = ["SUPPORTED", "lightning_identify", "lightning_install", "lightning_policy_fault"]
+
+SUPPORTED = {"crewai": ("1.15", "2")}
+"""Distribution -> (first version this works with, first that it does not)."""
+
+QUIET = {"CREWAI_DISABLE_TELEMETRY": "true", "CREWAI_TRACING_ENABLED": "false"}
+"""What CrewAI looks at before it reports to its makers, and before it asks at its first run whether traces may be shared."""
+
+POLICY_FAULTS = {
+    "crewai.OutputParserError": "malformed_output",
+    "crewai.ConverterError": "malformed_output",
+    "crewai.LLMContextLengthExceededError": "context_overflow",
+}
+"""Exceptions that tell of the model's own fault, by package and class; see `lightning_policy_fault`."""
+
+_set: list[str] = []
+"""The variables that were set here; what the user has set stays."""
+
+
+@lightning.hookimpl
+def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
+    """Stand before the methods that run agents, tasks, flows and tools. Raises `PluginError` for versions out of range."""
+    check_supported(SUPPORTED)
+    methods.start()
+    receivers.append(emit)
+    if len(receivers) == 1:
+        _set.extend(name for name in QUIET if name not in os.environ)
+        os.environ.update({name: QUIET[name] for name in _set})
+
+    def undo() -> None:
+        receivers.remove(emit)
+        if not receivers:
+            methods.stop()
+            while _set:
+                os.environ.pop(_set.pop(), None)
+
+    return undo
+
+
+@lightning.hookimpl(tryfirst=True)  # before the spans of whoever instruments the framework as well
+def lightning_identify() -> lightning.Caller | None:
+    """The model call that is under way, else the agent, flow or tool whose code is running."""
+    return caller_now()
+
+
+@lightning.hookimpl
+def lightning_policy_fault(error: BaseException) -> str | None:
+    """What CrewAI's exceptions tell of the model."""
+    return by_type(error, POLICY_FAULTS)
