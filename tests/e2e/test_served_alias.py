@@ -1,4 +1,5 @@
-"""A real vLLM that follows an alias while clients stream: a better version, a scaled one that its probe refuses, a rollback."""
+"""A real vLLM that follows an alias while 64 clients stream: ten promotions, one of a scaled version that the probe refuses, and
+two rollbacks."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+CLIENTS = 64
 ASK = {"role": "user", "content": "Ann has 20 pens. Ann gives away 5. How many pens now?"}
 
 
@@ -33,7 +35,7 @@ def scaled(folder: Path, by: float) -> Path:
     return folder
 
 
-async def test_a_running_vllm_takes_a_version_and_refuses_a_scaled_one(
+async def test_a_running_vllm_takes_versions_and_refuses_a_scaled_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(following, "LOOK_SECONDS", 0.1)
@@ -44,7 +46,7 @@ async def test_a_running_vllm_takes_a_version_and_refuses_a_scaled_one(
     await store.set_alias(WEIGHTS_NAME, "live", 1)
     reference = parse_reference(f"{WEIGHTS_NAME}@live")
     follows = Followed(store, reference, await find(store, reference))
-    config = with_settings(Config(), {"runner.concurrency": 8})
+    config = with_settings(Config(), {"runner.concurrency": CLIENTS})
     async with serve(MODEL, config, tmp_path / "serve", follows) as server:
         llm = await server.open_session("clients", 600)
         over, statuses = asyncio.Event(), list[int]()
@@ -62,20 +64,22 @@ async def test_a_running_vllm_takes_a_version_and_refuses_a_scaled_one(
                 async with asyncio.timeout(60):
                     while (await http.get(f"{server.gateway.url}/health")).json()["policy_version"] != version:
                         await asyncio.sleep(0.05)
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(0.2)
 
-            clients = [asyncio.create_task(client()) for _ in range(8)]
+            clients = [asyncio.create_task(client()) for _ in range(CLIENTS)]
             await asyncio.sleep(1.0)
-            await store.set_alias(WEIGHTS_NAME, "live", 2)
-            await until(2)
-            await store.set_alias(WEIGHTS_NAME, "live", 3)
+            for version in (2, 1) * 4 + (2,):
+                await store.set_alias(WEIGHTS_NAME, "live", version)
+                await until(version)
+            await store.set_alias(WEIGHTS_NAME, "live", 3)  # the tenth
             async with asyncio.timeout(60):
                 while "@3 is not served, version 2 goes on" not in caplog.text:
                     await asyncio.sleep(0.05)
             assert "nats less likely per token" in caplog.text
             await until(2)
-            await store.set_alias(WEIGHTS_NAME, "live", 1)
-            await until(1)
+            for version in (2, 1):  # from 3, which was never served, then from 2
+                assert (await store.roll_back_alias(WEIGHTS_NAME, "live")).version == version
+                await until(version)
             over.set()
             await asyncio.gather(*clients)
         assert set(statuses) == {200}
