@@ -1,6 +1,7 @@
 """Who started the thread that runs here.
 
-The invariant: a thread knows its starter only while the rollout that it was started in goes on.
+The invariant: a thread knows its starter only while the rollout that it was started in goes on; one that is started by what a
+rollout has left behind knows that for good, and is nobody's.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ class Starter(NamedTuple):
     """A copy: what was set there by then."""
     session: Session
     components: tuple[str, ...]
+    left_behind: bool = False
+    """Whether the rollout had ended by then."""
 
 
 starter: ContextVar[Starter | None] = ContextVar("lightning_starter", default=None)
 
 
 def starter_here() -> Starter | None:
-    """Who started this thread; None without a starter in a rollout that goes on."""
+    """Who started this thread; None without a starter, and where the rollout has ended since."""
     found = starter.get()
-    return found if found is not None and found.session.open else None
+    return found if found is not None and (found.session.open or found.left_behind) else None

@@ -30,7 +30,7 @@ def _carried(function: Callable[P, R]) -> Callable[P, R]:
     session = session_in_context()
     if session is None:
         return function
-    here = Starter(copy_context(), session, component_path())
+    here = Starter(copy_context(), session, component_path(), left_behind=not session.open)
 
     @functools.wraps(function, updated=())
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import http.client
 import http.server
@@ -26,7 +27,7 @@ from lightning.instrument.httpx_patch import CALLER_HEADER
 from lightning.instrument.threads import carry_names
 from lightning.plugins import Plugins
 from lightning.testing import ChatServer
-from lightning.types import LLM, Caller
+from lightning.types import LLM, Caller, ToolEvent
 
 ONE, TWO = (LLM("http://127.0.0.1:8000/v1", name, "policy") for name in ("one", "two"))
 FRAMEWORK: ContextVar[Caller | None] = ContextVar("framework", default=None)
@@ -157,6 +158,28 @@ def test_outside_a_rollout_nothing_is_wrapped_and_the_undo_is_exact() -> None:
     thread.join()
     undo()
     assert before == (threading.Thread.start, ThreadPoolExecutor.submit, http.client.HTTPConnection.endheaders)
+
+
+@pytest.mark.parametrize("run", [in_thread, in_pool, in_executor])
+def test_what_a_rollout_has_left_behind_starts_is_nobodys(run: Run) -> None:
+    undo = carry_names()
+    ended, seen, tools = threading.Event(), list[object](), list[object]()
+
+    def left() -> None:
+        ended.wait()
+        seen.append(run(current_session))
+        run(lambda: context.emit(ToolEvent("late", "ok")))
+
+    with activate(ONE) as one:
+        thread = threading.Thread(target=contextvars.copy_context().run, args=[left])
+        thread.start()
+    with activate(TWO) as two:
+        ended.set()
+        thread.join()
+        tools += two.tool_events
+    undo()
+    assert seen == [one]
+    assert tools == []
 
 
 class Watching:
