@@ -25,7 +25,7 @@ FRAMEWORKS: Final = (
     "smolagents",
     "strands",
 )
-"""Modules of frameworks with agents or tools of their own, for which lightning brings no adapter."""
+"""Modules of frameworks with agents or tools of their own, for which an adapter may be missing or not attached."""
 
 
 def without_adapter() -> str:

@@ -9,11 +9,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import pytest
 from lightning.testing import AdapterContract, Reply, ReplyFormat
 from lightning.testing.contract_script import Asked, text_of
 from lightning.types import LLM
 from lightning_smolagents.methods import replaced
-from smolagents import ActionStep, CodeAgent, FinalAnswerStep, OpenAIModel, Tool, ToolCallingAgent, tool
+from smolagents import ActionStep, CodeAgent, FinalAnswerStep, LiteLLMModel, OpenAIModel, Tool, ToolCallingAgent, tool
+
+# Of LiteLLM's types, in a stream.
+pytestmark = pytest.mark.filterwarnings("ignore:Item .* on TypedDict:UserWarning")
 
 RUN = "'type': 'function'"
 """In a message of the agent's own: a tool call, or code, that was run."""
@@ -82,11 +86,11 @@ class Code(Texts):
 class Runs:
     """Agents that are run one after the other, each with what the one before it said."""
 
-    model: OpenAIModel
+    model: OpenAIModel | LiteLLMModel
     agents: list[ToolCallingAgent | CodeAgent]
 
     def run(self, text: str, stream: bool) -> str:
-        with self.model.client:
+        with self.model.client if isinstance(self.model, OpenAIModel) else contextlib.nullcontext():
             return self._run(text, stream)
 
     def _run(self, text: str, stream: bool) -> str:
@@ -104,23 +108,40 @@ class Runs:
 class TestToolCallingAgent(AdapterContract):
     adapter = "smolagents"
     capabilities = frozenset(
-        {"tools", "tool_call_ids", "stream", "pair", "nested", "spans", "threads", "own_processor"}
+        {
+            "tools",
+            "tool_call_ids",
+            "stream",
+            "pair",
+            "nested",
+            "spans",
+            "threads",
+            "responses",
+            "messages",
+            "own_processor",
+        }
     )
     replies = Texts()
     kind: ClassVar[type[ToolCallingAgent | CodeAgent]] = ToolCallingAgent
     of_the_user: ClassVar[tuple[Any, ...]] = ()
 
-    def agent(self, name: str, model: OpenAIModel, *tools: Tool) -> ToolCallingAgent | CodeAgent:
+    def agent(self, name: str, model: OpenAIModel | LiteLLMModel, *tools: Tool) -> ToolCallingAgent | CodeAgent:
         callbacks = list(self.of_the_user)
         return self.kind(
             list(tools), model, name=name, instructions=f"You are {name}.", verbosity_level=-1, step_callbacks=callbacks
         )
 
-    def model(self, llm: LLM) -> OpenAIModel:
+    def model(self, llm: LLM, dialect: str = "chat") -> OpenAIModel | LiteLLMModel:
+        match dialect:
+            case "messages":
+                url = llm.base_url.removesuffix("/v1")
+                return LiteLLMModel(f"anthropic/{llm.model}", api_base=url, api_key=llm.api_key)
+            case "responses":
+                return LiteLLMModel(f"openai/responses/{llm.model}", api_base=llm.base_url, api_key=llm.api_key)
         return OpenAIModel(llm.model, api_base=llm.base_url, api_key=llm.api_key)
 
     def solver(self, llm: LLM, dialect: str = "chat") -> Runs:
-        model = self.model(llm)
+        model = self.model(llm, dialect)
         return Runs(model, [self.agent("solver", model, calculator)])
 
     def pair(self, llm: LLM) -> Runs:
