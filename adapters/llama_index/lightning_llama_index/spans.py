@@ -12,7 +12,7 @@ from inspect import BoundArguments
 from typing import Any
 
 import lightning
-from lightning.instrument import Scope
+from lightning.instrument import ActiveScope
 from llama_index.core.agent.workflow import AgentOutput, AgentWorkflow, BaseWorkflowAgent, ToolCall, ToolCallResult
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -127,7 +127,7 @@ def _workflow_step(function: str, run: Run, event: Any) -> Step:
     return step
 
 
-def _tool(name: str, around: Scope | None, arguments: Mapping[str, Any]) -> Step:
+def _tool(name: str, around: ActiveScope | None, arguments: Mapping[str, Any]) -> Step:
     """A tool's function. Tools are wrapped in each other, and an agent has a step of its own that calls one."""
     step = Step("tool", name, around)
     named = next((scope for scope in around.outwards() if scope.name), None) if around else None

@@ -11,25 +11,27 @@ from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
 import lightning
-from lightning.instrument import Scope, Scopes
+from lightning.instrument import ActiveScope, Scopes
 
 
-class Step(Scope):
+class Step(ActiveScope):
     """What happens inside one span: the work of an agent or a component, of a tool or of a model."""
 
-    def __init__(self, kind: Literal["agent", "tool", "call"], name: str = "", around: Scope | None = None) -> None:
+    def __init__(
+        self, kind: Literal["agent", "tool", "call"], name: str = "", around: ActiveScope | None = None
+    ) -> None:
         super().__init__(kind, name, None, around)
         self.tool: lightning.ToolEvent | None = None
         """To be reported when it ends, if the tool has begun: there is none of the name that a model has invented."""
         self.begun = False
-        self.before: Scope | None = None
+        self.before: ActiveScope | None = None
         """What this context knew when it began."""
 
 
 class Run(Step):
     """A run of a workflow; an agent is one, and so is a team of agents that hand over to each other."""
 
-    def __init__(self, name: str, around: Scope | None, *, of_agents: bool) -> None:
+    def __init__(self, name: str, around: ActiveScope | None, *, of_agents: bool) -> None:
         super().__init__("agent", name, around)
         self.of_agents = of_agents
         """Whether its steps are an agent's own affair."""
@@ -85,7 +87,7 @@ class Steps(Scopes):
                 _streams.set((Stream(weakref.ref(result), step), *others))
         return step
 
-    def here(self) -> Scope | None:
+    def here(self) -> ActiveScope | None:
         """The innermost step that this code runs in, which may be one that makes an item of what it has returned."""
         inner = super().here()
         made = (stream.step for stream in _streams.get() if stream.is_made())

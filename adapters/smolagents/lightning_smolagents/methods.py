@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import lightning
-from lightning.instrument import Scope, Scopes, replace_method
+from lightning.instrument import ActiveScope, Scopes, replace_method
 from smolagents import MultiStepAgent, Tool, ToolCallingAgent
 
 receivers: list[Callable[[lightning.ToolEvent], None]] = []
@@ -114,7 +114,7 @@ def _runs_already(subject: object) -> bool:
 
 
 # tools ------------------------------------------------------------------------------------------------------------------
-_asked: WeakKeyDictionary[Scope, list[tuple[str, str, Any]]] = WeakKeyDictionary()
+_asked: WeakKeyDictionary[ActiveScope, list[tuple[str, str, Any]]] = WeakKeyDictionary()
 """Of each agent's run: the tools that the model has asked for and that have not begun, by id, name and arguments."""
 _asked_lock = threading.Lock()
 

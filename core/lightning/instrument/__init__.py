@@ -10,11 +10,11 @@ from lightning.instrument.components import ask, component, component_path, curr
 from lightning.instrument.context import Session, activate, current_session, emit, label, reward, state
 from lightning.instrument.httpx_patch import install_tap
 from lightning.instrument.own_client import MarkedRequest, mark_request
-from lightning.instrument.scopes import Scope, Scopes
+from lightning.instrument.scopes import ActiveScope, Scopes
 
 __all__ = [
+    "ActiveScope",
     "MarkedRequest",
-    "Scope",
     "Scopes",
     "Session",
     "activate",

@@ -21,10 +21,10 @@ T = TypeVar("T")
 Kind = Literal["agent", "tool", "call"]
 
 
-class Scope:
+class ActiveScope:
     """An agent, a tool or a model call that is under way. `subject` is the framework's own object, if the adapter keeps it."""
 
-    def __init__(self, kind: Kind, name: str, subject: object, around: Scope | None) -> None:
+    def __init__(self, kind: Kind, name: str, subject: object, around: ActiveScope | None) -> None:
         self.kind, self.name, self.subject, self.around = kind, name, subject, around
         self.id = uuid.uuid4().hex
         self.is_open = True
@@ -38,9 +38,9 @@ class Scope:
         now, known = component_path(), len(self._components)
         return self._path + (now[known:] if now[:known] == self._components else ())
 
-    def outwards(self) -> Iterator[Scope]:
+    def outwards(self) -> Iterator[ActiveScope]:
         """It, and what is around it."""
-        scope: Scope | None = self
+        scope: ActiveScope | None = self
         while scope is not None:
             yield scope
             scope = scope.around
@@ -60,9 +60,9 @@ class Scopes:
 
     def __init__(self, framework: str) -> None:
         self.framework = framework
-        self._innermost: ContextVar[Scope | None] = ContextVar(f"lightning_{framework}", default=None)
+        self._innermost: ContextVar[ActiveScope | None] = ContextVar(f"lightning_{framework}", default=None)
 
-    def here(self) -> Scope | None:
+    def here(self) -> ActiveScope | None:
         """The innermost scope that this code runs in; in a thread, that of the code which started it."""
         scope, around = self._innermost.get(), starter_here()
         while scope is None and around is not None:
@@ -72,9 +72,9 @@ class Scopes:
         return scope
 
     @contextmanager
-    def inside(self, kind: Kind, name: str = "", subject: object = None) -> Iterator[Scope]:
+    def inside(self, kind: Kind, name: str = "", subject: object = None) -> Iterator[ActiveScope]:
         """Run the block in a new scope."""
-        scope = Scope(kind, name, subject, self.here())
+        scope = ActiveScope(kind, name, subject, self.here())
         try:
             with self._seen(scope):
                 yield scope
@@ -85,9 +85,9 @@ class Scopes:
         self, items: Generator[T, None, object], kind: Kind, name: str = "", subject: object = None
     ) -> Generator[T, None, object]:
         """The items of a generator, each made inside a new scope, which whoever iterates does not see between them."""
-        return self._each(items, Scope(kind, name, subject, self.here()))
+        return self._each(items, ActiveScope(kind, name, subject, self.here()))
 
-    def _each(self, items: Generator[T, None, object], scope: Scope) -> Generator[T, None, object]:
+    def _each(self, items: Generator[T, None, object], scope: ActiveScope) -> Generator[T, None, object]:
         try:
             while True:
                 with self._seen(scope):
@@ -102,7 +102,7 @@ class Scopes:
             scope.is_open = False
 
     @contextmanager
-    def _seen(self, scope: Scope) -> Iterator[None]:
+    def _seen(self, scope: ActiveScope) -> Iterator[None]:
         # What was there, not what is around: a pool's thread serves other rollouts when this one's work is done.
         before = self._innermost.get()
         self._innermost.set(scope)
@@ -111,7 +111,7 @@ class Scopes:
         finally:
             self._innermost.set(before)
 
-    def caller(self, scope: Scope | None = None) -> Caller | None:
+    def caller(self, scope: ActiveScope | None = None) -> Caller | None:
         """Who calls from a scope, by default from here; None where no agent is under way.
 
         Only a model call has a span id: code of an agent or a tool may run another framework's agents.

@@ -37,7 +37,7 @@ ANSWERS = {
 """What each of the kit's agents says in the end."""
 
 
-class Asked(NamedTuple):
+class ScriptTurn(NamedTuple):
     """What a request says. `results` is how many tool results it holds that came after the user's text."""
 
     agent: str
@@ -55,7 +55,7 @@ class ReplyFormat:
     answering_calls: ClassVar[int] = 1
     """Model calls that an agent makes to answer, once its tools have run."""
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Mapping[str, Any]) -> ScriptTurn:
         """What a chat request says."""
         messages = body["messages"]
         system = " ".join(text_of(item) for item in messages if item["role"] in ("system", "developer"))
@@ -63,7 +63,7 @@ class ReplyFormat:
         said = [number for number, item in enumerate(messages) if item["role"] == "user"]
         text = text_of(messages[said[-1]]) if said else ""
         results = sum(item["role"] == "tool" for item in messages[said[-1] if said else 0 :])
-        return Asked(found[1] if found else "", text, results)
+        return ScriptTurn(found[1] if found else "", text, results)
 
     def calls(self, body: Mapping[str, Any], wanted: Mapping[str, str]) -> Reply:
         """Call tools, each with a text as its first parameter: all at once, or the first one where a reply holds one call."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import dspy
 from dspy.utils.callback import BaseCallback
 from lightning.testing import AdapterContract, Reply, ReplyFormat
-from lightning.testing.contract_script import PARAMETERS, Asked, text_of
+from lightning.testing.contract_script import PARAMETERS, ScriptTurn, text_of
 from lightning.types import LLM
 from lightning_dspy.methods import replaced
 
@@ -32,7 +32,7 @@ class Fields(ReplyFormat):
 
     answering_calls = 2
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Mapping[str, Any]) -> ScriptTurn:
         said = text_of(body["messages"][-1])
         question = QUESTION.search(said)
         assert question is not None

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 from lightning.testing import AdapterContract, Reply, ReplyFormat
-from lightning.testing.contract_script import Asked, text_of
+from lightning.testing.contract_script import ScriptTurn, text_of
 from lightning.types import LLM
 from lightning_smolagents.methods import replaced
 from smolagents import ActionStep, CodeAgent, FinalAnswerStep, LiteLLMModel, OpenAIModel, Tool, ToolCallingAgent, tool
@@ -54,7 +54,7 @@ class Ask(Tool):
 class Texts(ReplyFormat):
     """smolagents tells the model the results of its tools in the user's place."""
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Mapping[str, Any]) -> ScriptTurn:
         said = {
             role: [text_of(item) for item in body["messages"] if item["role"] == role] for role in ("user", "assistant")
         }
