@@ -29,6 +29,13 @@ POLICY_FAULTS = {
 }
 """Exceptions that tell of the model's own fault, by package and class; see `lightning_policy_fault`."""
 
+FAULTS_BY_TEXT = (
+    "Invalid response from LLM call - None or empty",
+    "Task failed guardrail",
+    "Agent's guardrail failed validation",
+)
+"""How the texts of errors begin that tell of an answer which is not what was asked for; their classes are Python's own."""
+
 _set: list[str] = []
 """The variables that were set here; what the user has set stays."""
 
@@ -62,4 +69,4 @@ def lightning_identify() -> lightning.Caller | None:
 @lightning.hookimpl
 def lightning_policy_fault(error: BaseException) -> str | None:
     """What CrewAI's exceptions tell of the model."""
-    return by_type(error, POLICY_FAULTS)
+    return "malformed_output" if str(error).startswith(FAULTS_BY_TEXT) else by_type(error, POLICY_FAULTS)

@@ -120,10 +120,11 @@ def _task(task: Any, agent: Any = None, *_: Any, **__: Any) -> Iterator[None]:
 
 @contextmanager
 def _flow(flow: Any, method_name: Any, *_: Any, **__: Any) -> Iterator[None]:
-    """A method of a flow. CrewAI's own flows have no names: an agent is run by one, and remembers by others."""
-    call, of_user = current_call_id.get(), not type(flow).__module__.startswith("crewai.")
-    name, method = (flow.name or type(flow).__name__, str(method_name)) if of_user else ("", "")
-    with scopes.inside("agent", name, call), scopes.inside("agent", method, call):
+    """A method of a flow. An agent is run by a flow too, which has no name; of CrewAI's other flows the methods have none."""
+    call, kind = current_call_id.get(), type(flow)
+    of_crewai = kind.__module__.startswith("crewai.")
+    name = "" if isinstance(flow, AgentExecutor) else flow.name or kind.__name__
+    with scopes.inside("agent", name, call), scopes.inside("agent", "" if of_crewai else str(method_name), call):
         yield
 
 

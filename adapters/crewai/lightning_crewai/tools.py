@@ -17,6 +17,8 @@ from crewai.utilities.string_utils import sanitize_tool_name
 
 BLOCKED = "Tool execution blocked by hook"
 """How the text begins that a tool has returned which a hook of the user's did not let run."""
+PLAN = "create_reasoning_plan"
+"""The function by which an agent's model answers with a plan; it is no tool of the user's."""
 
 receivers: list[Callable[[lightning.ToolEvent], None]] = []
 """Of the installations, oldest first; the newest hears of the tools, so that each run is reported once."""
@@ -47,7 +49,7 @@ class Use:
 
     def report(self) -> None:
         """It has been carried out."""
-        if self._heard and receivers:
+        if self._heard and receivers and self._event.name != PLAN:
             receivers[-1](self._event)
 
 

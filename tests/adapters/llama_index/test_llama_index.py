@@ -29,15 +29,29 @@ from llama_index.core.workflow import (
     Workflow,
     step,
 )
+from llama_index.llms.openai_like import OpenAILike
 from llama_index_instrumentation import root_dispatcher
 from pydantic import BaseModel
 
-from tests.adapters.llama_index.scripted import Say, Scripted
+from tests.adapters import scripted_model
+from tests.adapters.scripted_model import URL, Say
 
 # LlamaIndex looks at all attributes of its own agents, also at those that pydantic has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 
-LLM_ = LLM("http://127.0.0.1:1/v1", "key", "policy")
+LLM_ = LLM(URL, "key", "policy")
+
+
+class Scripted(scripted_model.Scripted):
+    """What it says goes through LlamaIndex's own client of OpenAI-like servers."""
+
+    def __init__(self, answer: list[Say] | Callable[[Mapping[str, Any]], Say]) -> None:
+        super().__init__("llama-index", answer)
+
+    def llm(self, **options: Any) -> OpenAILike:
+        options = {"is_chat_model": True, "is_function_calling_model": True, **options}
+        clients = {"http_client": self.client, "async_http_client": self.async_client}
+        return OpenAILike("policy", api_base=URL, api_key="key", **clients, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -472,7 +486,7 @@ async def test_a_cancelled_tool_is_neither_good_nor_bad(session: Session) -> Non
 async def test_rollouts_at_the_same_time(session: Session) -> None:
     async def rollout(name: str) -> tuple[list[str | None], list[str]]:
         model = Scripted(uses("add", a=1, b=2))
-        with activate(LLM("http://127.0.0.1:1/v1", name, "policy")) as own:
+        with activate(LLM(URL, name, "policy")) as own:
             await run(agent(model, name, add))
         return model.paths(), [event.caller.agent for event in own.tool_events if event.caller]
 

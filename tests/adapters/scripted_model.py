@@ -1,4 +1,5 @@
-"""LlamaIndex's own client of OpenAI-like servers in front of a script, which notes who is calling when a request is sent."""
+"""A model of a script behind httpx's clients, for a framework's own client of OpenAI: it notes who is calling when a request is
+sent."""
 
 from __future__ import annotations
 
@@ -9,32 +10,28 @@ from typing import Any
 import httpx
 from lightning.instrument import current_caller
 from lightning.types import Caller
-from llama_index.llms.openai_like import OpenAILike
 
-Say = str | Mapping[str, Mapping[str, Any]]
-"""What the model says: a text, or tools to call with their arguments; their ids are `call-NAME`."""
+URL = "http://127.0.0.1:1/v1"
+Say = str | Mapping[str, Mapping[str, Any]] | httpx.Response
+"""What the model says: a text, tools to call with their arguments (their ids are `call-NAME`), or a whole response."""
 
 
 class Scripted:
-    """A model. `answer` is a list of what it says, in order, or says it for each request."""
+    """A model. `answer` is a list of what it says, in order, or says it for each request; callers of other frameworks than the
+    named one are nobody."""
 
-    def __init__(self, answer: list[Say] | Callable[[Mapping[str, Any]], Say]) -> None:
+    def __init__(self, framework: str, answer: list[Say] | Callable[[Mapping[str, Any]], Say]) -> None:
+        self.framework = framework
         rest = list(answer) if isinstance(answer, list) else []
         self.answer = answer if callable(answer) else lambda _: rest.pop(0)
         self.callers: list[Caller | None] = []
         self.bodies: list[Mapping[str, Any]] = []
-        self._sync = httpx.Client(transport=httpx.MockTransport(self._reply))
-        self._async = httpx.AsyncClient(transport=httpx.MockTransport(self._reply))
-
-    def llm(self, **options: Any) -> OpenAILike:
-        """The client, for agents and query engines."""
-        options = {"is_chat_model": True, "is_function_calling_model": True, **options}
-        clients = {"http_client": self._sync, "async_http_client": self._async}
-        return OpenAILike("policy", api_base="http://127.0.0.1:1/v1", api_key="key", **clients, **options)
+        self.client = httpx.Client(transport=httpx.MockTransport(self._reply))
+        self.async_client = httpx.AsyncClient(transport=httpx.MockTransport(self._reply))
 
     def ask(self) -> None:
-        """A request that LlamaIndex knows nothing of."""
-        self._sync.post("http://127.0.0.1:1/v1/chat/completions", json={"messages": []})
+        """A request that the framework knows nothing of."""
+        self.client.post(f"{URL}/chat/completions", json={"messages": []})
 
     def paths(self) -> list[str | None]:
         """Who called, in order."""
@@ -43,9 +40,11 @@ class Scripted:
     def _reply(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
         caller = current_caller()
-        self.callers.append(caller if caller and caller.framework == "llama-index" else None)
+        self.callers.append(caller if caller and caller.framework == self.framework else None)
         self.bodies.append(body)
         said = self.answer(body)
+        if isinstance(said, httpx.Response):
+            return said
         calls = [
             {"id": f"call-{name}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
             for name, arguments in ({} if isinstance(said, str) else said).items()
