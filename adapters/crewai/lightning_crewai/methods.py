@@ -28,13 +28,13 @@ from crewai.utilities.agent_utils import extract_tool_call_info
 from crewai.utilities.string_utils import sanitize_tool_name
 from lightning.instrument import Scopes, replace_method
 
-from lightning_crewai.tools import Use, hear_of_model, is_end
+from lightning_crewai.tools import ToolRequest, hear_of_model, is_end
 
 scopes = Scopes("crewai")
-"""The subject of an agent's scope is the model call that it runs in, if any; that of a tool's is its `Use`."""
+"""The subject of an agent's scope is the model call that it runs in, if any; that of a tool's is its `ToolRequest`."""
 
 
-class Methods:
+class CrewMethods:
     """Which methods have been replaced."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Methods:
             self._undo.pop()()
 
 
-methods = Methods()
+methods = CrewMethods()
 
 
 def caller_now() -> lightning.Caller | None:
@@ -77,7 +77,7 @@ def caller_now() -> lightning.Caller | None:
 
 
 def _call_around(subject: object) -> object:
-    return subject.call if isinstance(subject, Use) else subject
+    return subject.call if isinstance(subject, ToolRequest) else subject
 
 
 def _inside(enter: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,7 +143,7 @@ def _native_tool(*args: Any, **more: Any) -> Iterator[None]:
 def _text_tool(usage: Any, calling: Any, *_: Any, **__: Any) -> Iterator[None]:
     """A tool call in the form of a text, which CrewAI carries out again where the tool raises."""
     here, name = scopes.here(), getattr(calling, "tool_name", "")
-    again = here is not None and isinstance(here.subject, Use) and here.subject.source is usage
+    again = here is not None and isinstance(here.subject, ToolRequest) and here.subject.source is usage
     if again or not name:
         yield
         return
@@ -153,7 +153,7 @@ def _text_tool(usage: Any, calling: Any, *_: Any, **__: Any) -> Iterator[None]:
 
 @contextmanager
 def _use(name: str, call_id: str = "", source: object = None) -> Iterator[None]:
-    use = Use(name, call_id, caller_now(), current_call_id.get(), source)
+    use = ToolRequest(name, call_id, caller_now(), current_call_id.get(), source)
     try:
         with scopes.inside("tool", name, use):
             yield
@@ -168,7 +168,7 @@ def _heard(original: Callable[..., Any]) -> Callable[..., Any]:
             here = scopes.here()
             if isinstance(source, BaseLLM):
                 hear_of_model(event, caller_now())
-            elif here is not None and isinstance(here.subject, Use):
+            elif here is not None and isinstance(here.subject, ToolRequest):
                 here.subject.hear(event)
         return original(bus, source, event, *args, **more)
 

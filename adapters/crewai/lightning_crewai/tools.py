@@ -24,7 +24,7 @@ receivers: list[Callable[[lightning.ToolEvent], None]] = []
 """Of the installations, oldest first; the newest hears of the tools, so that each run is reported once."""
 
 
-class Use:
+class ToolRequest:
     """A request of the model's for a tool, while it is carried out."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Use:
 
 def hear_of_model(event: Any, caller: lightning.Caller | None) -> None:
     """A run has ended that an LLM made by itself, of the functions that it was given."""
-    use = Use(sanitize_tool_name(event.tool_name), "", caller)
+    use = ToolRequest(sanitize_tool_name(event.tool_name), "", caller)
     use.hear(event)
     use.report()
 

@@ -11,7 +11,7 @@ import lightning
 from lightning.instrument import by_type, check_supported
 from llama_index_instrumentation import root_dispatcher
 
-from lightning_llama_index.spans import SpanHandler, receivers
+from lightning_llama_index.spans import SpanListener, receivers
 from lightning_llama_index.steps import steps
 
 __all__ = ["SUPPORTED", "lightning_identify", "lightning_install", "lightning_policy_fault"]
@@ -29,7 +29,7 @@ FAULTS_BY_TEXT = {
 }
 """The same of classes that tell of other faults too, by how the error's text begins."""
 
-_handler = SpanHandler()
+_handler = SpanListener()
 
 
 @lightning.hookimpl

@@ -28,7 +28,7 @@ from llama_index.core.tools import BaseTool, ToolOutput
 from llama_index.core.workflow import Workflow
 from llama_index_instrumentation.span_handlers import NullSpanHandler
 
-from lightning_llama_index.steps import Run, Step, steps
+from lightning_llama_index.steps import SpanScope, WorkflowScope, steps
 
 COMPONENTS = (
     BaseQueryEngine,
@@ -50,7 +50,7 @@ receivers: list[Callable[[lightning.ToolEvent], None]] = []
 """Who gets the tool events: the last one."""
 
 
-class SpanHandler(NullSpanHandler):  # type: ignore[misc]  # LlamaIndex is not there when types are checked
+class SpanListener(NullSpanHandler):  # type: ignore[misc]  # LlamaIndex is not there when types are checked
     """Hears of every span, in the thread or task in which it happens. What it raises is dropped by LlamaIndex."""
 
     def span_enter(
@@ -64,7 +64,7 @@ class SpanHandler(NullSpanHandler):  # type: ignore[misc]  # LlamaIndex is not t
     ) -> None:
         """A span has ended well; a step of a workflow also when it was cancelled, or waits for a human."""
         step = steps.end(id_, result)
-        if step is not None and isinstance(step.around, Run) and isinstance(result, AgentOutput):
+        if step is not None and isinstance(step.around, WorkflowScope) and isinstance(result, AgentOutput):
             step.around.asked = _asked(result.response)
         if step is not None and step.begun and step.tool is not None:
             _report(step.tool, *_outcome(result))
@@ -96,42 +96,42 @@ def _outcome(result: Any) -> tuple[str, str, str]:
     return "ok", output.content, ""
 
 
-def _step(function: str, instance: Any, arguments: Mapping[str, Any]) -> Step:
+def _step(function: str, instance: Any, arguments: Mapping[str, Any]) -> SpanScope:
     """What a span is of, by the function that runs in it and the object whose method that is."""
     around = steps.here()
-    if instance is None and isinstance(around, Run):
+    if instance is None and isinstance(around, WorkflowScope):
         return _workflow_step(function, around, arguments.get("ev"))
     if isinstance(instance, Workflow) and function == "run":
         if isinstance(instance, BaseWorkflowAgent):
-            return Run(instance.name, around, of_agents=True)
+            return WorkflowScope(instance.name, around, of_agents=True)
         team = isinstance(instance, AgentWorkflow)
-        return Run("" if team else _name_of(instance), around, of_agents=team)
+        return WorkflowScope("" if team else _name_of(instance), around, of_agents=team)
     if isinstance(instance, BaseLLM):
-        return Step("call", around=around)
+        return SpanScope("call", around=around)
     if isinstance(instance, BaseTool):
         return _tool(instance.metadata.get_name(), around, arguments)
-    return Step("agent", type(instance).__name__ if isinstance(instance, COMPONENTS) else "", around)
+    return SpanScope("agent", type(instance).__name__ if isinstance(instance, COMPONENTS) else "", around)
 
 
-def _workflow_step(function: str, run: Run, event: Any) -> Step:
+def _workflow_step(function: str, run: WorkflowScope, event: Any) -> SpanScope:
     if not run.of_agents:
-        return Step("agent", function, run)
+        return SpanScope("agent", function, run)
     run.agent = getattr(event, "current_agent_name", run.agent)
-    agent = Step("agent", run.agent, run)
+    agent = SpanScope("agent", run.agent, run)
     if not isinstance(event, ToolCall):
         return agent
     agent.is_open = False  # it only stands in the path: the span is the tool's
-    step = Step("tool", event.tool_name, agent)
+    step = SpanScope("tool", event.tool_name, agent)
     call_id = event.tool_id if event.tool_id in run.asked else ""
     step.tool = lightning.ToolEvent(event.tool_name, "unknown", call_id, event.tool_kwargs, caller=steps.caller(agent))
     return step
 
 
-def _tool(name: str, around: ActiveScope | None, arguments: Mapping[str, Any]) -> Step:
+def _tool(name: str, around: ActiveScope | None, arguments: Mapping[str, Any]) -> SpanScope:
     """A tool's function. Tools are wrapped in each other, and an agent has a step of its own that calls one."""
-    step = Step("tool", name, around)
+    step = SpanScope("tool", name, around)
     named = next((scope for scope in around.outwards() if scope.name), None) if around else None
-    if isinstance(named, Step) and (named.kind, named.name) == ("tool", name):
+    if isinstance(named, SpanScope) and (named.kind, named.name) == ("tool", name):
         named.begun = True
         return step
     given = {**arguments, **arguments.get("kwargs", {})}

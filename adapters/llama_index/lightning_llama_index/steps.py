@@ -14,7 +14,7 @@ import lightning
 from lightning.instrument import ActiveScope, Scopes
 
 
-class Step(ActiveScope):
+class SpanScope(ActiveScope):
     """What happens inside one span: the work of an agent or a component, of a tool or of a model."""
 
     def __init__(
@@ -28,7 +28,7 @@ class Step(ActiveScope):
         """What this context knew when it began."""
 
 
-class Run(Step):
+class WorkflowScope(SpanScope):
     """A run of a workflow; an agent is one, and so is a team of agents that hand over to each other."""
 
     def __init__(self, name: str, around: ActiveScope | None, *, of_agents: bool) -> None:
@@ -41,11 +41,11 @@ class Run(Step):
         """The ids under which the model has called tools; a ReAct agent's are made up after it has answered."""
 
 
-class Stream(NamedTuple):
+class LazyResult(NamedTuple):
     """What a span returned to be iterated: it asks the model when an item is wanted, and its span has ended by then."""
 
     items: weakref.ref[Any]
-    step: Step
+    step: SpanScope
 
     def is_made(self) -> bool:
         """Whether an item is being made right now."""
@@ -58,24 +58,24 @@ class Stream(NamedTuple):
         return getattr(items, "gi_frame", None) is None and getattr(items, "ag_frame", None) is None
 
 
-_streams: ContextVar[tuple[Stream, ...]] = ContextVar("lightning_llama_index_streams", default=())
+_lazy_results: ContextVar[tuple[LazyResult, ...]] = ContextVar("lightning_llama_index_lazy", default=())
 """The newest first."""
 
 
-class Steps(Scopes):
+class SpanScopes(Scopes):
     """The steps that are open, by the ids of their spans."""
 
     def __init__(self) -> None:
         super().__init__("llama-index")
-        self.open: weakref.WeakValueDictionary[str, Step] = weakref.WeakValueDictionary()
+        self.open: weakref.WeakValueDictionary[str, SpanScope] = weakref.WeakValueDictionary()
 
-    def begin(self, span_id: str, step: Step) -> None:
+    def begin(self, span_id: str, step: SpanScope) -> None:
         """A span has been entered, here."""
         self.open[span_id] = step
         step.before = self._innermost.get()
         self._innermost.set(step)
 
-    def end(self, span_id: str, result: object = None) -> Step | None:
+    def end(self, span_id: str, result: object = None) -> SpanScope | None:
         """A span has ended, maybe in another context than it began in."""
         step = self.open.pop(span_id, None)
         if step is not None:
@@ -83,15 +83,15 @@ class Steps(Scopes):
             if self._innermost.get() is step:
                 self._innermost.set(step.before)
             if isinstance(result, Generator | AsyncGenerator):
-                others = tuple(stream for stream in _streams.get() if not stream.is_over())
-                _streams.set((Stream(weakref.ref(result), step), *others))
+                others = tuple(lazy for lazy in _lazy_results.get() if not lazy.is_over())
+                _lazy_results.set((LazyResult(weakref.ref(result), step), *others))
         return step
 
     def here(self) -> ActiveScope | None:
         """The innermost step that this code runs in, which may be one that makes an item of what it has returned."""
         inner = super().here()
-        made = (stream.step for stream in _streams.get() if stream.is_made())
+        made = (lazy.step for lazy in _lazy_results.get() if lazy.is_made())
         return next((step for step in made if inner is None or inner in step.outwards()), inner)
 
 
-steps = Steps()
+steps = SpanScopes()
