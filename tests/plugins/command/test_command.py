@@ -145,6 +145,7 @@ def test_the_environment_leads_to_the_policy_and_to_nothing_of_the_users(monkeyp
     assert there["OPENAI_MODEL"] == there["ANTHROPIC_MODEL"] == "policy:env"
     assert there["MINE"] == "t1/policy:env"
     assert there["DO_NOT_TRACK"] == there["OPENAI_AGENTS_DISABLE_TRACING"] == "1"
+    assert (there["CREWAI_DISABLE_TELEMETRY"], there["CREWAI_TRACING_ENABLED"]) == ("true", "false")
     assert "127.0.0.1" in there["NO_PROXY"]
     assert there["HOME"] != os.environ["HOME"]
     assert not {"ANTHROPIC_AUTH_TOKEN", "CODEX_HOME"} & set(there)
