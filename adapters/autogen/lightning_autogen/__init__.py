@@ -1,6 +1,7 @@
 """Adapter for AutoGen: reads from AutoGen's own OpenTelemetry spans which agent is calling, and which tool ran.
 
-The invariant: it only looks. The spans go where the user's `TracerProvider` sends them, and nowhere without one.
+The invariant: it only looks, but for tools with a limit (`runner.tool_limits`), which wait for their turn. The spans go where
+the user's `TracerProvider` sends them, and nowhere without one.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import lightning
-from lightning.instrument import check_supported
+from lightning.instrument import check_supported, hold_slots
 
 try:
     import opentelemetry.sdk.trace  # noqa: F401 — AutoGen itself only brings the API
@@ -44,6 +45,9 @@ def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[
     # A program may import `autogen_agentchat.agents` first: it has begun by now, and the module of its class has not.
     agents = "autogen_agentchat.agents"
     stop_waiting = [on_import(name, _direct.start) for name in (agents, f"{agents}._base_chat_agent")]
+    tools = "autogen_core.tools._base"
+    stop_waiting.append(hold_slots(tools, "BaseTool", ("run_json",)))
+    stop_waiting.append(hold_slots(tools, "BaseStreamTool", ("run_json_stream",)))
 
     def undo() -> None:
         for stop in stop_waiting:

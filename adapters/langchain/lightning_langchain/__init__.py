@@ -1,7 +1,8 @@
 """Adapter for LangChain and LangGraph: names callers by agent, node, tool and `run_name`, and reports tool runs.
 
-The invariant: it only listens, through LangChain's own callbacks; after the undo LangChain calls nothing of it. It is there
-without a line of the user's; `LightningCallback()` in a call's `callbacks` does the same where it is not.
+The invariant: it only listens, through LangChain's own callbacks, but for tools with a limit (`runner.tool_limits`), which wait
+for their turn; after the undo LangChain calls nothing of it. It is there without a line of the user's; `LightningCallback()` in
+a call's `callbacks` does the same where it is not, without limits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, cast
 
 import lightning
 from langchain_core.tracers.context import register_configure_hook
-from lightning.instrument import by_type, check_supported
+from lightning.instrument import by_type, check_supported, hold_slots
 
 from lightning_langchain.callback import LightningCallback, caller_now, receivers
 
@@ -58,8 +59,10 @@ def lightning_install(emit: Callable[[lightning.ToolEvent | lightning.StepState]
     _register()
     receivers.append(emit)
     _always.handler = _always.handler or LightningCallback()
+    free_tools = hold_slots("langchain_core.tools.base", "BaseTool", ("run", "arun"))
 
     def undo() -> None:
+        free_tools()
         receivers.remove(emit)
         if not receivers:
             _always.handler = None

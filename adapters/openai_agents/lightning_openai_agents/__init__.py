@@ -12,7 +12,7 @@ from typing import Any, cast
 import lightning
 from agents.tracing import Trace, TraceProvider, get_trace_provider, set_trace_provider
 from agents.tracing.processors import default_exporter, default_processor
-from lightning.instrument import by_type, check_supported
+from lightning.instrument import by_type, check_supported, hold_slots
 
 from lightning_openai_agents.outcomes import outcomes
 from lightning_openai_agents.provider import Provider, current_step
@@ -22,6 +22,8 @@ __all__ = ["SUPPORTED", "LightningProcessor", "lightning_identify", "lightning_i
 
 SUPPORTED = {"openai-agents": ("0.20", "1")}
 """Distribution -> (first version this works with, first that it does not)."""
+RUN_TOOL = ("_invoke_function_tool_with_metadata", "invoke_function_tool")
+"""The functions that run a tool; which of them the SDK calls depends on its version."""
 _undo: list[Callable[[], None]] = []
 
 
@@ -39,8 +41,11 @@ def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[
         ours = cast("TraceProvider", Provider(before))
         set_trace_provider(ours)
         outcomes.start(current_step)
+        # Around what counts a tool's timeout, so that waiting for a turn is not the tool's time.
+        free_tools = hold_slots("agents.run_internal.tool_execution", "", RUN_TOOL, _tool_of)
 
         def restore() -> None:
+            free_tools()
             outcomes.stop(current_step)
             restore_exporter()
             if get_trace_provider() is ours:  # else the user has set another one since
@@ -61,6 +66,10 @@ def lightning_identify() -> lightning.Caller | None:
     """The innermost agent, tool or guardrail that runs here, with the model call that is under way."""
     step = current_step()
     return step.caller() if step else None
+
+
+def _tool_of(*, function_tool: Any, **_: object) -> str:
+    return str(function_tool.name)
 
 
 def _silence_default_exporter() -> Callable[[], None]:

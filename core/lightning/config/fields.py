@@ -6,10 +6,11 @@ The invariant: everything here is read from the models, so that errors and docum
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -48,13 +49,18 @@ def section_of(annotation: object) -> type[BaseModel] | None:
 
 def accepts(field: FieldInfo) -> str:
     """The values a field takes, in words: `an integer >= 0`, `"cpu" or "cuda"`, `a list of strings, or null`."""
-    text = words(field.annotation)
-    for limit in field.metadata:
-        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
-            bound = getattr(limit, name, None)
-            if bound is not None:
-                text += f"{' and' if sign in text or '>' in text else ''} {sign} {bound:g}"
+    text = _bounded(words(field.annotation), field.metadata)
     return f"{text.removesuffix(', or null')}, or null" if _optional(field.annotation) else text
+
+
+def _bounded(text: str, metadata: Iterable[object]) -> str:
+    for limit in metadata:
+        for part in limit.metadata if isinstance(limit, FieldInfo) else (limit,):
+            for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+                bound = getattr(part, name, None)
+                if bound is not None:
+                    text += f"{' and' if sign in text or '>' in text else ''} {sign} {bound:g}"
+    return text
 
 
 def find(key: str) -> FieldInfo | None:
@@ -116,6 +122,9 @@ def words(annotation: object) -> str:
 
 
 def _plural(annotation: object) -> str:
+    if get_origin(annotation) is Annotated:
+        inner, *metadata = get_args(annotation)
+        return _bounded(_plural(inner), metadata)
     if annotation is str:
         return "strings"
     if annotation is int:
@@ -141,5 +150,9 @@ def toml_value(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(toml_value(item) for item in value)}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{name} = {toml_value(item)}' for name, item in value.items())}}}"
+        return f"{{{', '.join(f'{_toml_key(name)} = {toml_value(item)}' for name, item in value.items())}}}"
     return str(value)
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
@@ -418,6 +418,9 @@ class RunnerConfig(Section):
     or a version of a resource as `resource:NAME@ALIAS` (in another store `resource:PLACE#NAME@ALIAS`)."""
     reroute: tuple[str, ...] = ()
     """Hosts whose calls go to the policy instead, for agents with a provider's address in their code (`api.openai.com`)."""
+    tool_limits: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """For tools that cannot take every agent at once (a browser, a rate-limited API): the most runs of each that are under
+    way at once on a machine, by the tool's name. The other runs wait, and `runner.timeout` goes on meanwhile."""
     preload: tuple[str, ...] = ()
     """Modules that the fork server imports once, so that new processes start faster."""
     seed_agents: bool = True

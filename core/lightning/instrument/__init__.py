@@ -11,6 +11,7 @@ from lightning.instrument.context import Session, activate, current_session, emi
 from lightning.instrument.httpx_patch import install_tap
 from lightning.instrument.own_client import MarkedRequest, mark_request
 from lightning.instrument.scopes import ActiveScope, Scopes
+from lightning.instrument.tool_slots import hold_slots, tool_slot
 
 __all__ = [
     "ActiveScope",
@@ -26,6 +27,7 @@ __all__ = [
     "current_caller",
     "current_session",
     "emit",
+    "hold_slots",
     "install_tap",
     "label",
     "mark_request",
@@ -33,4 +35,5 @@ __all__ = [
     "reward",
     "state",
     "tool",
+    "tool_slot",
 ]

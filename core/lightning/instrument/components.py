@@ -22,6 +22,7 @@ from lightning.instrument.context import calling_session, current_session, log_o
 from lightning.instrument.recorded_tools import recorded_run, replayed
 from lightning.instrument.starters import starter_here
 from lightning.instrument.texts import MAX_TEXT, arguments_of, error_text, result_of, text_of
+from lightning.instrument.tool_slots import tool_slot
 from lightning.types import Caller, Json, ToolEvent
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,12 @@ class _Scope:
         """What the call gives; a generator has not begun, a coroutine is not awaited."""
         return function(*args, **kwargs)
 
+    def wait(self) -> None:
+        """Wait until the call may begin."""
+
+    async def wait_here(self) -> None:
+        """The same, on an event loop."""
+
     def ended(self, output: object = None, error: BaseException | None = None) -> None:
         """The call has returned `output`, or raised."""
 
@@ -137,6 +144,13 @@ class _ToolScope(_Scope):
         # Now, not at its end: the calls that it makes itself are not what it runs for.
         agent = caller.name if caller else ""
         self._asked_by = self._session.calls.last(agent) if self._session else ""
+        self._slot = tool_slot(name)
+
+    def wait(self) -> None:
+        self._slot.__enter__()
+
+    async def wait_here(self) -> None:
+        await self._slot.__aenter__()
 
     def run(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         kind = _target(function)
@@ -145,6 +159,7 @@ class _ToolScope(_Scope):
         return function(*args, **kwargs) if found is None else cast("R", replayed(found, kind))
 
     def ended(self, output: object = None, error: BaseException | None = None) -> None:
+        self._slot.release()
         if self._session is None:
             return
         abandoned = isinstance(error, GeneratorExit)
@@ -233,6 +248,7 @@ def _target(function: Callable[P, R]) -> Callable[P, R]:
 def _wrap_function(function: Callable[P, object], open_scope: Callable[[_Call], _Scope]) -> Callable[P, object]:
     def call(*args: P.args, **kwargs: P.kwargs) -> object:
         scope = open_scope((args, kwargs))
+        scope.wait()
         try:
             with scope:
                 result = scope.run(function, *args, **kwargs)
@@ -250,6 +266,7 @@ def _wrap_coroutine(
 ) -> Callable[P, Awaitable[object]]:
     async def call(*args: P.args, **kwargs: P.kwargs) -> object:
         scope = open_scope((args, kwargs))
+        await scope.wait_here()
         try:
             with scope:
                 result = await scope.run(function, *args, **kwargs)
@@ -270,6 +287,7 @@ def _wrap_generator(
         items = _Items()
         generator = scope.run(function, *args, **kwargs)
         step: Callable[[], object] = functools.partial(next, generator)
+        scope.wait()
         try:
             while True:
                 try:
@@ -302,6 +320,7 @@ def _wrap_async_generator(
         items = _Items()
         generator = scope.run(function, *args, **kwargs)
         step: Callable[[], Awaitable[object]] = generator.__anext__
+        await scope.wait_here()
         try:
             while True:
                 try:

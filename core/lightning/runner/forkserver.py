@@ -21,6 +21,7 @@ from typing import Any
 
 from lightning.errors import RunnerError
 from lightning.instrument.providers import for_import, own
+from lightning.instrument.tool_slots import UNLIMITED, ToolLimits
 from lightning.memory_budget import Holder
 from lightning.runner import socket_framing
 from lightning.runner.forkserver_main import kill_group
@@ -112,6 +113,7 @@ class ForkServer:
         preload: Sequence[str] = (),
         adapters: Sequence[str] | None = None,
         reroute: Sequence[str] = (),
+        tool_limits: ToolLimits = UNLIMITED,
         sandbox: Sandbox | None = None,
     ) -> None:
         self._shipped, self.sandbox = shipped, sandbox
@@ -119,6 +121,7 @@ class ForkServer:
             "preload": list(preload),
             "adapters": None if adapters is None else list(adapters),
             "reroute": list(reroute),
+            "tool_limits": {"folder": tool_limits.folder, "runs": dict(tool_limits.runs)},
             "own": own(os.environ if sandbox is None else sandbox.environment),
         }
         self.warmed: int | None = None  # modules that every rollout begins with since the first has imported them

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from lightning.errors import LightningError
 from lightning.instrument import emit
 from lightning.instrument.providers import remember
+from lightning.instrument.tool_slots import ToolLimits
 from lightning.plugins import plugins
 from lightning.runner import sandbox_network, socket_framing, worker
 from lightning.runner.agent_serialization import unpack_agent
@@ -62,7 +63,7 @@ def main(descriptor: int, parent: int) -> None:
         if not error:
             gc.collect()
             gc.freeze()  # forked workers then share these pages instead of copying them
-            _Template(control, parent, shipped, setup["adapters"], setup["reroute"]).serve()
+            _Template(control, parent, shipped, setup).serve()
 
 
 def _prepare(setup: dict[str, Any], shipped: bytes) -> tuple[str, str]:
@@ -156,11 +157,10 @@ def _outlive_sigterm() -> None:
 class _Template:
     """The loop that forks, kills and reaps. Messages to the parent: `forked` or `failed` for a request, then `exited`."""
 
-    def __init__(
-        self, control: socket.socket, parent: int, shipped: bytes, adapters: list[str] | None, reroute: list[str] | None
-    ) -> None:
+    def __init__(self, control: socket.socket, parent: int, shipped: bytes, setup: dict[str, Any]) -> None:
         self._control, self._parent, self._pid = control, parent, os.getpid()
-        self._shipped, self._adapters, self._reroute = shipped, adapters, reroute or []
+        self._shipped, self._adapters, self._reroute = shipped, setup["adapters"], setup["reroute"] or []
+        self._limits = ToolLimits(**setup["tool_limits"])
         self._children: set[int] = set()
         self._buffer = bytearray()
         self._descriptors: list[int] = []
@@ -251,7 +251,7 @@ class _Template:
             with socket.socket(fileno=descriptor) as sock:
                 if listen:
                     sandbox_network.send_listeners(sock, sandbox_network.listen(listen))
-                worker.serve(sock, self._shipped, self._adapters, self._reroute, self._contexts, tell)
+                worker.serve(sock, self._shipped, self._adapters, self._reroute, self._contexts, self._limits, tell)
             code = 0
         except (BrokenPipeError, ConnectionResetError):
             code = 0

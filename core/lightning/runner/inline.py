@@ -20,10 +20,12 @@ from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.instrument import Session, activate, emit, install_tap
 from lightning.instrument.providers import own, remember
+from lightning.instrument.tool_slots import limit_tools, unheld
 from lightning.plugins import plugins
 from lightning.runner.agent_serialization import check_agent
 from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
+from lightning.runner.tool_limits import LimitWatch, make_slots
 from lightning.runner.worker import is_async
 from lightning.types import LLM, Fault, Lease, Outcome, Task
 
@@ -52,6 +54,7 @@ class InlineRunner:
         self._config = config
         self._slots = asyncio.Semaphore(config.concurrency)
         self._installed: contextlib.ExitStack | None = None
+        self._watch = LimitWatch(config.tool_limits)
 
     @property
     def concurrency(self) -> int:
@@ -66,6 +69,7 @@ class InlineRunner:
         remember(own(os.environ))
         with contextlib.ExitStack() as installing:
             installing.callback(install_tap(self._config.reroute))
+            installing.callback(limit_tools(make_slots(self._config.tool_limits)))
             installing.callback(plugins().install_adapters(emit, self._config.adapters))
             self._installed = installing.pop_all()
 
@@ -75,14 +79,16 @@ class InlineRunner:
             raise RunnerError("the inline runner has not been started: await runner.start() first")
         async with self._slots:
             with activate(llm) as session:
-                outcome = await self._attempt(lease.rollout.task, llm, session)
-        return sanitized(outcome)
+                outcome = sanitized(await self._attempt(lease.rollout.task, llm, session))
+        self._watch.heard(outcome, unheld(outcome.tool_events))
+        return outcome
 
     async def close(self) -> None:
         """Remove the tap and the adapters. Idempotent; `start` may follow."""
         installed, self._installed = self._installed, None
         if installed is not None:
             installed.close()
+            self._watch.close()
 
     async def _attempt(self, task: Task, llm: LLM, session: Session) -> Outcome:
         started = time.monotonic()

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lightning.config.fields import toml_value
 from lightning.errors import RunnerError
 from lightning.hooks import hookimpl
 from lightning.types import LLM, Lease, Outcome
@@ -58,6 +59,12 @@ def remote_runner(agent: Agent, config: Config) -> Runner:
     """Clients of the run's server, started by whoever has its URL and a token."""
     from lightning.runner.plugin import RemoteRunner
 
+    if config.runner.tool_limits:
+        logger.warning(
+            "runner.tool_limits bounds no tool here: with runner='remote' it is a setting of each client, and holds for all "
+            "clients of a machine together; start them with `lightning runner --set runner.tool_limits='%s'`",
+            toml_value(config.runner.tool_limits),
+        )
     if config.runner.sandbox != "none":
         logger.warning(
             "runner.sandbox is %r here and keeps no agent in: with runner='remote' it is a setting of each client; start "

@@ -14,13 +14,15 @@ from functools import partial
 
 from lightning.config import RunnerConfig
 from lightning.errors import DataError, RunnerError
+from lightning.instrument.tool_slots import UNLIMITED
 from lightning.memory_budget import LONG, Budget, Holder
 from lightning.runner.agent_serialization import pack_agent
 from lightning.runner.forkserver import GRACE, ForkServer, Worker, WorkerDiedError
-from lightning.runner.outcomes import decode_outcome, decode_request, encode_request, failed
+from lightning.runner.outcomes import decode_outcome, decode_request, encode_request, failed, unheld_in
 from lightning.runner.protocol import Agent
 from lightning.runner.sandbox import bubblewrap, check
 from lightning.runner.sandbox_network import AllowedHost, targets, url_inside
+from lightning.runner.tool_limits import LimitWatch, make_slots
 from lightning.types import LLM, Fault, Lease, Outcome
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ class ProcessRunner:
         self._told_of_threads = False
         self._sandboxes: dict[Worker, ForkServer] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self._limits = UNLIMITED
+        self._watch = LimitWatch(config.tool_limits)
 
     @property
     def concurrency(self) -> int:
@@ -62,6 +66,7 @@ class ProcessRunner:
             self._slots = asyncio.Semaphore(self._config.concurrency)
             self._starting = asyncio.Lock()
             self._replies = Budget()
+            self._limits = make_slots(self._config.tool_limits)
             self._server = await self._new_server()
             if self._config.sandbox == "bwrap":  # it has shown that the agent can be loaded; each rollout has its own
                 await self._server.close()
@@ -89,6 +94,7 @@ class ProcessRunner:
                     decode_outcome(reply) if len(reply) <= LONG else await holder.work(partial(decode_outcome, reply))
                 )
                 reusable = True
+                self._watch.heard(outcome, unheld_in(reply))
             except TimeoutError:
                 text = f"the agent ran for more than {self._config.timeout:g} s and was killed (runner.timeout)"
                 return failed(Fault.TIMEOUT, text, seconds=time.monotonic() - started)
@@ -119,6 +125,7 @@ class ProcessRunner:
         await asyncio.gather(*self._ending)
         self._sandboxes.clear()
         self._replies.close()
+        self._watch.close()
 
     async def _take(self, request: bytes) -> tuple[Worker, bytes]:
         """An idle worker that still lives, else a new one; and the request as it is to read it. In a sandbox it is alone
@@ -182,9 +189,15 @@ class ProcessRunner:
         config = self._config
         sandbox = None
         if config.sandbox == "bwrap":
-            sandbox = bubblewrap(config.sandbox_files, config.sandbox_hidden, config.sandbox_environment, network)
+            files = (*config.sandbox_files, self._limits.folder) if config.tool_limits else config.sandbox_files
+            sandbox = bubblewrap(files, config.sandbox_hidden, config.sandbox_environment, network)
         server = ForkServer(
-            self._shipped, preload=config.preload, adapters=config.adapters, reroute=config.reroute, sandbox=sandbox
+            self._shipped,
+            preload=config.preload,
+            adapters=config.adapters,
+            reroute=config.reroute,
+            tool_limits=self._limits,
+            sandbox=sandbox,
         )
         await server.start()
         if server.threads and not self._told_of_threads:

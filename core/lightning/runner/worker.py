@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from lightning.addresses import leads_to_itself
 from lightning.instrument import Session, activate, emit, install_tap
+from lightning.instrument.tool_slots import ToolLimits, limit_tools, unheld
 from lightning.plugins import plugins
 from lightning.runner import socket_framing
 from lightning.runner.agent_serialization import is_installed, unpack_agent
@@ -39,6 +40,7 @@ def serve(
     adapters: Sequence[str] | None,
     reroute: Sequence[str],
     contexts: Contexts,
+    limits: ToolLimits,
     needs: int | None = None,
 ) -> None:
     """Answer requests until the parent closes the socket. After the first, what it has imported and built since the fork is
@@ -48,6 +50,7 @@ def serve(
     contexts.install()
     agent = unpack_agent(shipped)
     install_tap(reroute)
+    limit_tools(limits)
     plugins().install_adapters(emit, adapters)
     with asyncio.Runner() as loop:
         while (request := socket_framing.receive(sock)) is not None:
@@ -55,7 +58,7 @@ def serve(
             seed_process(llm.seed)
             outcome = run_agent(agent, task, llm, loop)
             flush()
-            socket_framing.send(sock, encode_outcome(outcome))
+            socket_framing.send(sock, encode_outcome(outcome, unheld(outcome.tool_events)))
             if needs is not None:
                 _tell_needs(needs, before, places, contexts)
                 needs = None

@@ -35,6 +35,13 @@ _LABELS = {
 }
 
 
+def _toml(value: object) -> str:
+    """As the settings' variables are read: JSON is TOML but for tables."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml(name)} = {_toml(item)}" for name, item in value.items()) + "}"
+    return json.dumps(value)
+
+
 def label_of(site: Site) -> str:
     """The value of the label of a run's objects: at most 63 letters, digits, `-`, `.`.
 
@@ -219,7 +226,7 @@ class Manifests:
         ours: dict[str, Object] = {name: {"value": value} for name, value in self.config.k8s.env.items()}
         for name in sorted(runner.keys() - OURS):
             if runner[name] is not None:
-                ours[f"LIGHTNING_RUNNER__{name.upper()}"] = {"value": json.dumps(runner[name])}
+                ours[f"LIGHTNING_RUNNER__{name.upper()}"] = {"value": _toml(runner[name])}
         reference = {"name": secret["metadata"]["name"], "key": TOKEN_KEY}
         ours["LIGHTNING_TOKEN"] = {"valueFrom": {"secretKeyRef": reference}}
         theirs = [one for one in container.get("env") or () if one.get("name") not in ours]

@@ -82,6 +82,13 @@ def test_an_empty_table_empties_a_free_mapping_and_changes_nothing_in_a_section(
     assert config.engine.lora == LoraConfig(rank=4)
 
 
+@pytest.mark.parametrize("given", ["runner.tool_limits={search = 0}", "runner.tool_limits.search=0"])
+def test_a_tool_with_less_than_one_slot_is_refused_by_name(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"runner\.tool_limits\.search cannot be 0; it accepts .* integers >= 1"):
+        load_config(None, [given], {})
+    assert load_config(None, ["runner.tool_limits.search=1"], {}).runner.tool_limits == {"search": 1}
+
+
 def test_variables_that_are_not_settings_are_left_alone() -> None:
     env = {"LIGHTNING_DISABLE_PLUGINS": "a,b", "LIGHTNING_CLOUD_URL": "elsewhere", "LIGHTNING": "1"}
     assert load_config(env=env) == Config()

@@ -117,6 +117,7 @@ def test_clients_get_the_trainers_settings_as_a_client_reads_them() -> None:
         "drain": 3.0,
         "adapters": ("langchain", 'odd "name"\\'),
         "preload": ("my_app",),
+        "tool_limits": {"browser": 2, 'a "web" search': 1},
     }
     made = manifests(runner=given_settings)
     env = {

@@ -1,0 +1,86 @@
+"""The tool limits of a runner's agents (`runner.tool_limits`): slots made ready, and what is said of limits that bound nothing.
+
+The invariant: the slots are files of this user's in the machine's folder for temporary files, so that everything that runs
+here shares them: runs, clients, actors. They stay, since a file that is made anew would be another slot.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from lightning.config.fields import did_you_mean
+from lightning.errors import RunnerError
+from lightning.instrument.tool_slots import UNLIMITED, ToolLimits
+from lightning.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+ENOUGH = 64
+"""Rollouts after which a tool that has not run is named: a wrong name should not bound nothing until the end of a long run."""
+
+
+def make_slots(runs: Mapping[str, int]) -> ToolLimits:
+    """The slots of these tools, made where they are missing. Raises `RunnerError` when somebody else has the folder."""
+    if not runs:
+        return UNLIMITED
+    folder = Path(tempfile.gettempdir(), f"lightning-tools-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise RunnerError(
+            f"runner.tool_limits needs the folder {folder}, which belongs to somebody else: set TMPDIR to a folder of yours"
+        )
+    limits = ToolLimits(str(folder), dict(runs))
+    for tool in runs:
+        for file in limits.files(tool):
+            file.touch(mode=0o600)
+    return limits
+
+
+class LimitWatch:
+    """Says which limits bound nothing: at once of tools that run past them; when `ENOUGH` rollouts have ended, or no more come, of
+    tools that do not run."""
+
+    def __init__(self, runs: Mapping[str, int]) -> None:
+        self._limited = frozenset(runs)
+        self._rollouts = 0
+        self._ran: set[str] = set()
+        self._told: set[str] = set()
+
+    def heard(self, outcome: Outcome, unheld: Iterable[str] = ()) -> None:
+        """A rollout has ended. `unheld` are tools that ran in it without a slot."""
+        if not self._limited:
+            return
+        self._rollouts += 1
+        self._ran.update(event.name for event in outcome.tool_events)
+        for name in sorted((self._limited & set(unheld)) - self._told):
+            self._told.add(name)
+            logger.warning(
+                "runner.tool_limits has %r, and that tool ran without waiting for its turn: its framework runs it past "
+                "lightning. Put @lightning.tool(name=%r) on its function, or take the limit out",
+                name,
+                name,
+            )
+        if self._rollouts == ENOUGH:
+            self._name_missing()
+
+    def close(self) -> None:
+        """No more rollouts come."""
+        if self._rollouts:
+            self._name_missing()
+
+    def _name_missing(self) -> None:
+        for name in sorted(self._limited - self._ran - self._told):
+            self._told.add(name)
+            logger.warning(
+                "runner.tool_limits has %r, and no tool of that name ran in %d rollouts (there ran: %s%s)",
+                name,
+                self._rollouts,
+                ", ".join(sorted(self._ran)) or "none",
+                did_you_mean(name, self._ran),
+            )
