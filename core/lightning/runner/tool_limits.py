@@ -43,8 +43,8 @@ def make_slots(runs: Mapping[str, int]) -> ToolLimits:
 
 
 class LimitWatch:
-    """Says which limits bound nothing: at once of tools that run past them; when `ENOUGH` rollouts have ended, or no more come, of
-    tools that do not run."""
+    """Says which limits bound nothing: at once of tools that run past them; of tools that do not run, when `ENOUGH` rollouts or
+    all have ended."""
 
     def __init__(self, runs: Mapping[str, int]) -> None:
         self._limited = frozenset(runs)
