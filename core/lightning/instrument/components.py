@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextvars import ContextVar
 from dataclasses import replace
@@ -21,11 +20,9 @@ from lightning.errors import DataError
 from lightning.instrument.context import calling_session, current_session, log_once
 from lightning.instrument.recorded_tools import recorded_run, replayed
 from lightning.instrument.starters import starter_here
-from lightning.instrument.texts import MAX_TEXT, arguments_of, error_text, result_of, text_of
+from lightning.instrument.texts import MAX_TEXT, error_text, named_arguments, result_of, signature_of, text_of
 from lightning.instrument.tool_slots import tool_slot
 from lightning.types import Caller, Json, ToolEvent
-
-logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -210,12 +207,12 @@ def tool(
 
 def _tool(name: str, function: Callable[P, R]) -> Callable[P, R]:
     label = _checked(name or getattr(function, "__name__", type(function).__name__), _WRONG_TOOL)
-    signature = _signature(function)
+    signature = signature_of(function)
 
     def scope(call: tuple[tuple[object, ...], dict[str, object]]) -> _Scope:
         if current_session() is None:
             return _Scope(_path.get())
-        return _ToolScope(label, current_caller(), _arguments(signature, *call))
+        return _ToolScope(label, current_caller(), named_arguments(signature, *call))
 
     return _wrap(function, scope)
 
@@ -357,25 +354,6 @@ def _keep(items: _Items, item: object) -> None:
         items.append(item)
     else:
         items.cut = True
-
-
-def _signature(function: Callable[..., object]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
-
-
-def _arguments(signature: inspect.Signature | None, args: tuple[object, ...], kwargs: dict[str, object]) -> Json:
-    """A call's arguments by name, as JSON; what JSON cannot say becomes its `repr`."""
-    named: dict[str, object] = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
-    if signature is not None:
-        try:
-            named = dict(signature.bind(*args, **kwargs).arguments)
-        except TypeError:
-            logger.debug("a tool was called with arguments that do not fit %s", signature)
-    named.pop("self", None)
-    return arguments_of(named)
 
 
 _asked: tuple[Callable[[], Caller | None], ...] = ()

@@ -6,8 +6,10 @@ a gigabyte), gets an exception or more than `MAX_TEXT` characters through here; 
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import cast
 
 from lightning.errors import DataError
@@ -114,6 +116,24 @@ def arguments_of(value: object) -> Json:
         return {text_of(name): json_of(item) for name, item in value.items()}
     except Exception:  # noqa: BLE001 — isolates the user's mapping
         return text_of(value)
+
+
+def signature_of(function: Callable[..., object]) -> inspect.Signature | None:
+    """The parameters of a function; None where Python does not know them."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def named_arguments(signature: inspect.Signature | None, args: tuple[object, ...], kwargs: dict[str, object]) -> Json:
+    """A call's arguments by name, as JSON. Those that do not fit the signature have their places for names."""
+    named: dict[str, object] = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
+    if signature is not None:
+        with suppress(TypeError):
+            named = dict(signature.bind(*args, **kwargs).arguments)
+    named.pop("self", None)
+    return arguments_of(named)
 
 
 def caller_of(caller: Caller) -> Caller:
