@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections.abc import Callable
 from typing import NoReturn
 
 import pytest
@@ -144,27 +145,31 @@ class FaultChecks(ContractHarness):
                 f"the adapter {self.adapter} claims 'cancel' ({CAPABILITIES['cancel']}): nothing is left to go on"
             )
         before = len(self.house.fake.requests)
+
+        def asked(text: str) -> int:
+            return sum(text in body for body in self.house.bodies(before))
+
         with self.installed():
-            self.house.play(self._abandoned())
+            text = self.house.play(self._abandoned(asked))
             self._next_is_named("an abandoned run")
-            both = before + 2 * self.solver_calls()
             self.house.play(
-                self.house.until(lambda: len(self.house.fake.requests) >= both, "the abandoned run's other calls")
+                self.house.until(lambda: asked(text) >= self.solver_calls(), "the abandoned run's other calls")
             )
         self.house.play(self.house.until(lambda: not self.leftovers(), "the abandoned run to leave nothing"))
 
-    async def _abandoned(self) -> None:
-        fake = self.house.fake
-        before = len(fake.requests)
-        _, llm = self.house.lease()
+    async def _abandoned(self, asked: Callable[[str], int]) -> str:
+        """Give a run up during its first model call; the user's text, which no other run has."""
+        lease, llm = self.house.lease()
+        text = lease.rollout.id
         with activate(llm), self.house.paused():
             context = contextvars.copy_context()
-            running = asyncio.create_task(self.run(self.solver(llm), "hi"), context=context)
-            await self.house.until(lambda: len(fake.requests) > before or running.done(), "the first model call")
+            running = asyncio.create_task(self.run(self.solver(llm), text), context=context)
+            await self.house.until(lambda: asked(text) > 0 or running.done(), "the first model call")
             check(not running.done(), "run() blocks the event loop: run the agent in `await asyncio.to_thread(...)`")
             running.cancel()
             await asyncio.wait({running})
             context.run(self.nobody, "after the run was abandoned, in the same task")
+        return text
 
     def _next_is_named(self, what: str) -> None:
         self.nobody(f"after {what}")
