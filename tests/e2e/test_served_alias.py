@@ -1,5 +1,5 @@
-"""A real vLLM that follows an alias while 64 clients stream: ten promotions, one of a scaled version that the probe refuses, and
-two rollbacks."""
+"""A real vLLM that follows an alias while 64 clients stream: ten promotions, one of a scaled version that the probe refuses,
+and two rollbacks."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def gradient(model: Path, groups: list[Group]) -> dict[str, torch.Tensor]:
     engine = TorchEngine(device="cpu", dtype="float64")
     engine.open(model, OptimizerConfig(), seed=0)
     try:
-        engine._accumulate(GRPO.batch(groups).samples, GRPO.loss)
+        engine.forward_backward(GRPO.batch(groups).samples, GRPO.loss)
         return {name: weight.grad.clone() for name, weight in engine._parameters.items() if weight.grad is not None}
     finally:
         engine.close()

@@ -301,6 +301,16 @@ class EngineConfig(Section):
     """Number of consecutive steps that may be skipped because a loss or gradient is not finite; one more ends the run."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up of the learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The learning rate after the warm-up: it stays, or falls until the last of `trainer.steps`, in a line or by half a
+    cosine."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Share of `lr` that a falling rate ends with."""
+    minibatches: int = Field(default=1, ge=1)
+    """Parts into which a step's rows are dealt; each gets an optimizer update of its own. Rows stay whole."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over a step's rows. From the second update on, the tokens were sampled by an older policy, which losses with
+    a clipped ratio (`grpo`, `ppo`) allow for."""
     step: StepKind = "auto"
     """How rows are computed: `tree` (each shared prefix once), `linear` (merged rows), `per-call` (one row per call) or
     `auto` (a tree where the model supports it and enough is shared). All give the same gradient; the metric `tree` shows

@@ -9,14 +9,11 @@ weights are skipped again when a run is resumed.
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from lightning.engines.microbatch import Tally
-from lightning.engines.protocol import StepResult
 from lightning.errors import EngineError
 
 _SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -53,38 +50,21 @@ CURES = "lower engine.lr or engine.max_grad_norm, or compute in float32 (engine.
 
 
 class NonFiniteError(EngineError):
-    """A step cannot be taken: what is not finite, and where. `tally` is what had been computed, if all rows were."""
-
-    def __init__(self, problem: str, tally: Tally | None = None) -> None:
-        super().__init__(problem)
-        self.tally = tally or Tally()
+    """An update cannot be taken: what is not finite, and where."""
 
 
 class NonFiniteSteps:
-    """Counts the skipped steps since the last one that was taken; one more than `most` in a row is an error."""
+    """Counts the updates that were left out since the last one that was taken; one more than `most` in a row is an error."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._row = most, 0
+        self._most, self.row = most, 0
 
-    def guard(self, take: Callable[[], StepResult]) -> StepResult:
-        """What `take` returns, with the metric `skipped_nonfinite`: 1 where it raised `NonFiniteError`, else 0.
-
-        Of a skipped step `stepped` is 0, as are the norms and all else that was not computed or is not finite. Raises
-        `EngineError` when too many steps in a row are skipped.
-        """
-        try:
-            result = take()
-        except NonFiniteError as error:
-            return self._skipped(error)
-        self._row = 0 if result.metrics["stepped"] else self._row
-        return StepResult({**result.metrics, "skipped_nonfinite": 0.0}, result.seen)
-
-    def _skipped(self, error: NonFiniteError) -> StepResult:
-        """What a step reports that was not taken. Raises `EngineError` where it is one too many in a row."""
-        self._row += 1
-        if self._row > self._most:
+    def skipped(self, error: NonFiniteError) -> None:
+        """An update was left out. Raises `EngineError` where it is one too many in a row."""
+        self.row += 1
+        if self.row > self._most:
             raise EngineError(
-                f"{error}, so the step was not taken and the weights are as before. It is the {_ordinal(self._row)} in a row, "
+                f"{error}, so the step was not taken and the weights are as before. It is the {_ordinal(self.row)} in a row, "
                 f"more than engine.max_nonfinite_steps = {self._most}: resume the run with other settings ({CURES}), or go on "
                 "from an earlier checkpoint if the weights themselves are no longer finite"
             ) from error
@@ -92,13 +72,10 @@ class NonFiniteSteps:
             "%s: the step is skipped, and weights and optimizer are as before (%d in a row; engine.max_nonfinite_steps = %d). "
             "If it happens again: %s",
             error,
-            self._row,
+            self.row,
             self._most,
             CURES,
         )
-        known = {name: value if math.isfinite(value) else 0.0 for name, value in error.tally.metrics().items()}
-        nothing = {"grad_norm": 0.0, "lr": 0.0, "stepped": 0.0, "skipped_nonfinite": 1.0}
-        return StepResult(known | nothing, error.tally.seen)
 
 
 def _ordinal(number: int) -> str:

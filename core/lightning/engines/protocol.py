@@ -18,8 +18,8 @@ from lightning.policy_server.weight_transfer import Sender
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """AdamW and its schedule. `warmup_steps` rises linearly to `lr`; afterwards the rate is constant. A critic has its own
-    rate, `critic_lr`, which rises alike."""
+    """AdamW, its schedule (`engines.lr_schedule`), and how many updates a step takes: one for each of `minibatches` parts of
+    the rows, in each of `epochs` passes. A critic has its own rate, `critic_lr`, with the same schedule."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
@@ -28,15 +28,22 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     warmup_steps: int = 0
     critic_lr: float = 0.05
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: float = 0.0
+    total_steps: int = 0
+    minibatches: int = 1
+    epochs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step reports. `metrics` has at least `loss`, `grad_norm`, `entropy`, `clip_fraction`, `tokens`
+    """What one step reports. `metrics` has at least `loss`, `grad_norm`, `entropy`, `clip_fraction`, `tokens`
     (trained), `tokens_forward` (computed), `tree` (1 where the rows were computed over their prefix tree, else 0),
-    `max_logprob_gap`, `mean_logprob_gap`, `p999_logprob_gap` (|trainer - sampler| before the update, over unconstrained tokens
-    that have a sampler logprob: at the most, in the mean, and what 99.9 % of them keep to), `stepped` (0 when the weights were
-    left alone) and `skipped_nonfinite` (1 when a loss or gradient was not finite, which is why). Where states were valued:
+    `max_logprob_gap`, `mean_logprob_gap`, `p999_logprob_gap` (|trainer - sampler| before the first update, over unconstrained
+    tokens that have a sampler logprob: at the most, in the mean, and what 99.9 % of them keep to), `updates` (taken), `stepped`
+    (0 when there was none and the weights were left alone) and `skipped_nonfinite` (updates that were left out because a loss
+    or gradient was not finite). They are of the first pass over the rows; `clip_fraction_last` is of the last. Where states
+    were valued:
     `value_loss`, `value_mean`, `value_target`, `value_explained_variance` (`losses.value.value_metrics`) and
     `critic_grad_norm`.
 
@@ -65,11 +72,19 @@ class Engine(Protocol):
         """The critic's value of each call's state, one array of shape (spans,) per sample. Needs `open(critic=True)`."""
 
     def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
-        """Accumulate the gradient of all samples, clip, and take one optimizer step.
+        """Take a step as `StepDriver` does: one update on the gradient of all samples, clipped, or several on parts of them.
 
         A `StepLoss` is prepared first, reference logprobs are computed where it asks for them, and spans with a
         `value_weight` add the critic's loss.
         """
+
+    def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
+        """Add the gradient of these samples to what is there; no update. `stepped` is 0. Raises `NonFiniteError`, and forgets
+        the whole gradient, where a loss is not finite."""
+
+    def optim_step(self, lr: float | None = None) -> StepResult:
+        """Clip the gradient, update at this rate (none: that of the schedule), and forget it. Raises `EngineError` without a
+        gradient, `NonFiniteError` where it is not finite; the weights are then as before."""
 
     def save(self, folder: Path) -> None:
         """Write the whole training state (weights, optimizer, schedule, random state) atomically; no pickle."""

@@ -1,25 +1,29 @@
-"""What every engine does around a step: what a loss of a whole step wants to know before the gradient pass, the warm-up, and
-what a step reports.
+"""What every engine does around a step: what a loss of a whole step wants to know before the gradient pass, mini-batches and
+epochs, the learning rate, updates that are not finite, and what a step reports.
 
-The invariant: `prepare` is called once for a step and sees every trained token of it, in the order of the rows and of the
-tokens in each, whatever computes them and however often memory ran out.
+The invariant: `prepare` is called once for an update and sees every trained token of it, in the order of the rows and of the
+tokens in each, whatever computes them and however often memory ran out. Which rows an update is taken on depends on the
+seed, the number of steps before and the rows alone, so a step that is taken again takes the same updates.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.sample import Sample, TokenSpan
-from lightning.engines.failures import NonFiniteError
+from lightning.engines.failures import NonFiniteError, NonFiniteSteps
+from lightning.engines.lr_schedule import lr_factor
 from lightning.engines.microbatch import Tally
-from lightning.engines.protocol import StepResult
-from lightning.engines.rows import Numbers, Tokens, name
-from lightning.errors import DataError, EngineError
-from lightning.losses.protocol import Loss, StepLoss, StepTokens, needs_reference
+from lightning.engines.protocol import OptimizerConfig, StepResult
+from lightning.engines.rows import Numbers, Tokens, is_trained, name
+from lightning.errors import ConfigError, DataError, EngineError
+from lightning.losses.protocol import Loss, StepLoss, StepTokens, name_of, needs_reference
 
 
 def is_prepared(loss: Loss) -> bool:
@@ -43,14 +47,206 @@ def prepared(
     return _with_numbers(samples, tokens, first, numbers)
 
 
-def taken(tally: Tally, norms: dict[str, float], lr: float) -> StepResult:
-    """What a step reports that was taken at this rate, on a gradient of these norms."""
-    return StepResult({**tally.metrics(), **norms, "lr": lr, "stepped": 1.0}, tally.seen)
+def not_taken() -> StepResult:
+    """What a step reports whose rows have no weight at all."""
+    return _Updates(0.0).result()
 
 
-def not_taken(tally: Tally) -> StepResult:
-    """What one reports whose rows have no weight at all."""
-    return StepResult({**tally.metrics(), "grad_norm": 0.0, "lr": 0.0, "stepped": 0.0}, {})
+class Computer(Protocol):
+    """What a step driver needs of an engine: the numbers before a step, the gradient of some rows, and an update on it."""
+
+    def prepare(self, samples: Sequence[Sample], loss: Loss) -> Sequence[Sample]:
+        """The rows with what the loss wants to know of their tokens (`prepared`)."""
+
+    def accumulate(self, samples: Sequence[Sample], loss: Loss, step: int) -> Tally:
+        """Add the gradient of these rows. Raises `NonFiniteError` where a loss is not finite; nothing of it is left then."""
+
+    def update(self, lr: float, critic_lr: float, step: int) -> dict[str, float]:
+        """Clip the gradient, update at these rates, and forget it; returns its norms as they were. Raises `NonFiniteError`
+        where one is not finite; weights and moments are then as before."""
+
+
+class StepDriver:
+    """Takes the steps of an engine. `steps` is how many were taken, those that changed nothing not counted."""
+
+    def __init__(self, max_nonfinite_steps: int) -> None:
+        self._nonfinite = NonFiniteSteps(max_nonfinite_steps)
+        self._config, self._seed = OptimizerConfig(), 0
+        self._pending = False
+        self.steps = 0
+
+    def begin(self, config: OptimizerConfig, seed: int) -> None:
+        """Start at step 0 with these settings."""
+        self._config, self._seed, self.steps, self._pending = config, seed, 0, False
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """The policy's and the critic's learning rate at the present step."""
+        share = lr_factor(self._config, self.steps)
+        return self._config.lr * share, self._config.critic_lr * share
+
+    def step(self, computer: Computer, samples: Sequence[Sample], loss: Loss) -> StepResult:
+        """A step on these rows: `epochs` passes, in each of which every one of `minibatches` parts gets an update. Without any
+        weight there is none (`stepped` is 0); one that is not finite is left out (`skipped_nonfinite`).
+
+        Raises `EngineError` when more than `max_nonfinite_steps` updates in a row are not finite.
+        """
+        self._check(loss)
+        trained, before = [sample for sample in samples if is_trained(sample)], self._nonfinite.row
+        made = _Updates(self.rates[0])
+        try:
+            if trained:
+                self._take(computer, trained, loss, made)
+        except BaseException:
+            self._nonfinite.row = before  # the step may be taken again, as when workers died of it
+            raise
+        self.steps += bool(made.taken)
+        return made.result()
+
+    def forward_backward(self, computer: Computer, samples: Sequence[Sample], loss: Loss) -> StepResult:
+        """Add the gradient of these rows, for an update by `optim_step`. Raises what `Computer.accumulate` raises."""
+        trained, made = [sample for sample in samples if is_trained(sample)], _Updates(0.0)
+        if trained:
+            made.add(computer.accumulate(computer.prepare(trained, loss), loss, self.steps), None, first=True)
+            self._pending = True
+        return made.result()
+
+    def optim_step(self, computer: Computer, lr: float | None = None) -> StepResult:
+        """Update on the gradient at hand, at this rate; the critic's rate is in proportion. Raises `EngineError` without a
+        gradient."""
+        if not self._pending:
+            raise EngineError("there is no gradient to update on: call forward_backward() with trained rows first")
+        self._pending = False
+        policy, critic = self.rates
+        made = _Updates(policy if lr is None else lr)
+        made.add(
+            Tally(), computer.update(made.lr, critic if lr is None else critic * lr / policy, self.steps), first=True
+        )
+        self.steps += 1
+        return made.result()
+
+    def _check(self, loss: Loss) -> None:
+        """Raises `ConfigError` for a loss that would not be the same with several updates."""
+        if self._config.minibatches > 1 and getattr(loss, "whole_step", False):
+            raise ConfigError(
+                f"{name_of(loss)} compares the rows of a whole step, which mini-batches would separate: set "
+                "engine.minibatches = 1"
+            )
+        correction = getattr(loss, "correction", None)
+        if self._config.minibatches * self._config.epochs > 1 and getattr(correction, "decoupled", False):
+            raise ConfigError(
+                f"a correction of the kind {getattr(correction, 'kind', '')!r} measures how far a step has moved the policy "
+                "from where it began, and with several updates in a step nobody keeps that: set engine.minibatches = 1 and "
+                "engine.epochs = 1, or correction = 'mask'"
+            )
+
+    def _take(self, computer: Computer, trained: Sequence[Sample], loss: Loss, made: _Updates) -> None:
+        for epoch in range(self._config.epochs):
+            for part in minibatches(trained, self._config.minibatches, (self._seed, self.steps, epoch)):
+                self._update(computer, part, loss, made, first=epoch == 0)
+            made.passed()
+
+    def _update(self, computer: Computer, part: Sequence[Sample], loss: Loss, made: _Updates, *, first: bool) -> None:
+        tally = Tally()
+        try:
+            tally = computer.accumulate(computer.prepare(part, loss), loss, self.steps)
+            norms = computer.update(*self.rates, self.steps) if tally.parts else None
+        except NonFiniteError as error:
+            self._skip(error, made, tally, first=first)
+            return
+        made.add(tally, norms, first=first)
+        if norms is not None:
+            self._nonfinite.row = 0
+
+    def _skip(self, error: NonFiniteError, made: _Updates, tally: Tally, *, first: bool) -> None:
+        made.skip(tally, first=first)
+        self._nonfinite.skipped(error)
+
+
+def minibatches(samples: Sequence[Sample], count: int, seed: tuple[int, ...]) -> list[list[Sample]]:
+    """The rows in at most `count` parts, dealt by the seed; in a part they keep their order, so shared prefixes stay together.
+
+    Each part's weights are scaled to the sum that all rows have, and so are those of its states: an update on a part is a mean
+    over it as one on all rows is a mean over all. The expected gradient of a part is then that of all rows where parts weigh
+    alike.
+    """
+    if count == 1 or len(samples) == 1:
+        return [[*samples]]
+    order = np.random.default_rng(seed).permutation(len(samples))
+    parts = [sorted(part.tolist()) for part in np.array_split(order, min(count, len(samples)))]
+    whole, states = _sums(samples)
+    found = []
+    for places in parts:
+        part = [samples[place] for place in places]
+        own, own_states = _sums(part)
+        scales = (whole / own if own else 1.0, states / own_states if own_states else 1.0)
+        found.append([_scaled(sample, *scales) for sample in part])
+    return found
+
+
+def _sums(samples: Sequence[Sample]) -> tuple[float, float]:
+    """All weights of tokens, and of states."""
+    tokens = sum(float(np.abs(sample.weights).sum(dtype=np.float64)) for sample in samples)
+    return tokens, sum(abs(span.value_weight) for sample in samples for span in sample.spans)
+
+
+def _scaled(sample: Sample, tokens: float, states: float) -> Sample:
+    spans = tuple(replace(span, value_weight=span.value_weight * states) for span in sample.spans)
+    return replace(sample, weights=(sample.weights * tokens).astype(sample.weights.dtype), spans=spans)
+
+
+class _Updates:
+    """What a step reports, added up over its updates."""
+
+    def __init__(self, lr: float) -> None:
+        self.lr, self._first, self._tally = lr, Tally(), Tally()
+        self._norms: list[dict[str, float]] = []
+        self._parts, self._clipped, self._last = 0, list[float](), 0.0
+        self.taken, self._skipped = 0, 0
+
+    def add(self, tally: Tally, norms: dict[str, float] | None, *, first: bool) -> None:
+        """An update that was taken, or whose rows had no weight (`norms` None)."""
+        self._count(tally, first=first)
+        if norms is not None:
+            self._norms.append(norms)
+            self.taken += 1
+
+    def skip(self, tally: Tally, *, first: bool) -> None:
+        """One that was not; `tally` is of what had been computed, if all rows were."""
+        self._count(tally, first=first)
+        self._skipped += 1
+
+    def passed(self) -> None:
+        """A pass over the rows has ended."""
+        self._last = float(np.mean(self._clipped)) if self._clipped else 0.0
+        self._clipped = []
+
+    def _count(self, tally: Tally, *, first: bool) -> None:
+        self._clipped.append(tally.metrics()["clip_fraction"])
+        if first:
+            if not self._parts:
+                self._first = tally
+            merged = Tally()
+            merged.merge(self._tally)
+            merged.merge(tally)
+            self._tally, self._parts = merged, self._parts + 1
+
+    def result(self) -> StepResult:
+        """The metrics are those of the first pass; how far trainer and sampler are apart is known before the first update."""
+        found = self._tally.metrics()
+        found["loss"] /= max(1, self._parts)
+        found |= {name: value for name, value in self._first.metrics().items() if "logprob_gap" in name}
+        found["clip_fraction_last"] = self._last
+        if self._skipped:
+            found = {name: value if math.isfinite(value) else 0.0 for name, value in found.items()}
+        names = ["grad_norm", *(self._norms[0] if self._norms else ())]
+        norms = {name: float(np.mean([one[name] for one in self._norms])) if self._norms else 0.0 for name in names}
+        counts = {
+            "updates": float(self.taken),
+            "stepped": float(self.taken > 0),
+            "skipped_nonfinite": float(self._skipped),
+        }
+        return StepResult(found | norms | counts | {"lr": self.lr if self.taken else 0.0}, self._tally.seen)
 
 
 def _numbers_of(

@@ -94,8 +94,9 @@ class StepLoss(Loss, Protocol):
     """A loss of more than single tokens (a call's mean ratio, a pair of rollouts).
 
     Calls may lie in several micro-batches, and be cut anywhere. So such a loss is taken apart: `prepare` sees every token of
-    the step, without gradients, and says one number for each; `__call__` is a sum over tokens again, and finds these numbers
-    in `TokenBatch.prepared`. Costs one more forward pass.
+    an update, without gradients, and says one number for each; `__call__` is a sum over tokens again, and finds these numbers
+    in `TokenBatch.prepared`. Costs one more forward pass. An update is on all rows of a step, or on whole rows of a mini-batch
+    (`engine.minibatches`); a loss that compares rows has `whole_step = True`, and is refused with mini-batches.
     """
 
     def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:

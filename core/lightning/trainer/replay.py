@@ -95,6 +95,11 @@ def optimizer_of(config: Config) -> OptimizerConfig:
         engine.max_grad_norm,
         engine.warmup_steps,
         engine.critic_lr,
+        engine.lr_schedule,
+        engine.min_lr_ratio,
+        config.trainer.steps,
+        engine.minibatches,
+        engine.epochs,
     )
 
 

@@ -91,6 +91,11 @@ def uncounted(engine: EngineConfig, ranks: int) -> list[str]:
         names += [f"engine.verl.model.{name}" for name in engine.verl.model]
         if names:
             notes.append(f"what {', '.join(names)} changes is not counted")
+    if engine.epochs * engine.minibatches > 1:
+        notes.append(
+            f"engine.epochs = {engine.epochs}, engine.minibatches = {engine.minibatches}: training is timed as one pass with "
+            "one update, so it takes longer"
+        )
     if engine.dtype == "float32":
         notes.append(
             "engine.dtype = float32: its memory is counted, but training is timed at the bfloat16 peak, so it takes longer"

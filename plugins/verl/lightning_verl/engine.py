@@ -19,15 +19,14 @@ import numpy as np
 from lightning.batch import FloatArray, Sample
 from lightning.engines import rows
 from lightning.engines.critic import Trunk, no_critic, refuse_targets
-from lightning.engines.failures import MORE_ROOM, SMALLER_ROWS, NonFiniteError, NonFiniteSteps
+from lightning.engines.failures import MORE_ROOM, SMALLER_ROWS, NonFiniteError
 from lightning.engines.files import recover, whole_folder
 from lightning.engines.loading import check_config
-from lightning.engines.lr_schedule import lr_factor
 from lightning.engines.microbatch import Tally
 from lightning.engines.model_contents import UNTRAINABLE, contents
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.rows import Numbers, Tokens, trained_tokens
-from lightning.engines.step import is_prepared, not_taken, prepared, taken
+from lightning.engines.step import StepDriver, is_prepared, prepared
 from lightning.errors import ConfigError, EngineError, WorkersLostError
 from lightning.losses.protocol import Loss
 from lightning.types import Json
@@ -81,7 +80,11 @@ class VerlEngine:
         self._sends = threading.Lock()
         """Held during one call of a transfer: the call that leaves it is made while another is under way."""
         self._budget = config.engine.tokens_per_microbatch
-        self._nonfinite = NonFiniteSteps(config.engine.max_nonfinite_steps)
+        self._driver = StepDriver(config.engine.max_nonfinite_steps)
+        self._moved = (0, 0)
+        """How many updates of the step that is under way moved the policy and the critic."""
+        self._part: Sequence[Sample] = ()
+        """The rows that the gradient at hand is of."""
         self._longest = 0
         """Tokens of the longest row that is computed on; no micro-batch is smaller. 0 where none is."""
 
@@ -103,6 +106,7 @@ class VerlEngine:
         trunk: Trunk | None = self._config.engine.critic_trunk if critic else None
         self._opened = _Opened(model, optimizer, seed, _vocab_size(model), trunk)
         self._taken, self._saved = Taken(), None
+        self._driver.begin(optimizer, seed)
         self._start()
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
@@ -120,19 +124,65 @@ class VerlEngine:
         return [next(found) if sample.spans else np.zeros(0, np.float32) for sample in samples]
 
     def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
-        """One optimizer step on the sum of the rows' losses. Without any weight no step is taken (`stepped` is 0).
+        """A step on the sum of the rows' losses, as `StepDriver` takes it.
 
-        Where a loss or gradient is not finite none is taken either (`skipped_nonfinite` is 1), and the weights are as before.
-        Raises `DataError` for a row that cannot be computed on and `EngineError` when too many steps in a row are not finite
-        (`engine.max_nonfinite_steps`). Workers that die are made again from the last checkpoint, if that is the last step's.
+        Raises `DataError` for a row that cannot be computed on and `EngineError` when too many updates in a row are not finite
+        (`engine.max_nonfinite_steps`). Workers that die are made again from the last checkpoint, if that is the last step's,
+        and the step is taken again from its beginning.
         """
-        self._checked(samples)
-        if self._ready().trunk is None:
-            refuse_targets(samples)
-        trained = [rows.cut(sample, rows.trained_length(sample)) for sample in samples if rows.is_trained(sample)]
-        return self._nonfinite.guard(
-            lambda: self._again(lambda: self._step(trained, loss)) if trained else not_taken(Tally())
-        )
+        trained = self._trainable(samples)
+        return self._again(lambda: self._step(trained, loss))
+
+    def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
+        """See `lightning.engines.protocol.Engine`. Workers that die take the gradient with them: that is an error here."""
+        trained = self._trainable(samples)
+        with self._turn:
+            return self._driver.forward_backward(self, trained, loss)
+
+    def optim_step(self, lr: float | None = None) -> StepResult:
+        """See `lightning.engines.protocol.Engine`."""
+        self._ready()
+        with self._turn:
+            self._moved = (0, 0)
+            result = self._driver.optim_step(self, lr)
+            self._note(result)
+            return result
+
+    def prepare(self, samples: Sequence[Sample], loss: Loss) -> Sequence[Sample]:
+        """See `lightning.engines.step.Computer`."""
+        if not is_prepared(loss):
+            return samples
+        tokens = trained_tokens(samples)
+        current, reference = (partial(self._logprobs, samples, tokens, reference=which) for which in (False, True))
+        return prepared(loss, samples, tokens, current, reference)
+
+    def accumulate(self, samples: Sequence[Sample], loss: Loss, step: int) -> Tally:
+        """See `lightning.engines.step.Computer`."""
+        added = bool(self._part)
+        reports: list[Report] = [report for _, report in self._dealt("accumulate", samples, loss, step, added)]
+        problems = [report.problem for report in reports if report.problem]
+        nonfinite = [report.nonfinite for report in reports if report.nonfinite]
+        if problems or nonfinite:
+            self._part = ()
+            self._run("discard")
+            if problems:
+                raise EngineError(f"{problems[0]}, so the step was not taken and the weights are as before")
+            raise NonFiniteError(nonfinite[0])
+        self._part = [*self._part, *samples]
+        tally = Tally()
+        for report in reports:
+            tally.merge(report.tally)
+        return tally
+
+    def update(self, lr: float, critic_lr: float, step: int) -> dict[str, float]:
+        """See `lightning.engines.step.Computer`. What has no gradient is left alone."""
+        policy, critic = self._moves(self._part)
+        self._part = ()
+        norms: dict[str, float] = self._run("update", lr if policy else None, critic_lr if critic else None)[0]
+        if not all(map(math.isfinite, norms.values())):
+            raise NonFiniteError(f"the gradient is not finite at step {step}")
+        self._moved = (self._moved[0] + policy, self._moved[1] + critic)
+        return norms
 
     def save(self, folder: Path) -> None:
         """Write the whole training state to a folder, atomically; one that exists is replaced."""
@@ -150,7 +200,7 @@ class VerlEngine:
         recover(folder)
         taken = read_state(folder, opened.trunk, layout(self._config))
         self._again(lambda: self._run("load", folder.resolve(), taken.policy, taken.critic))
-        self._taken, self._saved = taken, (folder.resolve(), taken)
+        self._taken, self._saved, self._driver.steps = taken, (folder.resolve(), taken), taken.steps
 
     def export(self, folder: Path) -> Path:
         """Write a model folder that `transformers` and vLLM load, LoRA merged; return it."""
@@ -294,31 +344,23 @@ class VerlEngine:
             self._run("load", folder, taken.policy, taken.critic)
 
     def _step(self, trained: Sequence[Sample], loss: Loss) -> StepResult:
-        if is_prepared(loss):
-            tokens = trained_tokens(trained)
-            current, reference = (partial(self._logprobs, trained, tokens, reference=which) for which in (False, True))
-            trained = prepared(loss, trained, tokens, current, reference)
-        steps = self._taken.steps
-        reports: list[Report] = [report for _, report in self._dealt("accumulate", trained, loss, steps)]
-        problems = [report.problem for report in reports if report.problem]
-        nonfinite = [report.nonfinite for report in reports if report.nonfinite]
-        if problems or nonfinite:
-            self._run("discard")
-            if problems:
-                raise EngineError(f"{problems[0]}, so the step was not taken and the weights are as before")
-            raise NonFiniteError(nonfinite[0])
-        tally = Tally()
-        for report in reports:
-            tally.merge(report.tally)
-        optimizer = self._ready().optimizer
-        warm = lr_factor(optimizer, steps)
-        policy, critic = self._moves(trained)
-        rates = optimizer.lr * warm if policy else None, optimizer.critic_lr * warm if critic else None
-        norms: dict[str, float] = self._run("update", *rates)[0]
-        if not all(map(math.isfinite, norms.values())):
-            raise NonFiniteError(f"the gradient is not finite at step {steps}", tally)
-        self._taken = Taken(steps + 1, self._taken.policy + policy, self._taken.critic + critic)
-        return taken(tally, norms, optimizer.lr * warm)
+        self._part, self._moved = (), (0, 0)
+        result = self._driver.step(self, trained, loss)
+        self._note(result)
+        return result
+
+    def _note(self, result: StepResult) -> None:
+        """A step was taken: only now, since workers that died before are brought back to where it began."""
+        if result.metrics["stepped"]:
+            policy, critic = self._moved
+            self._taken = Taken(self._driver.steps, self._taken.policy + policy, self._taken.critic + critic)
+
+    def _trainable(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The rows that are trained, up to their last trained token. Raises `DataError` for what cannot be computed on."""
+        self._checked(samples)
+        if self._ready().trunk is None:
+            refuse_targets(samples)
+        return [rows.cut(sample, rows.trained_length(sample)) for sample in samples if rows.is_trained(sample)]
 
     def _moves(self, trained: Sequence[Sample]) -> tuple[bool, bool]:
         """Whether a step on these rows has a gradient for the policy, and for the critic. What has none is left alone: by a

@@ -66,9 +66,10 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         """The rank's place among those that share out rows, and whether it is the one of its place that answers."""
         return int(self.engine.get_data_parallel_rank()), bool(self.engine.is_mp_src_rank_with_outputs())
 
-    def accumulate(self, samples: Sequence[Sample], loss: Loss, step: int, budget: int) -> Report:
-        """Compute the gradient of this rank's rows; what was there before is forgotten."""
-        self.discard()
+    def accumulate(self, samples: Sequence[Sample], loss: Loss, step: int, added: bool, budget: int) -> Report:
+        """Compute the gradient of this rank's rows, `added` to what is there or in its place."""
+        if not added:
+            self.discard()
         found = LossPass(samples, loss, step)
         valued = any(span.value_weight for sample in samples for span in sample.spans)
         data = self._data(samples, budget, calculate_entropy=True, values="also" if valued else "none")

@@ -121,7 +121,7 @@ def test_whether_the_trunk_learns_values_is_a_setting(open_engine: Open, make_ro
 
 def test_the_critic_has_its_own_learning_rate_and_warms_up(open_engine: Open, make_row: Make) -> None:
     engine = open_engine(critic=True, lr=1e-5, critic_lr=0.25)
-    engine._config = replace(engine._config, warmup_steps=2)
+    engine._driver.begin(replace(engine._config, warmup_steps=2), 0)
     rows = some_rows(make_row)
     bias = engine._learning()["critic.bias"]
     moves = []

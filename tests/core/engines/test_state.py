@@ -95,7 +95,7 @@ def test_a_state_that_the_device_has_no_room_for_changes_nothing(
             engine.load(tmp_path / "state")
     assert all(torch.equal(value, before[name]) for name, value in engine._parameters.items())
     engine.load(tmp_path / "state")
-    assert engine._steps == 1
+    assert engine._driver.steps == 1
 
 
 def test_there_is_no_pickle_in_it(open_engine: Open, make_row: Make, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_crash_between_the_renames_is_recovered(open_engine: Open, make_row: M
     engine.save(tmp_path / "state")
     (tmp_path / "state").rename(files._beside(tmp_path / "state", "old"))
     engine.load(tmp_path / "state")
-    assert engine._steps == 1
+    assert engine._driver.steps == 1
 
 
 @pytest.mark.parametrize(

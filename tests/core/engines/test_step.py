@@ -111,7 +111,7 @@ def test_an_empty_batch_takes_no_step_and_says_so(open_engine: Open, make_row: M
             result.metrics
         )
     assert_unchanged(engine, before)
-    assert engine._steps == 0
+    assert engine._driver.steps == 0
 
 
 def test_warm_up_rises_linearly_and_the_gradient_is_clipped(model: Path, make_row: Make) -> None:

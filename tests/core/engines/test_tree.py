@@ -53,12 +53,11 @@ def gradient(engine: TorchEngine, samples: Sequence[Sample], kind: str, budget: 
     """The step's gradient, behind its loss."""
     engine._budget, engine._kind = budget, kind  # type: ignore[assignment]
     chosen = [row for sample in samples for row in rows.by_call(sample)] if kind == "per-call" else list(samples)
-    tally = engine._accumulate(chosen, LOSS)
-    assert tally.metrics()["tree"] == (kind == "tree")
+    engine._forget()
+    metrics = engine.forward_backward(chosen, LOSS).metrics
+    assert metrics["tree"] == (kind == "tree")
     grads = [parameter.grad.flatten() for parameter in engine._parameters.values() if parameter.grad is not None]
-    return torch.cat(
-        [torch.tensor([tally.metrics()["loss"]], dtype=torch.float64), *(grad.double().cpu() for grad in grads)]
-    )
+    return torch.cat([torch.tensor([metrics["loss"]], dtype=torch.float64), *(grad.double().cpu() for grad in grads)])
 
 
 def assert_same(one: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANCE) -> None:

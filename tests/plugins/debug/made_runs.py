@@ -18,7 +18,6 @@ import numpy as np
 from lightning import LightningRL
 from lightning.algorithms.protocol import Batch
 from lightning.config import Config, with_settings
-from lightning.engines.microbatch import Tally
 from lightning.engines.protocol import StepResult
 from lightning.engines.step import not_taken
 from lightning.store import exchanges
@@ -311,7 +310,7 @@ class Maker:
         rng = self.rng
         trained = sum(span.stop - span.start for sample in batch.samples for span in sample.spans)
         if not trained:  # nothing to learn from: the engine computes nothing and leaves the weights alone
-            return dict(not_taken(Tally()).metrics)
+            return dict(not_taken().metrics)
         lows = [-float(value) for sample in batch.samples for value in sample.logprobs[sample.weights != 0]]
         apart = rng.laplace(0, state.gap, trained) * rng.lognormal(-0.125, 0.5, trained)
         ratio, size = np.exp(apart), np.abs(apart)

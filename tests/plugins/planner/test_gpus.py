@@ -202,6 +202,7 @@ def test_float32_takes_more_than_bfloat16() -> None:
     assert many["layers at hand"] > few["layers at hand"], "gathered in float32"
     assert "layers at hand" not in named(training_items(SMALL, 1, full)), "no copies without autocast"
     assert "bfloat16 peak" in uncounted(full, 1)[0]
+    assert "engine.epochs = 2" in uncounted(EngineConfig(epochs=2), 1)[0]
 
 
 def test_lora_keeps_the_model_in_bfloat16_on_one_gpu_and_in_float32_on_more() -> None:

@@ -389,3 +389,37 @@ def test_a_ray_that_does_not_start_is_told(open_verl: OpenVerl, monkeypatch: pyt
         EngineError, match=r"did not start .* timed out during startup\. .*engine\.verl\.address = auto"
     ):
         open_verl(1)
+
+
+def test_updates_of_parts_and_passes_are_those_of_the_torch_engine(
+    open_verl: OpenVerl, model: Path, tmp_path: Path
+) -> None:
+    """Three mini-batches, two epochs, a falling rate: the weights agree after two such steps."""
+    several = replace(UNCLIPPED, minibatches=3, epochs=2, schedule="linear", total_steps=4)
+    ours = TorchEngine(device="cpu")
+    ours.open(model, several, seed=0)
+    theirs = open_verl(ALONE, optimizer=several)
+    samples = rows(3)
+    for _ in range(2):
+        one, other = ours.step(samples, LOSS).metrics, theirs.step(samples, LOSS).metrics
+        assert (one["updates"], one["lr"]) == (other["updates"], other["lr"]) == (6.0, one["lr"])
+    mine, their_own = load_file(ours.weights(tmp_path / "ours")), load_file(theirs.weights(tmp_path / "theirs"))
+    for name, value in mine.items():
+        np.testing.assert_allclose(value.float().numpy(), their_own[name].float().numpy(), atol=2e-5)
+    ours.close()
+
+
+def test_a_loop_of_ones_own_runs_on_workers(open_verl: OpenVerl, tmp_path: Path) -> None:
+    """Two calls of `forward_backward` and an `optim_step` are the step on all rows."""
+    samples = rows(4)
+    whole = open_verl(ALONE, optimizer=UNCLIPPED)
+    whole.step(samples, LOSS)
+    expected = load_file(whole.weights(tmp_path / "whole"))
+    whole.close()
+    parts = open_verl(ALONE, optimizer=UNCLIPPED)
+    parts.forward_backward(samples[:3], LOSS)
+    parts.forward_backward(samples[3:], LOSS)
+    assert parts.optim_step().metrics["stepped"] == 1.0
+    for name, value in load_file(parts.weights(tmp_path / "parts")).items():
+        np.testing.assert_allclose(value.float().numpy(), expected[name].float().numpy(), atol=2e-5)
+    assert parts._taken.steps == 1

@@ -22,8 +22,7 @@ from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
 from lightning.engines.critic import Trunk, ValueHead, no_critic, refuse_targets
 from lightning.engines.export import whole_weights, write_adapters, write_file, write_folder
-from lightning.engines.failures import MORE_ROOM, SMALLER_ROWS, NonFiniteError, NonFiniteSteps, needing_room
-from lightning.engines.lr_schedule import lr_factor
+from lightning.engines.failures import MORE_ROOM, SMALLER_ROWS, NonFiniteError, needing_room
 from lightning.engines.microbatch import Tally
 from lightning.engines.model_contents import contents
 from lightning.engines.protocol import OptimizerConfig, StepResult
@@ -37,7 +36,7 @@ from lightning.engines.rows import (
     trained_tokens,
     wanted_tokens,
 )
-from lightning.engines.step import is_prepared, not_taken, prepared, taken
+from lightning.engines.step import StepDriver, is_prepared, prepared
 from lightning.engines.torch.layouts import Forest, Layout, Linear
 from lightning.engines.torch.model import CausalLM, Reference, load_model, resolve_device
 from lightning.engines.torch.passes import GradientPass, read_logprobs, read_values
@@ -81,9 +80,12 @@ class TorchEngine:
         self._optimizer: torch.optim.Optimizer | None = None
         self._config = OptimizerConfig()
         self._parameters: dict[str, nn.Parameter] = {}
-        self._steps = 0
         self._no_tree: str | None = None
-        self._nonfinite = NonFiniteSteps(max_nonfinite_steps)
+        self._driver = StepDriver(max_nonfinite_steps)
+        self._known: Layout | None = None
+        """That of the rows that were prepared last, which are probably those of the next gradient."""
+        self._summed: list[tuple[Layout, Loss]] = []
+        """What the gradient at hand is of."""
 
     def check(self, model: Path) -> str:
         """See `lightning.engines.protocol.ChecksModel`."""
@@ -108,7 +110,9 @@ class TorchEngine:
         self._critic = ValueHead(self._lm.model, self._trunk, dtype=self._lm.dtype, device=device) if critic else None
         self._parameters = self._lm.trainable()
         self._optimizer = _adamw(self._parameters, self._critic, optimizer)
-        self._config, self._steps, self._no_tree = optimizer, 0, None
+        self._config, self._no_tree = optimizer, None
+        self._driver.begin(optimizer, seed)
+        self._forget()
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
         """Current policy's logprobs at each sample's temperature, shape (T,) each; index 0 is NaN."""
@@ -130,46 +134,93 @@ class TorchEngine:
         return _apart(found, [len(sample.spans) for sample in samples])
 
     def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
-        """One optimizer step on the sum of the rows' losses. Without any weight no step is taken (`stepped` is 0), and where a
-        loss or gradient is not finite neither (`skipped_nonfinite` is 1): the weights are then as before.
+        """A step on the sum of the rows' losses, as `StepDriver` takes it.
 
         Only the engine knows the vocabulary, so the engine refuses ids outside it. vLLM cannot have served one: it samples
         from the model's own vocabulary, and its model has no embedding for more. So such a row is another model's.
 
-        Raises `DataError` for a row that cannot be computed on and `EngineError` when more than `max_nonfinite_steps` steps in
-        a row are not finite.
+        Raises `DataError` for a row that cannot be computed on and `EngineError` when more than `max_nonfinite_steps` updates
+        in a row are not finite.
         """
-        self._checked(samples)
-        if self._critic is None:
-            refuse_targets(samples)
+        self._check_trainable(samples)
         try:
-            return self._nonfinite.guard(lambda: self._taken(samples, loss))
+            self._forget()
+            return self._driver.step(self, samples, loss)
         finally:
+            self._forget()
             torch.cuda.empty_cache()  # vLLM may be on the same GPU, and wants its memory back; nothing happens without one
 
-    def _taken(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
-        """The step. Raises `NonFiniteError`, with no gradient left."""
-        tally = self._accumulate(samples, loss)
-        if not tally.parts:
-            return not_taken(tally)
-        norms = self._clipped(samples, tally)
-        warm = lr_factor(self._config, self._steps)
-        optimizer = self._opened_optimizer()
-        for group in optimizer.param_groups:
-            group["lr"] = group["full_lr"] * warm
+    def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
+        """See `lightning.engines.protocol.Engine`."""
+        self._check_trainable(samples)
+        return self._driver.forward_backward(self, samples, loss)
+
+    def optim_step(self, lr: float | None = None) -> StepResult:
+        """See `lightning.engines.protocol.Engine`."""
+        self._opened()
         try:
+            return self._driver.optim_step(self, lr)
+        finally:
+            torch.cuda.empty_cache()
+
+    def prepare(self, samples: Sequence[Sample], loss: Loss) -> Sequence[Sample]:
+        """See `lightning.engines.step.Computer`."""
+        if not is_prepared(loss):
+            return samples
+        layout = self._step_layout(samples)
+        tokens = reordered(layout.tokens, row_order(layout.tokens))
+        current, reference = (partial(self._read, layout, reference=which) for which in (False, True))
+        found = prepared(loss, samples, tokens, current, reference)
+        self._known = layout.again(found)
+        return found
+
+    def accumulate(self, samples: Sequence[Sample], loss: Loss, step: int) -> Tally:
+        """See `lightning.engines.step.Computer`. When memory runs out, all that the gradient is of is computed again."""
+        lm, known, self._known = self._opened(), self._known, None
+        if self._kind == "per-call":
+            samples, known = [row for sample in samples for row in rows.by_call(sample)], None
+        layout = known if known is not None and _are(known.samples, samples) else self._step_layout(samples)
+        added = [(layout, loss)]
+
+        def attempt() -> Tally:
+            nonlocal added
+            todo, added = added, [*self._summed, (layout, loss)]
+            if len(todo) == len(added):
+                self._opened_optimizer().zero_grad(set_to_none=True)
+            return [GradientPass(lm, each, own, self._critic, step).run(self._budget) for each, own in todo][-1]
+
+        try:
+            tally = self._within_memory(layout, attempt)
+        except BaseException:
+            self._forget()
+            raise
+        self._summed.append((layout, loss))
+        return tally
+
+    def update(self, lr: float, critic_lr: float, step: int) -> dict[str, float]:
+        """See `lightning.engines.step.Computer`."""
+        optimizer = self._opened_optimizer()
+        try:
+            norms = self._clipped(step)
+            for group in optimizer.param_groups:
+                group["lr"] = critic_lr if group["critic"] else lr
             cures = f"it may have been taken in part, so resume the run; {MORE_ROOM}"
-            with needing_room(f"taking step {self._steps}", cures):
+            with needing_room(f"taking step {step}", cures):
                 optimizer.step()  # the first one makes the moments
         finally:
-            optimizer.zero_grad(set_to_none=True)
-        self._steps += 1
-        return taken(tally, norms, self._config.lr * warm)
+            self._forget()
+        return norms
+
+    def _forget(self) -> None:
+        """No gradient is left."""
+        self._summed, self._known = [], None
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
 
     def save(self, folder: Path) -> None:
         """Write the whole training state to a folder, atomically; one that exists is replaced."""
         lm, optimizer = self._opened(), self._opened_optimizer()
-        progress = Progress(self._steps, self._budget, self._config, self._critic.trunk if self._critic else "")
+        progress = Progress(self._driver.steps, self._budget, self._config, self._critic.trunk if self._critic else "")
         save_state(folder, self._learning(), optimizer, progress, lm.device)
 
     def load(self, folder: Path) -> None:
@@ -187,7 +238,7 @@ class TorchEngine:
         saved = progress.tokens_per_microbatch
         if saved < self._budget:
             logger.warning("going on with the %d tokens per micro-batch that the training state was saved with", saved)
-        self._steps, self._budget = progress.steps, min(saved, self._budget)
+        self._driver.steps, self._budget = progress.steps, min(saved, self._budget)
 
     def export(self, folder: Path) -> Path:
         """Write a model folder that `transformers` and vLLM load, LoRA merged; return it."""
@@ -248,35 +299,14 @@ class TorchEngine:
             rows.check(sample, lm.vocab_size)
         return lm
 
+    def _check_trainable(self, samples: Sequence[Sample]) -> None:
+        self._checked(samples)
+        if self._critic is None:
+            refuse_targets(samples)
+
     def _learning(self) -> dict[str, nn.Parameter]:
         """All that the optimizer changes: the policy's parameters and the critic's."""
         return self._parameters | (self._critic.parameters() if self._critic else {})
-
-    def _accumulate(self, samples: Sequence[Sample], loss: Loss) -> Tally:
-        """Sum the gradients of all rows that have a share of the loss."""
-        lm, trained = self._opened(), [sample for sample in samples if rows.is_trained(sample)]
-        if not trained:
-            return Tally()
-        layout = self._step_layout(trained)
-        if is_prepared(loss):
-            tokens = reordered(layout.tokens, row_order(layout.tokens))
-            current, reference = (partial(self._read, layout, reference=which) for which in (False, True))
-            trained = prepared(loss, trained, tokens, current, reference)
-            layout = layout.again(trained)
-        if self._kind == "per-call":
-            trained = [row for sample in trained for row in rows.by_call(sample)]
-            layout = self._step_layout(trained)
-        optimizer = self._opened_optimizer()
-
-        def attempt() -> Tally:
-            optimizer.zero_grad(set_to_none=True)
-            return GradientPass(lm, layout, loss, self._critic, self._steps).run(self._budget)
-
-        try:
-            return self._within_memory(layout, attempt)
-        except BaseException:
-            optimizer.zero_grad(set_to_none=True)
-            raise
 
     def _read(self, layout: Layout, *, reference: bool) -> Numbers:
         """Logprobs (N,) of a layout's tokens in the order of the rows, by the reference model or by the one that is trained."""
@@ -317,21 +347,18 @@ class TorchEngine:
                 )
         return not self._no_tree
 
-    def _clipped(self, samples: Sequence[Sample], tally: Tally) -> dict[str, float]:
+    def _clipped(self, step: int) -> dict[str, float]:
         """Clip the policy's gradient and the critic's, each by its own norm; returns these as they were.
 
-        Raises `NonFiniteError`, with no gradient left, when one is not finite.
+        Raises `NonFiniteError` when one is not finite.
         """
         norms = {"grad_norm": float(nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm))}
         if self._critic is not None:
             own = self._critic.parameters().values()
             norms["critic_grad_norm"] = float(nn.utils.clip_grad_norm_(own, self._config.max_grad_norm))
         if not all(map(math.isfinite, norms.values())):
-            self._opened_optimizer().zero_grad(set_to_none=True)
-            raise NonFiniteError(
-                f"the gradient is not finite at step {self._steps} (the largest advantage is {_largest(samples)})",
-                tally,
-            )
+            largest = _largest([sample for layout, _ in self._summed for sample in layout.samples])
+            raise NonFiniteError(f"the gradient is not finite at step {step} (the largest advantage is {largest})")
         return norms
 
     def _within_memory(self, layout: Layout, attempt: Callable[[], T]) -> T:
@@ -355,6 +382,11 @@ def _apart(values: FloatArray, counts: Sequence[int]) -> list[FloatArray]:
     return np.split(values, np.cumsum(counts)[:-1]) if counts else []
 
 
+def _are(some: Sequence[Sample], others: Sequence[Sample]) -> bool:
+    """Whether these are the same rows."""
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
+
+
 def _largest(samples: Sequence[Sample]) -> str:
     """The trained advantage of a step that is furthest from 0, and whose it is, for messages."""
     trained = [(np.abs(sample.advantages[sample.weights != 0]).max(initial=0.0), sample) for sample in samples]
@@ -365,14 +397,13 @@ def _largest(samples: Sequence[Sample]) -> str:
 def _adamw(
     parameters: dict[str, nn.Parameter], critic: ValueHead | None, config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101); matrices decay, norms, biases and the critic do not. `full_lr` is a group's rate when the
-    warm-up is over."""
+    """AdamW (arXiv 1711.05101); matrices decay, norms, biases and the critic do not."""
     matrices = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters.values() if parameter.ndim < 2]
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay, "full_lr": config.lr},
-        {"params": vectors, "weight_decay": 0.0, "full_lr": config.lr},
+        {"params": matrices, "weight_decay": config.weight_decay, "critic": False},
+        {"params": vectors, "weight_decay": 0.0, "critic": False},
     ]
     if critic is not None:
-        groups.append({"params": [*critic.parameters().values()], "weight_decay": 0.0, "full_lr": config.critic_lr})
+        groups.append({"params": [*critic.parameters().values()], "weight_decay": 0.0, "critic": True})
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

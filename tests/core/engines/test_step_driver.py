@@ -1,0 +1,231 @@
+"""Around a step: schedules, mini-batches and epochs, the same for every engine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lightning.batch.sample import Sample
+from lightning.engines.failures import NonFiniteError
+from lightning.engines.lr_schedule import lr_factor
+from lightning.engines.microbatch import Tally
+from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.step import StepDriver, minibatches
+from lightning.engines.torch.engine import TorchEngine
+from lightning.errors import ConfigError, EngineError
+from lightning.losses.correction import NO_CORRECTION, Correction
+from lightning.losses.policy_gradient import ClippedPolicyGradient
+from lightning.losses.protocol import LossOutput, TokenBatch
+
+LOSS = ClippedPolicyGradient(0.2, 0.28, correction=NO_CORRECTION)
+Open = Callable[..., TorchEngine]
+Make = Callable[..., Sample]
+
+
+@given(st.integers(0, 20), st.integers(1, 100), st.floats(0, 1), st.sampled_from(["constant", "linear", "cosine"]))
+def test_rates_rise_then_fall_to_the_lowest_share(warmup: int, left: int, lowest: float, kind: str) -> None:
+    config = OptimizerConfig(schedule=kind, warmup_steps=warmup, total_steps=warmup + left, min_lr_ratio=lowest)  # type: ignore[arg-type]
+    shares = [lr_factor(config, step) for step in range(warmup + left + 3)]
+    assert shares[:warmup] == pytest.approx([(step + 1) / warmup for step in range(warmup)])
+    assert shares[warmup] == 1.0
+    falling = shares[warmup:]
+    assert all(one >= other - 1e-12 for one, other in itertools.pairwise(falling))
+    assert shares[-1] == pytest.approx(1.0 if kind == "constant" else lowest)
+
+
+def test_half_way_a_cosine_is_at_the_middle() -> None:
+    config = OptimizerConfig(schedule="cosine", total_steps=10, min_lr_ratio=0.1)
+    assert lr_factor(config, 5) == pytest.approx(0.55)
+    assert lr_factor(replace(config, schedule="linear"), 5) == pytest.approx(0.55)
+    assert lr_factor(config, 2) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.2)))
+
+
+def rows_of(make_row: Make, count: int) -> list[Sample]:
+    return [make_row(12, [(4, 8 + n % 5, 1.0 - 0.3 * n, 0.02 + 0.01 * n)], seed=n, name=f"r{n}") for n in range(count)]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 3))
+def test_parts_are_all_rows_once_and_each_weighs_what_all_do(
+    make_row: Make, count: int, parts: int, epoch: int
+) -> None:
+    rows = rows_of(make_row, count)
+    found = minibatches(rows, parts, (7, 3, epoch))
+    assert len(found) == min(parts, count)
+    names = [sample.spans[0].rollout for part in found for sample in part]
+    assert sorted(names) == sorted(sample.spans[0].rollout for sample in rows)
+    whole = sum(float(sample.weights.sum()) for sample in rows)
+    for part in found:
+        assert sum(float(sample.weights.sum()) for sample in part) == pytest.approx(whole, rel=1e-5)
+        order = [names.index(sample.spans[0].rollout) for sample in part]
+        assert order == sorted(order)
+    again = minibatches(rows, parts, (7, 3, epoch))
+    assert [[one.spans for one in part] for part in again] == [[one.spans for one in part] for part in found]
+
+
+def test_passes_deal_the_rows_differently(make_row: Make) -> None:
+    rows = rows_of(make_row, 8)
+    deals = {
+        tuple(tuple(sample.spans[0].rollout for sample in part) for part in minibatches(rows, 4, (0, step, epoch)))
+        for step in range(2)
+        for epoch in range(2)
+    }
+    assert len(deals) == 4
+
+
+class Recorder:
+    """A computer that notes what it is asked, and whose rows called `bad` are not finite."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def prepare(self, samples: Sequence[Sample], loss: object) -> Sequence[Sample]:
+        self.said.append(f"prepare {len(samples)}")
+        return samples
+
+    def accumulate(self, samples: Sequence[Sample], loss: object, step: int) -> Tally:
+        self.said.append(f"accumulate {len(samples)}")
+        if any(sample.spans[0].rollout == "bad" for sample in samples):
+            raise NonFiniteError("the loss is nan")
+        tally = Tally()
+        tally.parts = 1
+        return tally
+
+    def update(self, lr: float, critic_lr: float, step: int) -> dict[str, float]:
+        self.said.append(f"update {lr:g}")
+        return {"grad_norm": 2.0}
+
+
+def driver(most: int = 3, **config: object) -> StepDriver:
+    found = StepDriver(most)
+    found.begin(OptimizerConfig(lr=0.5, **config), seed=0)  # type: ignore[arg-type]
+    return found
+
+
+def test_a_step_prepares_and_updates_for_each_part_of_each_pass(make_row: Make) -> None:
+    recorder, own = Recorder(), driver(minibatches=2, epochs=3)
+    metrics = own.step(recorder, rows_of(make_row, 4), LOSS).metrics
+    assert recorder.said == ["prepare 2", "accumulate 2", "update 0.5"] * 6
+    assert (metrics["updates"], metrics["stepped"], metrics["grad_norm"], own.steps) == (6.0, 1.0, 2.0, 1)
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_the_others_are_taken(make_row: Make) -> None:
+    recorder, own = Recorder(), driver(minibatches=4)
+    rows = [*rows_of(make_row, 3), make_row(8, [(4, 8, 1.0, 0.1)], name="bad")]
+    metrics = own.step(recorder, rows, LOSS).metrics
+    assert (metrics["updates"], metrics["skipped_nonfinite"], metrics["stepped"], own.steps) == (3.0, 1.0, 1.0, 1)
+    with pytest.raises(EngineError, match="the 2nd in a row"):
+        driver(most=1, epochs=2).step(Recorder(), [rows[-1]], LOSS)
+
+
+def test_a_correction_that_looks_back_to_the_steps_start_is_refused_with_several_updates(make_row: Make) -> None:
+    loss = ClippedPolicyGradient(0.2, 0.28, correction=Correction("tis"))
+    assert driver().step(Recorder(), rows_of(make_row, 2), loss).metrics["updates"] == 1.0
+    with pytest.raises(ConfigError, match=r"'tis' .* engine.minibatches = 1"):
+        driver(epochs=2).step(Recorder(), rows_of(make_row, 2), loss)
+
+
+def test_a_loss_that_compares_rows_is_refused_with_minibatches(make_row: Make) -> None:
+    class Pairs:
+        whole_step = True
+
+    assert driver(epochs=2).step(Recorder(), rows_of(make_row, 2), Pairs()).metrics["updates"] == 2.0
+    with pytest.raises(ConfigError, match=r"Pairs compares the rows of a whole step.*engine.minibatches = 1"):
+        driver(minibatches=2).step(Recorder(), rows_of(make_row, 2), Pairs())
+
+
+def test_an_update_needs_a_gradient(make_row: Make) -> None:
+    own, recorder = driver(), Recorder()
+    with pytest.raises(EngineError, match=r"call forward_backward\(\)"):
+        own.optim_step(recorder)
+    own.forward_backward(recorder, rows_of(make_row, 2), LOSS)
+    metrics = own.optim_step(recorder, lr=0.25).metrics
+    assert (metrics["lr"], metrics["updates"], own.steps) == (0.25, 1.0, 1)
+    with pytest.raises(EngineError, match=r"call forward_backward\(\)"):
+        own.optim_step(recorder)
+
+
+def weights(engine: TorchEngine) -> torch.Tensor:
+    return torch.cat([value.detach().flatten() for value in engine._learning().values()])
+
+
+def test_a_loop_of_ones_own_is_the_step(open_engine: Open, make_row: Make) -> None:
+    """`forward_backward` in parts and one `optim_step` leave the weights that `step` leaves, to rounding."""
+    rows = rows_of(make_row, 6)
+    whole, parts = open_engine(dtype="float64"), open_engine(dtype="float64")
+    before = weights(whole)
+    whole.step(rows, LOSS)
+    for part in (rows[:1], rows[1:4], rows[4:]):
+        assert parts.forward_backward(part, LOSS).metrics["stepped"] == 0.0
+    parts.optim_step()
+    assert float((weights(whole) - before).norm()) > 0
+    assert float((weights(whole) - weights(parts)).norm()) <= 1e-9 * float(weights(whole).norm())
+
+
+def test_minibatches_and_epochs_are_their_updates_one_after_another(open_engine: Open, make_row: Make, model) -> None:
+    rows = rows_of(make_row, 6)
+    config = OptimizerConfig(lr=1e-3, minibatches=3, epochs=2)
+    engine, by_hand = TorchEngine(device="cpu", dtype="float64"), open_engine(dtype="float64")
+    engine.open(model, config, seed=0)
+    metrics = engine.step(rows, LOSS).metrics
+    for epoch in range(2):
+        for part in minibatches(rows, 3, (0, 0, epoch)):
+            by_hand.forward_backward(part, LOSS)
+            by_hand.optim_step(1e-3)
+    assert torch.equal(weights(engine), weights(by_hand))
+    assert metrics["updates"] == 6.0
+    assert metrics["tokens"] == sum(int((sample.weights != 0).sum()) for sample in rows)
+    engine.close()
+
+
+def test_a_step_of_several_updates_is_taken_again_bit_for_bit(make_row: Make, model, tmp_path) -> None:
+    config = OptimizerConfig(lr=1e-3, minibatches=2, epochs=2, schedule="cosine", total_steps=4, warmup_steps=1)
+    rows = rows_of(make_row, 5)
+
+    def opened() -> TorchEngine:
+        engine = TorchEngine(device="cpu")
+        engine.open(model, config, seed=3)
+        return engine
+
+    one, other = opened(), opened()
+    one.step(rows, LOSS)
+    one.save(tmp_path / "state")
+    other.load(tmp_path / "state")
+    assert one.step(rows, LOSS).metrics == other.step(rows, LOSS).metrics
+    assert torch.equal(weights(one), weights(other))
+    one.close()
+    other.close()
+
+
+def test_memory_that_runs_out_in_a_later_part_costs_nothing_of_an_earlier_one(
+    open_engine: Open, make_row: Make
+) -> None:
+    rows = rows_of(make_row, 4)
+    calls = 0
+
+    def short_once(batch: TokenBatch) -> LossOutput:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise torch.OutOfMemoryError("planted")
+        return LOSS(batch)
+
+    whole, parts = open_engine(dtype="float64"), open_engine(dtype="float64")
+    whole.forward_backward(rows, LOSS)
+    whole.optim_step()
+    parts.forward_backward(rows[:2], LOSS)
+    parts.forward_backward(rows[2:], short_once)
+    parts.optim_step()
+    assert float((weights(whole) - weights(parts)).norm()) <= 1e-9 * float(weights(whole).norm())
+
+
+def test_weights_of_float32_stay_float32(make_row: Make) -> None:
+    for part in minibatches(rows_of(make_row, 3), 2, (0, 0, 0)):
+        assert {sample.weights.dtype for sample in part} == {np.dtype(np.float32)}
