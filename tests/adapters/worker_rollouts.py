@@ -24,7 +24,7 @@ class Left:
 
     def paths(self, framework: str) -> list[str]:
         """Who called, in order; each call is the framework's, and has its tokens."""
-        assert self.error == ""
+        assert not self.error, self.error
         for call in self.calls:
             assert call.caller.framework == framework
             assert call.prompt_ids

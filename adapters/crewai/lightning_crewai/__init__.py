@@ -16,7 +16,7 @@ from lightning_crewai.tools import receivers
 
 __all__ = ["SUPPORTED", "lightning_identify", "lightning_install", "lightning_policy_fault"]
 
-SUPPORTED = {"crewai": ("1.15", "2")}
+SUPPORTED = {"crewai": ("1.15.10", "2")}
 """Distribution -> (first version this works with, first that it does not)."""
 
 QUIET = {"CREWAI_DISABLE_TELEMETRY": "true", "CREWAI_TRACING_ENABLED": "false"}

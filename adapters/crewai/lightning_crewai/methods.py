@@ -5,7 +5,10 @@ The invariant: a method does what it did, with the arguments that it got.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
+import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,22 +16,25 @@ from dataclasses import replace
 from typing import Any
 
 import lightning
-from crewai.agent.core import Agent
+from crewai import Agent, BaseLLM, Flow, Task
 from crewai.agents import step_executor
-from crewai.agents.crew_agent_executor import CrewAgentExecutor
-from crewai.events.event_bus import CrewAIEventsBus
-from crewai.experimental.agent_executor import AgentExecutor
-from crewai.flow.runtime import Flow
-from crewai.lite_agent import LiteAgent
-from crewai.llms.base_llm import BaseLLM
+from crewai.events import crewai_event_bus
 from crewai.llms.base_llm import _current_call_id as current_call_id
-from crewai.task import Task
 from crewai.tools.tool_usage import ToolUsage
 from crewai.utilities.agent_utils import extract_tool_call_info
 from crewai.utilities.string_utils import sanitize_tool_name
+from lightning.errors import PluginError
 from lightning.instrument import Scopes, replace_method
 
 from lightning_crewai.tools import ToolRequest, hear_of_model, is_end
+
+EXECUTOR = Agent.model_fields["executor_class"].default
+"""The class of the flow that runs an agent; its module differs between releases."""
+OLD = (
+    ("crewai.agents.crew_agent_executor", "CrewAgentExecutor", "_execute_single_native_tool_call"),
+    ("crewai.lite_agent", "LiteAgent", "kickoff"),
+)
+"""What later releases have no more, or will not have: module, class and method."""
 
 scopes = Scopes("crewai")
 """The subject of an agent's scope is the model call that it runs in, if any; that of a tool's is its `ToolRequest`."""
@@ -41,27 +47,43 @@ class CrewMethods:
         self._undo: list[Callable[[], None]] = []
 
     def start(self) -> None:
-        """Replace them. Again: does nothing."""
+        """Replace them. Again: does nothing. Raises `PluginError` where this release of CrewAI lacks one."""
         if self._undo:
             return
-        for owner, names, enter in (
-            (Agent, ("execute_task", "aexecute_task", "kickoff", "kickoff_async"), _agent),
-            (LiteAgent, ("kickoff",), _agent),
-            (Task, ("_execute_core", "_aexecute_core"), _task),
-            (Flow, ("_execute_method",), _flow),
-            (ToolUsage, ("use", "ause"), _text_tool),
-            (AgentExecutor, ("_execute_single_native_tool_call",), _native_tool),
-            (CrewAgentExecutor, ("_execute_single_native_tool_call",), _native_tool),
-            (step_executor, ("execute_single_native_tool_call",), _native_tool),
-        ):
-            for name in names:
-                self._undo.append(replace_method(owner, name, functools.partial(_inside, enter)))
-        self._undo.append(replace_method(CrewAIEventsBus, "emit", _heard))
+        try:
+            for name in ("execute_task", "aexecute_task", "kickoff", "kickoff_async"):
+                self._replace(Agent, name, _agent)
+            for name in ("_execute_core", "_aexecute_core"):
+                self._replace(Task, name, _task)
+            for name in ("use", "ause"):
+                self._replace(ToolUsage, name, _text_tool)
+            self._replace(Flow, "_execute_method", _flow)
+            self._replace(EXECUTOR, "_execute_single_native_tool_call", _native_tool)
+            self._replace(step_executor, "execute_single_native_tool_call", _native_tool)
+            for module, kind, name in OLD:
+                with contextlib.suppress(ImportError):
+                    owner = getattr(importlib.import_module(module), kind)
+                    self._replace(owner, name, _agent if name == "kickoff" else _native_tool)
+            self._undo.append(replace_method(type(crewai_event_bus), "emit", _heard))
+        except PluginError:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """Put them back."""
         while self._undo:
             self._undo.pop()()
+
+    def _replace(self, owner: Any, name: str, enter: Callable[..., Any]) -> None:
+        places = owner.__mro__ if isinstance(owner, type) else (owner,)
+        found = next((place for place in places if name in vars(place)), None)
+        if found is None:
+            version = importlib.metadata.version("crewai")
+            raise PluginError(
+                f"crewai {version} has no {owner.__name__}.{name}, which this adapter watches. Run: pip install "
+                "'crewai==1.15.30', or a newer lightning"
+            )
+        self._undo.append(replace_method(found, name, functools.partial(_inside, enter)))
 
 
 methods = CrewMethods()
@@ -123,7 +145,7 @@ def _flow(flow: Any, method_name: Any, *_: Any, **__: Any) -> Iterator[None]:
     """A method of a flow. An agent is run by a flow too, which has no name; of CrewAI's other flows the methods have none."""
     call, kind = current_call_id.get(), type(flow)
     of_crewai = kind.__module__.startswith("crewai.")
-    name = "" if isinstance(flow, AgentExecutor) else flow.name or kind.__name__
+    name = "" if isinstance(flow, EXECUTOR) else flow.name or kind.__name__
     with scopes.inside("agent", name, call), scopes.inside("agent", "" if of_crewai else str(method_name), call):
         yield
 
