@@ -551,7 +551,8 @@ def test_an_agent_that_does_not_end_is_made_to_answer(session: Session) -> None:
 
 SILENCE = """
 import os, sys
-sys.stdin = type("Terminal", (), {"isatty": lambda self: True, "readline": lambda self: sys.exit("it has asked")})()
+asked = []
+sys.stdin = type("Terminal", (), {"isatty": lambda self: True, "readline": lambda *_: asked.append(1) or "n"})()
 import crewai, lightning_crewai
 from crewai.telemetry import Telemetry
 from lightning.testing import ChatServer, hold_network
@@ -565,13 +566,14 @@ with hold_network() as refused, ChatServer(answer=lambda call: "done") as server
     Telemetry().provider.force_flush()
     undo()
 assert refused == [], refused
+assert asked == []
 assert [name for name in os.environ if name in lightning_crewai.QUIET] == []
 """
 
 
 def test_nothing_is_sent_or_asked_while_the_adapter_is_installed(tmp_path: Any) -> None:
-    quiet = {name: value for name, value in os.environ.items() if name not in lightning_crewai.QUIET}
-    there = {**quiet, "HOME": str(tmp_path), "CREWAI_STORAGE_DIR": str(tmp_path)}
+    others = {name: value for name, value in os.environ.items() if not name.startswith("CREWAI_")}
+    there = {**others, "HOME": str(tmp_path), "CREWAI_STORAGE_DIR": str(tmp_path)}
     run = [sys.executable, "-W", "ignore", "-c", SILENCE]
     done = subprocess.run(run, env=there, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
