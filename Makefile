@@ -99,7 +99,8 @@ docs: $(READY)
 
 # Writes the reference sections of the documentation and the golden files anew, after a change that was meant.
 golden: $(READY)
-	UPDATE_GOLDEN=1 $(BIN)/pytest -q tests/house/test_golden.py tests/house/test_docs.py tests/house/test_pictures.py tests/house/test_journey.py
+	UPDATE_GOLDEN=1 $(BIN)/pytest -q tests/house/test_golden.py tests/house/test_docs.py tests/house/test_pictures.py tests/house/test_journey.py \
+		tests/plugins/deploy/test_deploy_targets.py -m "not slow"
 
 # The versions that a fresh clone installs. Run it after a change of dependencies, then run everything.
 constraints: $(READY)

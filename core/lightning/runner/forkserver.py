@@ -41,6 +41,8 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Many agents share the cores; and a fork server must have no threads when it forks."""
 
 _OURS = frozenset({"LIGHTNING_TOKEN", "LIGHTNING_VLLM_SECRET"})
+_STORE = "LIGHTNING_STORE"
+"""Says in deployments where the store is; the password beside it is then the store's, not one that the agent's tools need."""
 
 _LOOPBACK = "http://127.0.0.1"
 
@@ -345,7 +347,8 @@ def _environment() -> dict[str, str]:
     those of a rollout, and loopback, where a gateway is by default, needs no proxy. The gateway's own host is known when a
     rollout comes.
     """
-    kept = {name: value for name, value in os.environ.items() if name not in _OURS}
+    ours = _OURS | ({_STORE, "PGPASSWORD"} if _STORE in os.environ else set())
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
     return {**kept, **without_proxy(kept, _LOOPBACK), **for_import(kept)}
 
 

@@ -90,7 +90,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.engines.microbatch",
             "lightning.engines.model_contents",
             "lightning.engines.rows",
-            "lightning.engines.lr_schedule",
             "lightning.engines.step",
             "lightning.policy_server.weight_transfer",
             "lightning.policy_server.weight_transfer.transfer",

@@ -10,24 +10,30 @@ import ast
 import hashlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from lightning.errors import ConfigError, MissingExtraError
+from lightning.errors import ConfigError
+
+from lightning_deploy.secret_scan import check_no_secrets
 
 OURS = "lightning"
-GIVEN = re.compile(r"OPENAI_(BASE_URL|API_KEY|API_BASE|MODEL)|ANTHROPIC_(BASE_URL|API_KEY|AUTH_TOKEN)|LIGHTNING_.*")
-"""Variables that the runner gives to every agent."""
+GIVEN = re.compile(
+    r"OPENAI_(BASE_URL|API_KEY|API_BASE|MODEL)|ANTHROPIC_(BASE_URL|API_KEY|AUTH_TOKEN)|LIGHTNING_.*|PATH|PYTHON.*|HOME|USER"
+    r"|SHELL|PWD|TERM|TMPDIR|TZ|LANG|LC_.*|.*_PROXY|.*_proxy"
+)
+"""Variables that the runner gives to every agent, or that an image has of its own."""
 LEFT_OUT = frozenset({"__pycache__", ".git", ".venv", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache"})
+"""Names of files and folders that no image gets."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSources:
     """`paths` are files and folders, relative to the project's folder; `requirements` are `name==version` as installed here;
-    `variables` are names of environment variables that the files read; `digest` is of the content of all files."""
+    `variables` are names of environment variables that the files read and need; `digest` is of the content of all files."""
 
     paths: tuple[Path, ...]
     requirements: tuple[str, ...]
@@ -36,59 +42,90 @@ class AgentSources:
 
 
 @dataclass(frozen=True, slots=True)
+class Included:
+    """What no import names: files and folders, requirements such as `pkg[extra]`; and files that are known to hold no
+    secret."""
+
+    paths: tuple[Path, ...] = ()
+    requirements: tuple[str, ...] = ()
+    no_secret: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class _Import:
     module: str
     file: Path
     line: int
+    needed: bool = True
+    """Whether the file cannot do without."""
 
 
-def find_sources(module: str, project: Path, include: Sequence[Path] = ()) -> AgentSources:
-    """The sources of an agent's module, which is a file or package in the project's folder, or an installed package; of no
-    module, those of `include` alone.
+def find_sources(module: str, project: Path, included: Included) -> AgentSources:
+    """The sources of an agent's module, which is a file or package in the project's folder (or in `src` there), or an
+    installed package; of no module, those of `included` alone.
 
-    Raises `ConfigError` for imports that cannot be found, each with its place, and for a file outside of the folder.
+    Raises `ConfigError` for imports that cannot be found, each with its place, for a file outside of the folder, and for one
+    that seems to hold a secret.
     """
-    roots = dict.fromkeys(_inside(given, project) for given in include)
+    roots = dict.fromkeys(_inside(given, project) for given in included.paths)
     third_party: dict[str, _Import] = {}
     variables: set[str] = set()
     if module:
-        first = _Import(module, Path("the command"), 0)
-        roots |= dict.fromkeys(_local(module, project) or _not_local(first, third_party))
+        roots |= dict.fromkeys(_follow(_Import(module, Path("the command"), 0), project, third_party))
     todo, files = list(roots), set[Path]()
     while todo:
         root = todo.pop()
         roots[root] = None
-        for path in set(_all_files(root, project)) - files:
+        for path in set(files_below(root, project)) - files:
             files.add(path)
-            if path.suffix != ".py":
-                continue
-            tree = _parse(project / path)
-            variables |= {name for name in _variables(tree) if not GIVEN.fullmatch(name)}
-            for found in _imports(tree, path):
-                todo += _local(found.module, project) or _not_local(found, third_party)
-    _check_no_secrets(sorted(files), project)
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(f"{path}\n".encode() + (project / path).read_bytes())
+            if path.suffix == ".py":
+                tree = _parse(project / path)
+                variables |= {name for name in _variables(tree) if not GIVEN.fullmatch(name)}
+                for found in _imports(tree, path):
+                    todo += _follow(found, project, third_party)
+    check_no_secrets(sorted(files - {_inside(path, project) for path in included.no_secret}), project)
     paths = sorted(path for path in roots if not any(parent in roots for parent in path.parents))
-    return AgentSources(tuple(paths), _requirements(third_party), tuple(sorted(variables)), digest.hexdigest())
+    requirements = (*_requirements(third_party), *included.requirements)
+    return AgentSources(tuple(paths), requirements, tuple(sorted(variables)), digest_of(sorted(files), project))
 
 
-def _local(module: str, project: Path) -> list[Path]:
-    """The file of a module of the project, or its package as a whole, with what lies in it that is no code."""
-    top = module.partition(".")[0]
-    if (project / f"{top}.py").is_file():
-        return [Path(f"{top}.py")]
-    return [Path(top)] if any((project / top).rglob("*.py")) else []
+def digest_of(files: Iterable[Path], project: Path) -> str:
+    """A digest of some files' paths and content."""
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path}\n".encode() + (project / path).read_bytes())
+    return digest.hexdigest()
 
 
-def _all_files(path: Path, project: Path) -> Iterator[Path]:
+def _follow(found: _Import, project: Path, third_party: dict[str, _Import]) -> list[Path]:
+    """The project's files that an import is of; a library is noted instead."""
+    top = found.module.partition(".")[0]
+    if top in sys.stdlib_module_names or top == OURS or top.startswith(f"{OURS}_"):
+        return []
+    names = _distributions(found.module)
+    for base in (Path(), Path("src")):
+        if (project / base / f"{top}.py").is_file():
+            return [base / f"{top}.py"]
+        # Python takes a folder without __init__.py only if nothing that is installed has that name.
+        package, there = project / base / top, (project / base / top / "__init__.py").is_file()
+        if there or (not names and any(package.rglob("*.py"))):
+            return [base / top]
+    if not names and found.needed:
+        third_party[f"!{found.module}"] = found
+    for name in names:
+        third_party.setdefault(name, found)
+    return []
+
+
+def files_below(path: Path, project: Path) -> Iterator[Path]:
+    """The files that an image gets with a file or folder. Raises `ConfigError` for one that is not there."""
     whole = project / path
     if not whole.exists():
         raise ConfigError(f"{path} is not there: an image cannot get it")
     for file in sorted(whole.rglob("*")) if whole.is_dir() else [whole]:
         inner = file.relative_to(project)
-        if file.is_file() and not LEFT_OUT & set(inner.parts) and file.suffix != ".pyc":
+        left_out = LEFT_OUT & set(inner.parts) or inner.name.startswith(".env")
+        if file.is_file() and not left_out and file.suffix != ".pyc":
             yield inner
 
 
@@ -110,8 +147,11 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _imports(tree: ast.Module, file: Path) -> Iterator[_Import]:
-    """What a file imports when it is imported or run; imports that it tries, and goes on without, only if they are there."""
-    skipped = {id(inner) for node in ast.walk(tree) if _may_fail(node) for inner in _below(node)}
+    """What a file imports when it is imported or run; what it tries, and goes on without, is not needed."""
+    optional = {id(inner) for node in ast.walk(tree) for inner in _optional(node)}
+    unread = {
+        id(inner) for node in ast.walk(tree) if _for_type_checkers(node) for inner in _below(getattr(node, "body", ()))
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -119,47 +159,39 @@ def _imports(tree: ast.Module, file: Path) -> Iterator[_Import]:
             names = [node.module]
         else:
             continue
-        for name in names:
-            if id(node) not in skipped or _distributions(name):
-                yield _Import(name, file, node.lineno)
+        if id(node) not in unread:
+            yield from (_Import(name, file, node.lineno, id(node) not in optional) for name in names)
 
 
-def _may_fail(node: ast.AST) -> bool:
-    """Whether a block is for type checkers alone, or says what to do without its imports."""
-    if isinstance(node, ast.If):
-        return "TYPE_CHECKING" in ast.unparse(node.test)
-    caught = (
-        [ast.unparse(handler.type) for handler in node.handlers if handler.type] if isinstance(node, ast.Try) else []
-    )
-    return any(name in text for text in caught for name in ("ImportError", "ModuleNotFoundError"))
+def _for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
-def _below(node: ast.AST) -> Iterator[ast.AST]:
-    for statement in getattr(node, "body", ()):
+def _optional(node: ast.AST) -> Iterator[ast.AST]:
+    """What lies in blocks that one of several takes the place of: around an ImportError, or by Python's version."""
+    if isinstance(node, ast.Try):
+        caught = [ast.unparse(handler.type) for handler in node.handlers if handler.type]
+        if any(name in text for text in caught for name in ("ImportError", "ModuleNotFoundError")):
+            yield from _below([*node.body, *(line for handler in node.handlers for line in handler.body)])
+    elif isinstance(node, ast.If) and "version_info" in ast.unparse(node.test):
+        yield from _below([*node.body, *node.orelse])
+
+
+def _below(statements: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    for statement in statements:
         yield from ast.walk(statement)
 
 
 def _variables(tree: ast.Module) -> Iterator[str]:
-    """Names of environment variables: `os.environ["A"]`, `os.environ.get("A")`, `os.getenv("A")`."""
+    """Names of environment variables that are read without a default: `os.environ["A"]`, `os.getenv("A")`."""
     for node in ast.walk(tree):
         named: ast.expr | None = None
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("environ"):
-            named = node.slice
-        elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith(("environ.get", "getenv")):
-            named = node.args[0]
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            named = node.slice if ast.unparse(node.value).endswith("environ") else None
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("environ.get", "getenv")):
+            named = node.args[0] if len(node.args) == 1 and not node.keywords else None
         if isinstance(named, ast.Constant) and isinstance(named.value, str):
             yield named.value
-
-
-def _not_local(found: _Import, third_party: dict[str, _Import]) -> list[Path]:
-    """Note the distributions of a module that is not the project's. Nothing of it is a file for the image."""
-    if found.module.partition(".")[0] not in sys.stdlib_module_names:
-        names = _distributions(found.module)
-        if not names:
-            third_party[f"!{found.module}"] = found
-        for name in names:
-            third_party.setdefault(name, found)
-    return []
 
 
 @cache
@@ -189,9 +221,9 @@ def _requirements(third_party: dict[str, _Import]) -> tuple[str, ...]:
         told = "; ".join(f"{found.file}:{found.line} imports {found.module}" for found in missing)
         raise ConfigError(
             f"{told}: that is neither beside the agent nor installed here, so an image cannot have it. Install it here, or "
-            "give its files with --include"
+            "give its files with --include, or its distribution with --require"
         )
-    names = sorted(name for name in third_party if _canonical(name) != OURS)
+    names = sorted(third_party)
     for name in names:
         if "dir_info" in (metadata.distribution(name).read_text("direct_url.json") or ""):
             found = third_party[name]
@@ -204,25 +236,3 @@ def _requirements(third_party: dict[str, _Import]) -> tuple[str, ...]:
 
 def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _check_no_secrets(files: Sequence[Path], project: Path) -> None:
-    """Raises `ConfigError` for a file that seems to have a key or a password in it."""
-    try:
-        from detect_secrets.core.secrets_collection import SecretsCollection
-        from detect_secrets.settings import default_settings
-    except ImportError as error:
-        raise MissingExtraError("deploy", "detect_secrets") from error
-    found = SecretsCollection()
-    with default_settings():
-        for file in files:
-            found.scan_file(str(project / file))
-    places = sorted({(str(Path(name).relative_to(project)), one.line_number) for name, one in found})
-    if places:
-        kinds = {one.line_number: one.type for _, one in found}
-        told = "; ".join(f"{name}:{line} ({kinds[line]})" for name, line in places[:5])
-        raise ConfigError(
-            f"there seems to be a secret in {told}: whoever has the image would have it. Read it from the environment "
-            '(os.environ["NAME"]): it is then given by reference. A line that has none may end with '
-            '"# pragma: allowlist secret"'
-        )

@@ -1,6 +1,7 @@
-"""What a cluster has to have before anything is applied: free GPUs of one node, and a network plugin that enforces policies.
+"""What a cluster has to have before anything is applied: GPUs on one node, and a network plugin that enforces policies.
 
-The invariant: it only reads (`kubectl get`). What cannot be seen is said, not assumed to be there.
+The invariant: it only reads (`kubectl get`). What cannot be seen is said, not assumed to be there. Whether the GPUs are free
+is the cluster's affair: a pod waits for them.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import typer
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError
 
+from lightning_deploy.agent_sources import Included
 from lightning_deploy.cluster_check import check_cluster
 from lightning_deploy.deploy_plan import DeployPlan, Options, checked_name, described, make_plan, sweep_plans
 from lightning_deploy.files import Written, diff, write
@@ -74,12 +75,23 @@ def deploy(
     include: Annotated[
         list[Path] | None, typer.Option(metavar="PATH", help="Files that the agent opens; may be repeated.")
     ] = None,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(metavar="REQUIREMENT", help="What the agent needs and does not import, such as pkg[extra]."),
+    ] = None,
     secret: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME", help="A variable that the agent reads, beside those that its code names; by reference."
         ),
     ] = None,
+    trainer_secret: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A variable that the trainer reads; by reference.")
+    ] = None,
+    no_secret: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="A file in which a secret was seen, and there is none.")
+    ] = None,
+    tag: Annotated[str, typer.Option(help="The images' tag; default: a digest of what goes into them.")] = "",
     cloud: Annotated[
         CloudName | None, typer.Option(help="With sky: where; default: the cheapest that is configured.")
     ] = None,
@@ -111,7 +123,14 @@ def deploy(
     """Write the files of a deployment: images, Compose, Kubernetes or SkyPilot."""
     project = Path.cwd()
     _check_folder(out, project)
-    options = Options(gpu, clients, image, name, tuple(include or ()), tuple(secret or ()))
+    if target is Target.K8S and "." not in image.partition("/")[0]:
+        raise ConfigError(
+            f"--image {image}: a cluster pulls images, so name a registry that you may push to, such as "
+            "registry.example.org/team"
+        )
+    included = Included(tuple(include or ()), tuple(require or ()), tuple(no_secret or ()))
+    secrets = tuple(secret or ()), tuple(trainer_secret or ())
+    options = Options(gpu, clients, image, name, included, *secrets, tag)
     if (sweep is None) == (not train) or (sweep is not None and target is not Target.SKY):
         raise ConfigError("give the arguments of `lightning train` after --, or with sky --sweep FILE: one of the two")
     place = Cloud("" if cloud is None else cloud.value, spot, store)
@@ -130,7 +149,7 @@ def deploy(
         typer.echo(changes, nl=False)
         raise typer.Exit(1 if changes else 0)
     written = write(files, out, force=force)
-    verdicts = check(target.value, out, plan.secrets) if run_check or apply else []
+    verdicts = check(target.value, out, (*plan.secrets, *plan.trainer_secrets)) if run_check or apply else []
     if as_json:
         print_json({"plan": described(plan), "folder": str(out), "files": written, "verdicts": verdicts})
     else:
@@ -159,8 +178,9 @@ def _show(plan: DeployPlan, target: str, out: Path, written: Written, verdicts: 
         say(f"  {use.role}: {use.used / 1e9:.0f} of {use.available / 1e9:.0f} GB of each GPU, estimated")
     for note in machine.notes:
         say(f"[yellow]note[/] {escape(note)}")
-    if plan.secrets:
-        say(f"  by reference: {escape(', '.join(plan.secrets))}")
+    for whose, names in (("agents", plan.secrets), ("the trainer", plan.trainer_secrets)):
+        if names:
+            say(f"  by reference, for {whose}: {escape(', '.join(names))}")
     say(f"{len(written.written)} files written to {escape(str(out))}, {len(written.unchanged)} unchanged")
     for name in written.kept:
         say(f"[yellow]kept[/] {escape(name)}: you have changed it (--diff shows how, --force replaces it)")

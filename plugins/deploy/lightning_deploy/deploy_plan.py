@@ -10,8 +10,8 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from lightning.config import Config, load_config
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 
-from lightning_deploy.agent_sources import AgentSources, find_sources
+from lightning_deploy.agent_sources import AgentSources, Included, digest_of, files_below, find_sources
 from lightning_deploy.gpu_estimate import MachineNeeds, estimate
+from lightning_deploy.locked import source_folder
+from lightning_deploy.secret_scan import check_arguments
 from lightning_deploy.sweep_file import read_sweep
 
 OURS = ("out", "store", "resume", "dev", "runner")
@@ -31,18 +33,22 @@ OURS = ("out", "store", "resume", "dev", "runner")
 PATHS = ("model", "tasks", "val", "config")
 """Options of `lightning train` that may name files of the project."""
 PORT = 8000
+SMALL = 16_000_000
+"""Bytes of a file whose content is looked at for the images' tag."""
 IMAGE = re.compile(r"[a-z0-9]+([._-][a-z0-9]+)*(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Addresses in one target: the store's and the trainer's URL, folders of runs, of tokens and for what nobody keeps."""
+    """Addresses in one target: the store's and the trainer's URL, folders of runs, of the clients' token, of the
+    administrators', and for what nobody keeps."""
 
     store: str
     trainer: str
     runs: str = "/runs"
     tokens: str = "/tokens"
+    admin: str = "/admin"
     scratch: str = "/tmp"  # noqa: S108 — of a container
     host: str = "0.0.0.0"  # noqa: S104 — in a container or pod, whose network policy says who gets there
     port: int = PORT
@@ -52,7 +58,8 @@ class Places:
 @dataclass(frozen=True, slots=True)
 class DeployPlan:
     """A training as several processes. `train` and `runner` are arguments of `lightning train` and `lightning runner`; `data`
-    are the files that the trainer alone gets, such as tasks."""
+    are the files that the trainer alone gets, such as tasks. `secrets` are the variables that agents get by reference,
+    `trainer_secrets` those of the trainer. `tag` is another one whenever what goes into the images is."""
 
     name: str
     agent: str
@@ -62,20 +69,17 @@ class DeployPlan:
     sources: AgentSources
     data: tuple[Path, ...]
     secrets: tuple[str, ...]
+    trainer_secrets: tuple[str, ...]
+    token_project: str
     machine: MachineNeeds
     clients: int
     concurrency: int
     drain: int
     image: str
+    tag: str
     extras: tuple[str, ...]
     python: str = ".".join(platform.python_version_tuple()[:2])
     version: str = __version__
-
-    @property
-    def tag(self) -> str:
-        """The images' tag: another one whenever the agent, its libraries or lightning are others."""
-        whole = "\n".join((self.version, self.python, self.sources.digest, *self.sources.requirements, *self.extras))
-        return hashlib.sha256(whole.encode()).hexdigest()[:12]
 
     @property
     def namespace(self) -> str:
@@ -88,7 +92,7 @@ class DeployPlan:
 
     def token_command(self, places: Places) -> list[str]:
         """Makes the tokens of clients and administrators, once. A server listens to others only when somebody has."""
-        return ["make-tokens", places.tokens, places.store]
+        return ["make-tokens", places.tokens, places.admin, places.store, self.token_project]
 
     def trainer_command(self, places: Places, *more: str) -> list[str]:
         """Trains, or goes on; agents run elsewhere."""
@@ -124,8 +128,10 @@ class Options:
     clients: int = 2
     image: str = "lightning"
     name: str = ""
-    include: tuple[Path, ...] = ()
+    included: Included = field(default_factory=Included)
     secrets: tuple[str, ...] = ()
+    trainer_secrets: tuple[str, ...] = ()
+    tag: str = ""
 
 
 def make_plan(arguments: Sequence[str], options: Options, project: Path) -> DeployPlan:
@@ -144,19 +150,19 @@ def make_plan(arguments: Sequence[str], options: Options, project: Path) -> Depl
         raise ConfigError("a deployment trains on tasks that agents run: give --tasks (--recorded needs no clients)")
     engine, model = str(given.get("engine", "torch")), str(given["model"])
     overrides = [str(value) for value in given.get("set_", ())]
-    if secret := next((text for text in overrides if "://" in text and "@" in text), None):
-        raise ConfigError(
-            f"--set {secret.partition('=')[0]} has a URL with a password: give it by the environment instead"
-        )
     config_file = given.get("config")
     config = load_config(config_file, overrides)
+    _check_kept(config, given)
     data = [_below(project, Path(str(given[name])), f"--{name}") for name in PATHS if _is_file(given, name)]
     module = agent.partition(":")[0]
     prefixed = module in plugins().names("agents")
     needs = (config_file,) if config_file is not None else ()
-    sources = find_sources("" if prefixed else module, project, (*options.include, *needs))
+    included = replace(options.included, paths=(*options.included.paths, *needs))
+    sources = find_sources("" if prefixed else module, project, included)
+    extras = _extras(config, engine)
+    own = _trainer_secrets(config, options)
     return DeployPlan(
-        name=checked_name(options.name or (Path(project).name if prefixed else module.rpartition(".")[2])),
+        name=checked_name(options.name or _name(module, project, prefixed=prefixed)),
         agent=agent,
         train=tuple(_rebuilt(given)),
         runner=tuple(_runner_arguments(given)),
@@ -164,13 +170,68 @@ def make_plan(arguments: Sequence[str], options: Options, project: Path) -> Depl
         sources=sources,
         data=tuple(dict.fromkeys(data)),
         secrets=tuple(sorted({name for name in (*sources.variables, *options.secrets) if VARIABLE.fullmatch(name)})),
+        trainer_secrets=own,
+        token_project=config.trainer.project,
         machine=estimate(model, config, engine, options.gpu),
         clients=options.clients,
         concurrency=max(1, config.runner.concurrency // options.clients),
         drain=int(config.runner.drain) + 15,
         image=options.image.rstrip("/"),
-        extras=_extras(config, engine),
+        tag=options.tag or _tag(sources, data, extras, project),
+        extras=extras,
     )
+
+
+def _name(module: str, project: Path, *, prefixed: bool) -> str:
+    """The agent's module; the project's folder too where that says nothing."""
+    own, folder = module.rpartition(".")[2], project.resolve().name
+    if prefixed:
+        return folder
+    return f"{folder}-{own}" if own in ("agent", "agents", "app", "main", "run") else own
+
+
+def _tag(sources: AgentSources, data: Sequence[Path], extras: Sequence[str], project: Path) -> str:
+    """A digest of what goes into the images: the agent, its libraries, the trainer's files, lightning. Of weights it has the
+    sizes and times."""
+    whole = hashlib.sha256("\n".join((__version__, sources.digest, *sources.requirements, *extras)).encode())
+    for path in [inner for root in data for inner in files_below(root, project)]:
+        told = (project / path).stat()
+        content = f"{told.st_size} {told.st_mtime_ns}" if told.st_size > SMALL else digest_of([path], project)
+        whole.update(f"{path} {content}\n".encode())
+    if folder := source_folder():
+        package = Path(folder)
+        whole.update(digest_of(sorted(path.relative_to(package) for path in _code(package)), package).encode())
+    return whole.hexdigest()[:12]
+
+
+def _code(package: Path) -> Iterator[Path]:
+    """lightning's own code, where it is installed from a folder."""
+    for room in ("core", "adapters", "plugins"):
+        yield from (package / room).rglob("*.py")
+
+
+def _check_kept(config: Config, given: dict[str, Any]) -> None:
+    """Raises `ConfigError` for what a container would not have."""
+    if config.runner.sandbox != "none":
+        raise ConfigError(
+            "runner.sandbox: a container is no place for bubblewrap; the clients' containers are the sandbox"
+        )
+    if "from_run" in given:
+        raise ConfigError(
+            "--from: the other run is not in the image. Export its model, and give that folder as --model"
+        )
+    for name in ("tasks", "val"):
+        if name in given and not Path(str(given[name])).is_file():
+            raise ConfigError(f"--{name} {given[name]} is no file here, so the image cannot have it")
+
+
+def _trainer_secrets(config: Config, options: Options) -> tuple[str, ...]:
+    """Variables that the trainer reads by its settings, beside those that were named."""
+    found = {one.api_key_env for one in config.gateway.providers.values()}
+    found |= {config.optimizer_model.api_key_env} if config.optimizer_model.base_url else set()
+    found |= {alert.removeprefix("webhook:") for alert in config.trainer.alerts if alert.startswith("webhook:")}
+    found |= {"WANDB_API_KEY"} if "wandb" in config.trainer.trackers else set()
+    return tuple(sorted({name for name in (*found, *options.trainer_secrets) if name}))
 
 
 def sweep_plans(file: Path, options: Options, project: Path) -> list[DeployPlan]:
@@ -194,7 +255,9 @@ def _check(arguments: Sequence[str], options: Options) -> None:
         )
     if not IMAGE.fullmatch(options.image.rstrip("/")):
         raise ConfigError(f"--image {options.image!r} is no name of images: give one such as registry.example.org/team")
-    if bad := next((name for name in options.secrets if not VARIABLE.fullmatch(name)), None):
+    check_arguments(arguments)
+    named = (*options.secrets, *options.trainer_secrets)
+    if bad := next((name for name in named if not VARIABLE.fullmatch(name)), None):
         raise ConfigError(f"--secret {bad!r} is no name of a variable: its value is never given here, only its name")
 
 

@@ -5,6 +5,7 @@ The invariant: a template only places values. Text that a person gave reaches a 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 from lightning.errors import ConfigError, MissingExtraError
 
+from lightning_deploy.agent_sources import LEFT_OUT
 from lightning_deploy.deploy_plan import PORT, DeployPlan, Places
 from lightning_deploy.locked import source_folder
 
@@ -63,7 +65,8 @@ class Cloud:
                 "--spot needs --store URL: a spot machine is taken away with its disk, so rollouts are kept in a database "
                 "elsewhere (postgresql://user@host/name, its password in PGPASSWORD)"
             )
-        if "@" in self.store and ":" in self.store.partition("://")[2].partition("@")[0]:
+        authority = self.store.partition("://")[2].partition("@")[0] if "@" in self.store else ""
+        if ":" in authority or "password=" in self.store:
             raise ConfigError(
                 "--store has a password in it, which would be in a file: leave it out, and set PGPASSWORD"
             )
@@ -115,7 +118,7 @@ def _templates(part: str, values: Mapping[str, Any]) -> dict[str, str]:
     )
     environment.filters["json"] = json.dumps
     environment.filters["compose"] = lambda text: text.replace("$", "$$")  # or compose would fill in variables
-    environment.filters["kubernetes"] = lambda text: text.replace("$(", "$$(")
+    environment.filters["kubernetes"] = lambda text: text.replace("$", "$$")  # or it would fill in variables
     environment.filters["sh"] = lambda text: shlex.quote(str(text))
     names = sorted(str(file.relative_to(root)) for file in (root / part).rglob("*.j2"))
     return {name.removesuffix(".j2"): environment.get_template(name).render(values) for name in names}
@@ -129,7 +132,8 @@ def _values(plan: DeployPlan, folder: Path, cloud: Cloud) -> dict[str, Any]:
         "server": plan.server_command(places),
         "client": plan.client_command(places),
     }
-    secrets = [*plan.secrets, *(["PGPASSWORD"] if cloud.store else [])]
+    password = {"PGPASSWORD"} if cloud.store else set()
+    secrets = sorted({*plan.secrets, *plan.trainer_secrets, *password})
     return {
         "plan": plan,
         "places": places,
@@ -146,9 +150,11 @@ def _values(plan: DeployPlan, folder: Path, cloud: Cloud) -> dict[str, Any]:
         "cloud": cloud.name,
         "spot": cloud.spot,
         "sweep": "",
+        "bucket": _bucket(plan),
+        "left_out": sorted(LEFT_OUT),
         "store": cloud.store,
         "secrets": secrets,
-        "command": _sky_command(plan, cloud),
+        "command": _sky_command(plan, folder, cloud),
     }
 
 
@@ -168,7 +174,15 @@ def _estimate(plan: DeployPlan) -> str:
     return f"Each {plan.machine.gpu}: {', '.join(uses)}, estimated." if uses else "The GPU's memory was not estimated."
 
 
-def _sky_command(plan: DeployPlan, cloud: Cloud) -> str:
+def _bucket(plan: DeployPlan) -> str:
+    """A bucket's name, which is one in all the world: so it has something of this project's folder."""
+    own = hashlib.sha256(str(Path.cwd()).encode()).hexdigest()[:8]
+    return f"lightning-{plan.name}-{own}"
+
+
+def _sky_command(plan: DeployPlan, folder: Path, cloud: Cloud) -> str:
     out = f"/runs/{plan.name}" if cloud.spot else f"runs/{plan.name}"
-    line = shlex.join(plan.alone_command(out))
+    _, *rest = plan.alone_command(out)
+    # By its interpreter: a bucket by which SkyPilot sends the project keeps no permissions.
+    line = shlex.join(["sh", f"{folder.as_posix()}/scripts/train-or-resume", *rest])
     return f'{line} --store "$LIGHTNING_STORE"' if cloud.store else line

@@ -1,7 +1,7 @@
 """A deployment as processes of this machine: the commands of the generated files, until a step has been trained.
 
-The invariant: what runs is what would run in containers, with other addresses and less work; one client is killed while it
-works, and what it had is done by the one that replaces it.
+The invariant: what runs is what would run in containers, with other addresses and less work. A client is killed while it
+works, and all rollouts end all the same.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ END_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Smoked:
-    """What came of it. `report` is that of `lightning train`; `under_way` is how many rollouts ran when a client was killed."""
+    """What came of it. `report` is that of `lightning train`; `under_way` is how many rollouts the client ran that was killed,
+    `trained` how many tokens the step has."""
 
     folder: Path
     report: dict[str, Any]
     under_way: int
+    trained: int
     clients: int
 
 
@@ -122,12 +124,14 @@ def smoke(
         trainer=f"http://127.0.0.1:{port}",
         runs=str(folder / "runs"),
         tokens=str(folder / "tokens"),
+        admin=str(folder / "admin"),
         scratch=str(folder),
         host=host,
         port=port,
         server_port=server_port,
     )
-    (folder / "tokens").mkdir(parents=True)
+    for name in ("tokens", "admin"):
+        (folder / name).mkdir(parents=True)
     deadline = time.monotonic() + seconds
     with _processes(scripts, folder) as processes:
 
@@ -149,16 +153,17 @@ def smoke(
         names = [f"client-{number}" for number in range(1, plan.clients + 1)]
         client = plan.client_command(places)
         client[2:2] = ["--set", f"runner.lease_ttl={LEASE_SECONDS}"]
-        for name in names:
-            processes.start(name, client, LIGHTNING_RUNNER__CONCURRENCY=str(plan.concurrency))
+        # The first one is alone until it works: so what runs when it is killed is its own.
+        processes.start(names[0], client, LIGHTNING_RUNNER__CONCURRENCY=str(plan.concurrency))
         until(lambda: _under_way(places, plan) > 0, "a rollout")
         under_way = _under_way(places, plan)
         processes.kill(names[0])
-        processes.start(f"client-{plan.clients + 1}", client, LIGHTNING_RUNNER__CONCURRENCY=str(plan.concurrency))
+        for name in [*names[1:], f"client-{plan.clients + 1}"]:
+            processes.start(name, client, LIGHTNING_RUNNER__CONCURRENCY=str(plan.concurrency))
         told(f"{names[0]}: killed with {under_way} rollouts under way, and replaced")
         until(lambda: processes.running["trainer"].poll() == 0, "the step")
     report = json.loads((Path(plan.out(places)) / "report.json").read_text(encoding="utf-8"))
-    return Smoked(folder, report, under_way, plan.clients + 1)
+    return Smoked(folder, report, under_way, int(report["trained_tokens"]), plan.clients + 1)
 
 
 def _healthy(url: str) -> bool:

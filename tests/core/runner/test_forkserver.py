@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
-from lightning.runner import socket_framing
+from lightning.runner import forkserver, socket_framing
 from lightning.runner.forkserver import FORKS, ForkServer, Worker, WorkerDiedError, _Incoming
 from lightning.runner.sandbox import Sandbox
 
@@ -128,3 +128,13 @@ async def test_nobody_waits_for_a_fork_server_that_is_gone(busy: Busy, ends: str
     found = await asyncio.wait_for(asyncio.gather(*forking, return_exceptions=True), 30)
     assert all(isinstance(error, WorkerDiedError) for error in found), found
     assert not busy.server._kills
+
+
+def test_agents_do_not_see_what_leads_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The password of a deployment's store is taken away; one that is the agent's own tools' is not."""
+    monkeypatch.delenv("LIGHTNING_STORE", raising=False)
+    monkeypatch.setenv("PGPASSWORD", "word")
+    monkeypatch.setenv("LIGHTNING_TOKEN", "lt_secret")
+    assert forkserver._environment()["PGPASSWORD"] == "word"
+    monkeypatch.setenv("LIGHTNING_STORE", "postgresql://me@db/x")
+    assert not {"PGPASSWORD", "LIGHTNING_STORE", "LIGHTNING_TOKEN"} & forkserver._environment().keys()

@@ -30,7 +30,28 @@ def test_a_plan_keeps_the_arguments_and_cuts_off_the_agent(project: Path) -> Non
 def test_the_tag_changes_with_the_agent(project: Path) -> None:
     first = make_plan(TRAIN, Options(), project).tag
     (project / "helpers" / "shots.txt").write_text("other\n")
-    assert make_plan(TRAIN, Options(), project).tag != first
+    second = make_plan(TRAIN, Options(), project).tag
+    (project / "data" / "train.jsonl").write_text('{"input": "3 + 3?", "expected": "6"}\n')
+    assert len({first, second, make_plan(TRAIN, Options(), project).tag}) == 3
+    assert make_plan(TRAIN, Options(tag="mine"), project).tag == "mine"
+
+
+def test_the_trainer_gets_what_its_settings_read(project: Path) -> None:
+    settings = ["optimizer_model.base_url=https://api.example.org/v1", "trainer.alerts=['webhook:ALERTS_URL']"]
+    given = [part for text in settings for part in ("--set", text)]
+    plan = make_plan([*TRAIN, *given], Options(trainer_secrets=("OTHER",)), project)
+    assert plan.trainer_secrets == ("ALERTS_URL", "OPENAI_API_KEY", "OTHER")
+    assert plan.secrets == ("SEARCH_KEY",)
+
+
+def test_tokens_are_of_the_trainers_project(project: Path) -> None:
+    plan = make_plan([*TRAIN, "--set", "trainer.project=team"], Options(), project)
+    assert plan.token_command(CLUSTER)[-1] == "team"
+
+
+def test_a_name_that_says_nothing_has_the_folders_before_it(project: Path) -> None:
+    (project / "agent.py").write_text((project / "my_agent.py").read_text())
+    assert make_plan(["agent:solve", *TRAIN[1:]], Options(), project).name.endswith("-agent")
 
 
 def test_gpus_are_those_that_the_engine_uses(project: Path) -> None:
@@ -46,17 +67,15 @@ def test_gpus_are_those_that_the_engine_uses(project: Path) -> None:
         (["--runner", "remote"], "--runner: a deployment sets that"),
         (["--sets", "x=1"], "lightning train would say: No such option"),
         (["--set", "trainer.stepz=1"], "trainer.stepz"),
-        (["--val", "/elsewhere/val.jsonl"], None),
-        (["--set", "policy_server.attach=http://me:pw@host"], "policy_server.attach has a URL with a password"),
+        (["--val", "/elsewhere/val.jsonl"], "--val /elsewhere/val.jsonl is no file here"),
+        (["--from", "runs/x@3"], "the other run is not in the image"),
+        (["--set", "runner.sandbox=bwrap"], "containers are the sandbox"),
+        (["--set", "policy_server.attach=http://me:secretword@host"], "what follows --set seems to hold a secret"),
         (["--engine", "verl", "--set", "engine.verl.nodes=2"], "for one machine of up to 8 GPUs"),
         (["--algorithm", "grpo\nrm -rf"], "control character"),
     ],
 )
-def test_arguments_that_a_deployment_cannot_keep_are_refused(project: Path, more: list[str], said: str | None) -> None:
-    if said is None:
-        plan = make_plan([*TRAIN, *more], Options(), project)  # not there: the trainer will say so
-        assert Path("/elsewhere/val.jsonl") not in plan.data
-        return
+def test_arguments_that_a_deployment_cannot_keep_are_refused(project: Path, more: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make_plan([*TRAIN, *more], Options(), project)
 
@@ -121,6 +140,8 @@ def test_a_spot_machine_needs_a_database_elsewhere() -> None:
         Cloud(spot=True)
     with pytest.raises(ConfigError, match="has a password in it"):
         Cloud(spot=True, store="postgresql://me:pw@db/x")  # pragma: allowlist secret
+    with pytest.raises(ConfigError, match="has a password in it"):
+        Cloud(store="postgresql://db/x?user=me&password=pw")
 
 
 def test_a_sweep_on_several_machines_needs_a_database(project: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -23,7 +24,7 @@ import openai
 def solve(task, llm):
     messages = [{"role": "user", "content": task.input}]
     reply = openai.OpenAI().chat.completions.create(model=llm.model, messages=messages, max_tokens=8)
-    return float(str(task.expected) in (reply.choices[0].message.content or ""))
+    return float(len(reply.choices[0].message.content or "") % 2)  # the model is not trained: no answer is right
 """
 
 
@@ -55,11 +56,13 @@ def test_a_step_is_trained_though_a_client_is_killed(small: Path, tmp_path: Path
     assert found.report["steps"] == 1
     assert found.report["failed"] == 0
     assert found.under_way > 0
+    assert found.trained > 0
     assert [text.partition(":")[0] for text in told] == ["tokens", "trainer and server", "client-1"]
     logs = {file.name: file.read_text() for file in found.folder.glob("*.log")}
     assert set(logs) == {f"{name}.log" for name in ("tokens", "trainer", "server", "client-1", "client-2", "client-3")}
-    assert "succeeded" in logs["client-3.log"]  # the one that came for the killed one drained at the end
-    assert "succeeded" not in logs["client-1.log"]
+    done = {name: int(last[1]) for name, text in logs.items() if (last := re.search(r"(\d+) succeeded", text))}
+    assert done.keys() == {"client-2.log", "client-3.log"}  # the killed one had no last words
+    assert sum(done.values()) == 16  # what it had under way was done by the others
     ended = {one.status for one in rollouts(found.folder).rollouts}
     assert ended == {Status.SUCCEEDED}
 
@@ -77,6 +80,7 @@ def rollouts(folder: Path):
 
 @pytest.mark.slow
 def test_a_process_that_fails_is_named_with_its_last_words(small: Path) -> None:
-    plan = plan_of(small, "--val", "nowhere.jsonl")
-    with pytest.raises(DataError, match=r"trainer ended with exit code \d+: .*nowhere.jsonl"):
+    (small / "train.jsonl").write_text("no JSON\n")
+    plan = plan_of(small)
+    with pytest.raises(DataError, match=r"trainer ended with exit code \d+: .*train.jsonl:1 is not JSON"):
         _smoke(plan, Path("deploy"), as_json=True)

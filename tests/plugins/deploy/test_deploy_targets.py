@@ -14,6 +14,7 @@ import pytest
 import yaml
 from lightning.cli.app import main
 from lightning.errors import ConfigError
+from lightning.gateway.access_control import OPEN
 from lightning_deploy import deploy_command, validators
 from lightning_deploy import render as rendering
 from lightning_deploy.deploy_plan import Options, make_plan
@@ -47,7 +48,12 @@ def test_files_are_as_agreed_on(project: Path, target: str, monkeypatch: pytest.
     for name, text in files.items():
         if target != "docker" and name in files_of(project, "docker"):
             continue  # compared once
-        shown = text.replace(plan.tag, "TAG").replace(plan.python, "PYTHON").replace(plan.version, "VERSION")
+        shown = (
+            text.replace(rendering._bucket(plan), "BUCKET")
+            .replace(plan.tag, "TAG")
+            .replace(plan.python, "PYTHON")
+            .replace(plan.version, "VERSION")
+        )
         for requirement in plan.sources.requirements:
             shown = shown.replace(requirement, requirement.partition("==")[0])
         golden = GOLDEN / name
@@ -138,6 +144,19 @@ def test_a_cluster_gets_what_production_asks_for(project: Path, overlay: str) ->
         }
     ]
     account = by_name["ServiceAccount", "lightning"]
+    claims = [by_name["PersistentVolumeClaim", "runs"]["spec"]]
+    claims += [one["spec"] for one in by_name["StatefulSet", "store"]["spec"]["volumeClaimTemplates"]]
+    named = {"plain": None, "aks": "managed-csi-premium", "eks": "lightning-gp3"}[overlay]
+    assert {claim.get("storageClassName") for claim in claims} == {named}
+    assert (("StorageClass", "lightning-gp3") in by_name) == (overlay == "eks")
+    probed = {
+        probe["httpGet"]["path"]
+        for pod in pods
+        for container in pod["containers"]
+        for name, probe in container.items()
+        if name.endswith("Probe") and "httpGet" in probe
+    }
+    assert probed <= OPEN  # what asks for a token would kill the pod
     bound = {"plain": None, "aks": "azure.workload.identity/client-id", "eks": "eks.amazonaws.com/role-arn"}[overlay]
     assert list(account["metadata"].get("annotations", {})) == ([bound] if bound else [])
 
@@ -148,26 +167,28 @@ def test_agents_in_compose_reach_the_gateway_alone(project: Path) -> None:
     assert services["services"]["clients"]["networks"] == ["agents"]
     assert [name for name, one in services["services"].items() if "agents" in one["networks"]] == ["trainer", "clients"]
     assert services["networks"]["agents"] == {"internal": True}
+    assert services["services"]["clients"]["volumes"] == ["tokens:/tokens:ro"]  # not the administrators'
 
 
 def test_text_of_a_person_stays_an_argument(project: Path) -> None:
     """Characters that compose, Kubernetes, a shell or YAML would read something into."""
-    odd = "temperature: $HOME $(id) 'a\" #{x} \\"
-    arguments = [*TRAIN, "--set", f"trainer.project={odd}"]
+    odd = "temperature: $HOME $$b $(id) 'a\" #{x} \\"
+    arguments = [*TRAIN, "--train-agents", odd]
     plan = make_plan(arguments, Options(), project)
     compose = yaml.safe_load(render(plan, "compose", OUT, locked)["compose/compose.yaml"])
     command = compose["services"]["trainer"]["command"]
-    assert f"trainer.project={odd}" in [text.replace("$$", "$") for text in command]
-    assert not any("$H" in text.replace("$$", "") for text in command)
+    assert odd.replace("$", "$$") in command
     job = next(yaml.safe_load_all(render(plan, "k8s", OUT, locked)["k8s/base/trainer.yaml"]))
     command = job["spec"]["template"]["spec"]["containers"][0]["command"]
-    assert f"trainer.project={odd}".replace("$(", "$$(") in command
+    assert odd.replace("$", "$$") in command
     task = yaml.safe_load(render(plan, "sky", OUT, locked)["sky/task.yaml"])
-    line = task["run"].splitlines()[-1]
+    line = next(line for line in task["run"].splitlines() if "train-or-resume" in line)
     ran = subprocess.run(
-        ["sh", "-c", line.replace("train-or-resume", "printf '%s\\n'", 1)], capture_output=True, text=True
+        ["sh", "-c", line.replace("sh deploy/scripts/train-or-resume", "printf '%s\\n'", 1)],
+        capture_output=True,
+        text=True,
     )
-    assert f"trainer.project={odd}" in ran.stdout.splitlines()
+    assert odd in ran.stdout.splitlines()
 
 
 @pytest.mark.slow
@@ -269,11 +290,16 @@ def test_scripts_resume_and_make_tokens_once(project: Path, tmp_path: Path) -> N
     (run / "run.json").touch()
     call("train-or-resume", str(run), "--model", "a b")
     assert said.read_text().splitlines() == ["train --model a b", "train --model a b --resume"]
-    tokens = tmp_path / "tokens"
+    tokens, admin = tmp_path / "tokens", tmp_path / "admin"
     tokens.mkdir()
+    admin.mkdir()
     said.unlink()
-    call("make-tokens", str(tokens), "sqlite:///x")
-    call("make-tokens", str(tokens), "sqlite:///x")
-    assert len(said.read_text().splitlines()) == 2
-    assert sorted(file.name for file in tokens.iterdir()) == ["admin", "runner"]
+    for _ in range(2):
+        call("make-tokens", str(tokens), str(admin), "sqlite:///x", "team")
+    assert said.read_text().splitlines() == [
+        "token create runner --project team --store sqlite:///x --name clients",
+        "token create admin --project * --store sqlite:///x --name deploy",
+    ]
+    assert [file.name for file in tokens.iterdir()] == ["runner"]  # all that clients see
+    assert [file.name for file in admin.iterdir()] == ["admin"]
     assert stat.S_IMODE((tokens / "runner").stat().st_mode) == 0o600

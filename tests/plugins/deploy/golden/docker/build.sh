@@ -1,12 +1,14 @@
 #!/bin/sh
-# Builds the three images, from the project's folder: sh deploy/docker/build.sh [PUSH]
+# Builds the three images from the project's folder, and pushes them: sh deploy/docker/build.sh [PUSH]
 set -eu
 cd "$(dirname "$0")/../.."
+# Always anew: another version may be installed by now.
 wheels=deploy/wheels
-if ! ls "$wheels"/lightning-VERSION-*.whl >/dev/null 2>&1; then
-    python3 -m pip download --quiet --no-deps --dest "$wheels" lightning==VERSION
-fi
+rm -f "$wheels"/*.whl
+python3 -m pip download --quiet --no-deps --dest "$wheels" lightning==VERSION
 for target in agent server trainer; do
-    docker build --file deploy/docker/Dockerfile --target "$target" --tag registry.example.org/team/"$target":TAG .
+    # The versions are locked for this platform, whatever yours is.
+    docker build --platform linux/amd64 --file deploy/docker/Dockerfile --target "$target" --tag registry.example.org/team/"$target":TAG \
+        --tag registry.example.org/team/"$target":current .
     [ "${1:-}" != PUSH ] || docker push registry.example.org/team/"$target":TAG
 done
