@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
 os.environ["OTEL_SEMCONV_STABILITY_OPT_IN"] = "gen_ai_latest_experimental"  # read with the first agent
 
+import lightning_otel.spans
 from lightning.types import LLM
+from lightning_otel.names import OPERATION
 from strands import Agent, tool
 from strands.models.openai import OpenAIModel
 from strands.models.openai_responses import OpenAIResponsesModel
@@ -64,11 +67,18 @@ class TestStrands(SpanContract):
     async def run(self, agent: Any, text: str, *, stream: bool = False) -> str:
         for each in agent if isinstance(agent, list) else [agent]:
             if stream:
-                async for event in each.stream_async(text):
-                    text = str(event["result"]) if "result" in event else text
+                async with contextlib.aclosing(each.stream_async(text)) as events:
+                    async for event in events:
+                        text = str(event["result"]) if "result" in event else text
             else:
                 text = str(await each.invoke_async(text))
         return text
 
     def run_sync(self, agent: Any, text: str) -> str:
         return str(agent(text))
+
+    def leftovers(self) -> object:
+        # Strands does not end the span of a model call that is cancelled: it is known for as long as asyncio keeps a timer of
+        # it, and names nobody, since its agent's span has ended.
+        spans = lightning_otel.spans._open.values()
+        return [span for span in spans if (span.attributes or {}).get(OPERATION) != "chat"]
