@@ -31,11 +31,13 @@ def test_as_many_runs_at_once_as_the_limit_says(tmp_path: Path, sync: bool, runs
     def sync_agent(task: Task, llm: LLM) -> float:
         model = ChatOpenAI(model=llm.model, base_url=llm.base_url, api_key=llm.api_key)  # type: ignore[arg-type]
         create_agent(model, [tool(search)], name="desk").invoke({"messages": [("user", "tea?")]})
+        model.root_client.close()
         return 1.0
 
     async def async_agent(task: Task, llm: LLM) -> float:
         model = ChatOpenAI(model=llm.model, base_url=llm.base_url, api_key=llm.api_key)  # type: ignore[arg-type]
         await create_agent(model, [tool("search")(asearch)], name="desk").ainvoke({"messages": [("user", "tea?")]})
+        await model.root_async_client.close()
         return 1.0
 
     before = dict(vars(BaseTool))
