@@ -1,6 +1,7 @@
 """Locked versions of what an image installs, by uv: for Linux on x86-64, with the digest of each file.
 
-The invariant: what runs on this machine and is also in an image has this machine's version there.
+The invariant: a library that is installed here, and is in the image of agents or servers, has this machine's version there. The
+trainer's are chosen anew: vLLM's CUDA build wants other versions than the CPU build that may be here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -35,19 +37,32 @@ def lock(extras: Sequence[str], requirements: Sequence[str], python: str) -> str
     options = ["--python-version", python, "--python-platform", PLATFORM, "--generate-hashes", "--no-annotate"]
     command = [*_uv(), "pip", "compile", "--quiet", "--no-header", *options, "--no-emit-package", "lightning", "-"]
     try:
-        ran = subprocess.run(  # noqa: S603 — uv, without a shell
-            command,
-            input="\n".join([own, *requirements, ""]),
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+            constraints.write("".join(f"{line}\n" for line in ([] if "vllm" in extras else _installed())))
+            constraints.flush()
+            ran = subprocess.run(  # noqa: S603 — uv, without a shell
+                [*command, "--constraints", constraints.name],
+                input="\n".join([own, *requirements, ""]),
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"uv found no versions for the images in {SECONDS} s: is there a network?") from error
     if ran.returncode:
         raise ConfigError(f"the images' versions cannot be locked: {' '.join(ran.stderr.split())}")
     return ran.stdout
+
+
+def _installed() -> list[str]:
+    """What is installed here from an index, as `name==version`."""
+    found = {one.metadata["Name"]: one for one in metadata.distributions() if one.metadata["Name"]}
+    return sorted(
+        f"{name}=={one.version}"
+        for name, one in found.items()
+        if "+" not in one.version and one.read_text("direct_url.json") is None
+    )
 
 
 def _uv() -> list[str]:
