@@ -1,7 +1,8 @@
 """Adapter for DSPy: names callers by the attributes of the program, by module and tool, and reports tool runs.
 
-The invariant: it only listens, in the place of DSPy's own methods; what the model reads of a tool's error is what it would read
-without the adapter. The undo puts the very methods back.
+The invariant: it only listens, in the place of DSPy's own methods, but for tools with a limit (`runner.tool_limits`), which
+wait for their turn; what the model reads of a tool's error is what it would read without the adapter. The undo puts the very
+methods back.
 """
 
 from __future__ import annotations

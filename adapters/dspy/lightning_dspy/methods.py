@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,7 @@ import dspy
 import lightning
 from dspy.clients.cache import Cache
 from dspy.predict import react, react_v2
-from lightning.instrument import Scopes, current_session, replace_method
+from lightning.instrument import Scopes, current_session, replace_method, tool_slot
 
 from lightning_dspy.client import watch_client
 from lightning_dspy.names import name_of, own_name
@@ -70,7 +70,7 @@ Inside = Callable[[Any, dict[str, Any]], AbstractContextManager[Ended]]
 def _around(inside: Inside, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(subject: Any, *args: Any, **more: Any) -> Any:
-        with inside(subject, more) as ended:
+        with _slot(subject), inside(subject, more) as ended:
             result = original(subject, *args, **more)
             ended(result)
             return result
@@ -81,12 +81,18 @@ def _around(inside: Inside, original: Callable[..., Any]) -> Callable[..., Any]:
 def _around_async(inside: Inside, original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @functools.wraps(original)
     async def acall(subject: Any, *args: Any, **more: Any) -> Any:
-        with inside(subject, more) as ended:
-            result = await original(subject, *args, **more)
-            ended(result)
-            return result
+        async with _slot(subject):
+            with inside(subject, more) as ended:
+                result = await original(subject, *args, **more)
+                ended(result)
+                return result
 
     return acall
+
+
+def _slot(subject: Any) -> tool_slot | nullcontext[None]:
+    """A turn for a tool that has a limit (`runner.tool_limits`)."""
+    return tool_slot(str(subject.name)) if isinstance(subject, dspy.Tool) else nullcontext()
 
 
 def _ignore(result: object) -> None:

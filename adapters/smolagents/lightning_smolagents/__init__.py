@@ -1,6 +1,7 @@
 """Adapter for smolagents: names callers by agent and tool, and reports tool runs and runs of an agent's code.
 
-The invariant: it only listens, in the place of smolagents' own methods; the undo puts the very ones back.
+The invariant: it only listens, in the place of smolagents' own methods, but for tools with a limit (`runner.tool_limits`),
+which wait for their turn; the undo puts the very methods back.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import lightning
-from lightning.instrument import ActiveScope, Scopes, replace_method
+from lightning.instrument import ActiveScope, Scopes, replace_method, tool_slot
 from smolagents import MultiStepAgent, Tool, ToolCallingAgent
 
 receivers: list[Callable[[lightning.ToolEvent], None]] = []
@@ -182,7 +182,7 @@ def _run_tool(tool: Any, name: str, arguments: Any, run: Callable[[], Any], call
     if scopes.here() is None or _runs_already(tool) or name == ANSWER:
         return run()
     event = lightning.ToolEvent(name, "unknown", call_id, arguments, caller=scopes.caller())
-    with scopes.inside("tool", name, tool):
+    with scopes.inside("tool", name, tool), tool_slot(name):
         return _reported(event, run)
 
 

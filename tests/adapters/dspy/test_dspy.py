@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -57,7 +58,7 @@ def server() -> Iterator[ChatServer]:
 def session(server: ChatServer) -> Iterator[Session]:
     """A rollout with the adapter installed, and DSPy's language model for it."""
     undo = [install_tap(), plugins().install_adapters(emit, ["dspy"])]
-    with activate(server.llm()) as active, dspy.context(lm=lm(server)):
+    with activate(server.llm()) as active, contextlib.closing(lm(server)) as model, dspy.context(lm=model):
         yield active
     for each in undo:
         each()
@@ -167,6 +168,7 @@ async def test_the_names_are_the_same_in_an_async_program(session: Session, serv
 
     await Async().acall(question="hi")
     await dspy.asyncify(Pair())(question="hi")
+    await dspy.settings.lm.aclose()
     assert paths(server) == ["writer", "checker"] * 2
 
 
@@ -280,6 +282,7 @@ async def test_async_tools_are_reported(session: Session, server: ChatServer) ->
 
     server.answer = uses(("shout", {"text": "a"}))
     await dspy.ReAct(BasicQA, [shout]).acall(question="hi")
+    await dspy.settings.lm.aclose()
     assert [(event.name, event.status, event.output) for event in session.tool_events] == [("shout", "ok", "A")]
 
 
@@ -319,7 +322,7 @@ def fresh_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_answer_from_the_cache_is_said_once_with_its_cure(
     session: Session, server: ChatServer, fresh_cache: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with dspy.context(lm=lm(server, cache=True)):
+    with contextlib.closing(lm(server, cache=True)) as model, dspy.context(lm=model):
         for _ in range(3):
             dspy.Predict(QA)(question="hi")
     assert len(server.calls) == 1
@@ -332,7 +335,7 @@ def test_without_a_rollout_or_a_cached_answer_nothing_is_said(
     server: ChatServer, fresh_cache: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     undo = plugins().install_adapters(emit, ["dspy"])
-    with dspy.context(lm=lm(server, cache=True)):
+    with contextlib.closing(lm(server, cache=True)) as model, dspy.context(lm=model):
         for _ in range(2):
             dspy.Predict(QA)(question="hi")
         with activate(server.llm()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ def session(server: ChatServer) -> Iterator[Session]:
     undo = [install_tap(), plugins().install_adapters(emit, ["dspy"])]
     llm = server.llm()
     lm = dspy.LM(f"openai/{llm.model}", api_base=llm.base_url, api_key=llm.api_key, cache=False)
-    with activate(llm) as active, dspy.context(lm=lm):
+    with activate(llm) as active, contextlib.closing(lm), dspy.context(lm=lm):
         yield active
     for each in undo:
         each()
