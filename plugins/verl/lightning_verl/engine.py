@@ -35,7 +35,7 @@ from lightning_verl.device import choose
 from lightning_verl.megatron_settings import layout, refuse_critic
 from lightning_verl.sender import FirstWorker
 from lightning_verl.shard_rows import deal, share
-from lightning_verl.state import Taken, read_state, write_state
+from lightning_verl.state import Taken, check_seen, read_state, write_state
 
 if TYPE_CHECKING:
     from lightning.config import Config
@@ -189,7 +189,7 @@ class VerlEngine:
         opened, taken = self._ready(), self._taken
         with self._turn, whole_folder(folder) as path:
             for host, files in self._run("save", path.resolve(), taken.policy):
-                _check_seen(host, [path / file for file in files], folder)
+                check_seen(host, [path / file for file in files], folder)
             write_state(path, taken, opened.optimizer, opened.trunk, layout(self._config))
         self._saved = folder.resolve(), taken
 
@@ -206,14 +206,14 @@ class VerlEngine:
         """Write a model folder that `transformers` and vLLM load, LoRA merged; return it."""
         opened = self._ready()
         self._again(lambda: self._run("write_model", opened.model.resolve(), folder.resolve(), self._dtype()))
-        _check_seen("the first worker's machine", [folder / "config.json"], folder)
+        check_seen("the first worker's machine", [folder / "config.json"], folder)
         return folder
 
     def weights(self, file: Path) -> Path:
         """Write the current full weights as one safetensors file, LoRA merged; return it."""
         opened = self._ready()
         self._again(lambda: self._run("write_weights", opened.model.resolve(), file.resolve(), self._dtype()))
-        _check_seen("the first worker's machine", [file], file)
+        check_seen("the first worker's machine", [file], file)
         return file
 
     def numerics(self) -> dict[str, Json]:
@@ -413,16 +413,6 @@ class VerlEngine:
             self._ready()
             raise EngineError("the workers of the verl engine have not been started: call open() again")
         return group
-
-
-def _check_seen(host: str, files: Sequence[Path], target: Path) -> None:
-    """Raises `EngineError` when a worker wrote to a disk that this machine does not see."""
-    missing = [file.name for file in files if not file.exists()]
-    if missing or not files:
-        raise EngineError(
-            f"{host} wrote {', '.join(missing) or 'nothing'} where the trainer's machine does not see it: every machine of the "
-            f"cluster must see {target.resolve()} under this path, on a disk that all share"
-        )
 
 
 def _vocab_size(model: Path) -> int:

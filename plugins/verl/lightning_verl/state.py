@@ -6,7 +6,7 @@ The invariant: no worker is asked to read what another engine wrote, or a job th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,3 +72,13 @@ def _same_layout(folder: Path, written: Mapping[str, object], present: Mapping[s
         f"{folder} was saved by workers that had the model in other parts, and Megatron's are read by such alone: {cure}, or "
         "start anew from the `model` folder of a finished run"
     )
+
+
+def check_seen(host: str, files: Sequence[Path], target: Path) -> None:
+    """Raises `EngineError` when a worker wrote to a disk that this machine does not see."""
+    missing = [file.name for file in files if not file.exists()]
+    if missing or not files:
+        raise EngineError(
+            f"{host} wrote {', '.join(missing) or 'nothing'} where the trainer's machine does not see it: every machine of the "
+            f"cluster must see {target.resolve()} under this path, on a disk that all share"
+        )
