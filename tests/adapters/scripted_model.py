@@ -4,7 +4,7 @@ sent."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import httpx
@@ -27,7 +27,9 @@ class Scripted:
         self.callers: list[Caller | None] = []
         self.bodies: list[Mapping[str, Any]] = []
         self.client = httpx.Client(transport=httpx.MockTransport(self._reply))
-        self.async_client = httpx.AsyncClient(transport=httpx.MockTransport(self._reply))
+        self.async_client = httpx.AsyncClient(transport=httpx.MockTransport(self._reply_later))
+        self.pause: Callable[[], Awaitable[object]] = _at_once
+        """What it waits for before it answers who awaits it."""
 
     def ask(self) -> None:
         """A request that the framework knows nothing of."""
@@ -36,6 +38,11 @@ class Scripted:
     def paths(self) -> list[str | None]:
         """Who called, in order."""
         return [caller and "/".join(caller.path) for caller in self.callers]
+
+    async def _reply_later(self, request: httpx.Request) -> httpx.Response:
+        reply = self._reply(request)
+        await self.pause()
+        return reply
 
     def _reply(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
@@ -58,6 +65,10 @@ class Scripted:
         chunks = [json.dumps(_about("chat.completion.chunk", {"index": 0, "delta": delta})) for delta in deltas]
         events = "".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"])
         return httpx.Response(200, content=events, headers={"content-type": "text/event-stream"})
+
+
+async def _at_once() -> None:
+    """Nothing."""
 
 
 def _about(kind: str, choice: dict[str, Any]) -> dict[str, Any]:

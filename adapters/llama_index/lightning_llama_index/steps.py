@@ -6,7 +6,7 @@ The invariant: a step is known as long as its span is open, and keeps nothing al
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +26,8 @@ class SpanScope(ActiveScope):
         self.begun = False
         self.before: ActiveScope | None = None
         """What this context knew when it began."""
+        self.inside: tuple[LazyResult, ...] = ()
+        """What was making an item then: this step is its affair."""
 
 
 class WorkflowScope(SpanScope):
@@ -72,7 +74,7 @@ class SpanScopes(Scopes):
     def begin(self, span_id: str, step: SpanScope) -> None:
         """A span has been entered, here."""
         self.open[span_id] = step
-        step.before = self._innermost.get()
+        step.before, step.inside = self._innermost.get(), tuple(_made())
         self._innermost.set(step)
 
     def end(self, span_id: str, result: object = None) -> SpanScope | None:
@@ -90,8 +92,17 @@ class SpanScopes(Scopes):
     def here(self) -> ActiveScope | None:
         """The innermost step that this code runs in, which may be one that makes an item of what it has returned."""
         inner = super().here()
-        made = (lazy.step for lazy in _lazy_results.get() if lazy.is_made())
-        return next((step for step in made if inner is None or inner in step.outwards()), inner)
+        inside = inner.inside if isinstance(inner, SpanScope) else ()
+        named = next((scope for scope in inner.outwards() if scope.name), None) if inner else None
+        for lazy in _made():
+            if lazy not in inside and (named is None or named in lazy.step.outwards()):
+                return lazy.step
+        return inner
+
+
+def _made() -> Iterator[LazyResult]:
+    """What makes an item in this context right now, the newest first."""
+    return (lazy for lazy in _lazy_results.get() if lazy.is_made())
 
 
 steps = SpanScopes()

@@ -47,7 +47,7 @@ def run_program(job: Task, llm: LLM) -> float:
 
 @pytest.fixture(scope="module")
 def left() -> dict[str, Left]:
-    config = RunnerConfig(concurrency=1, timeout=120)
+    config = RunnerConfig(concurrency=1, timeout=120, preload=("crewai",))
     names = [str(PROGRAMS / f"{name}.py") for name in ("latest_ai_flow", "example_flow", "collaboration")]
     found = asyncio.run(run_in_worker(run_program, names, script, config))
     return {Path(name).stem: left for name, left in found.items()}

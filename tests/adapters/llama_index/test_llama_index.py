@@ -275,6 +275,29 @@ async def a_streamed_query_that_waits(model: Scripted) -> None:
         model.ask()
 
 
+async def a_streamed_query_beside_an_agent(model: Scripted) -> None:
+    """While a part of an answer is awaited, another task's agent has its own name."""
+    response = await engine(model, streaming=True).aquery("hi")
+    ready, asked = asyncio.Event(), asyncio.Event()
+
+    async def look() -> str:
+        """Look it up, once the query has been sent."""
+        ready.set()
+        await asked.wait()
+        model.ask()
+        return "wide"
+
+    async def wait_for_the_other() -> None:
+        if ready.is_set() and not asked.is_set():
+            asked.set()
+            await other
+
+    other = asyncio.create_task(run(agent(model, "writer", look)))
+    model.answer, model.pause = uses("look"), wait_for_the_other
+    await ready.wait()
+    assert "".join([part async for part in response.async_response_gen()]) == "done"
+
+
 async def a_streamed_chat(model: Scripted) -> None:
     for _ in index().as_chat_engine(chat_mode="context", llm=model.llm()).stream_chat("hi").response_gen:
         pass
@@ -353,7 +376,8 @@ NAMED: dict[Callable[[Scripted], Awaitable[None]], list[str | None]] = {
     ],
     a_streamed_query: [ENGINE, None, None],
     a_streamed_query_that_waits: [ENGINE, None],
-    a_streamed_chat: ["ContextChatEngine"],
+    a_streamed_query_beside_an_agent: ["writer", ENGINE, "writer/look", "writer"],
+    a_streamed_chat: ["ContextChatEngine/CompactAndRefine"],
     a_query_engine_as_a_tool: ["boss", f"boss/docs/{ENGINE}", "boss"],
     an_agent_as_a_tool: ["boss", "boss/ask/solver", "boss"],
     a_tool_in_a_thread: ["boss", "boss/look", f"boss/look/{ENGINE}", "boss"],

@@ -185,7 +185,8 @@ def any_quickstart(task: Task, llm: LLM) -> float:
 
 @pytest.fixture(scope="module")
 def left() -> dict[str, Left]:
-    config = RunnerConfig(concurrency=1, timeout=120, reroute=("api.openai.com",))
+    preload = ("llama_index.core.agent.workflow", "llama_index.llms.openai")
+    config = RunnerConfig(concurrency=1, timeout=120, reroute=("api.openai.com",), preload=preload)
     return asyncio.run(run_in_worker(any_quickstart, list(QUICKSTARTS), script, config))
 
 
