@@ -30,7 +30,7 @@ from llama_index.core.workflow import (
     step,
 )
 from llama_index.llms.openai_like import OpenAILike
-from llama_index_instrumentation import root_dispatcher
+from llama_index_instrumentation import get_dispatcher, root_dispatcher
 from pydantic import BaseModel
 
 from tests.adapters import scripted_model
@@ -405,6 +405,21 @@ async def test_code_of_a_tool_has_no_span() -> None:
     assert [bool(caller and caller.span_id) for caller in model.callers] == [True, False, True, True]
     assert raw is not None
     assert raw.parent_id
+
+
+async def test_a_call_that_is_made_for_a_part_of_an_answer_has_its_span(session: Session) -> None:
+    model = Scripted(lambda body: "done")
+    dispatcher = get_dispatcher()
+
+    class Parts(Workflow):
+        @step
+        def ask(self, ev: StartEvent) -> StopEvent:
+            lazy = dispatcher.span(lambda: (str(model.llm().complete(word)) for word in ("a", "b")))
+            return StopEvent(result=" ".join(lazy()))
+
+    assert await run(Parts()) == "done done"
+    assert model.paths() == ["Parts/ask", "Parts/ask"]
+    assert len({caller.span_id for caller in model.callers if caller and caller.span_id}) == 2
 
 
 # tools -----------------------------------------------------------------------------------------------------------------
