@@ -25,8 +25,9 @@ from lightning.store.protocol import Store
 from lightning.store.resource_ref import DATABASE, run_id_of, store_in
 from lightning.store.url import redacted, sqlite_url
 from lightning.trainer.reasons import Reason, grouped, reason
+from lightning.trainer.runs import differences
 from lightning.trainer.summary import Summary, said_parts, said_reward, summarize
-from lightning.types import Rollout, Run, Status, StepRecord, StepReward
+from lightning.types import Json, Rollout, Run, Status, StepRecord, StepReward
 
 T = TypeVar("T")
 
@@ -110,6 +111,91 @@ def show(
             return
     shown = redacted(place)
     raise ConfigError(f"there is no run {run!r} in {shown}: `lightning runs --runs {shown}` lists those that are")
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One of several runs. `settings` are those in which the runs differ; `error` is the standard error of `after`, which
+    counts failed rollouts as 0, as `before` does."""
+
+    id: str
+    settings: dict[str, Json]
+    steps: int
+    before: float | None
+    after: float | None
+    error: float | None
+    failed: int
+
+
+@app.command("compare")
+def compare(
+    context: typer.Context,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[RUN ...]", help="Ids of runs; default: all.")] = None,
+    where: Annotated[
+        str, typer.Option("--runs", metavar="PLACE", help="Where the runs are, as for `lightning runs`.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Compare runs: the settings in which they differ, and the held-out reward before and after."""
+    place = where or str(context.obj or "runs")
+    found = {
+        run.id: (run, summary) for _, those in answers(place, partial(_summaries, names)) for run, summary in those
+    }
+    if missing := [name for name in names or () if name not in found]:
+        raise ConfigError(f"there is no run {missing[0]!r} in {redacted(place)}: `lightning runs` lists those that are")
+    if len(found) < 2:
+        raise ConfigError(f"{len(found)} run in {redacted(place)}: two or more can be compared")
+    rows = _compared([found[name] for name in names or sorted(found)])
+    if as_json:
+        print_json(rows)
+        return
+
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
+
+    print_table(
+        ("run", "differs in", "steps", "before", "after", "± error", "failed"),
+        [
+            (
+                escape(row.id),
+                escape(", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in row.settings.items())),
+                str(row.steps),
+                *(number(value) for value in (row.before, row.after, row.error)),
+                str(row.failed),
+            )
+            for row in sorted(rows, key=lambda row: -(row.after if row.after is not None else -1.0))
+        ],
+        title="held-out reward before and after",
+    )
+    say("A held-out rollout that failed counts as 0. The error is over held-out rollouts; other seeds differ by more.")
+
+
+async def _summaries(names: Sequence[str] | None, url: str, store: Store) -> list[tuple[Run, Summary]]:
+    wanted = [run.id for run in await store.list_runs(brief=True) if not names or run.id in names]
+    runs = [run for name in wanted if (run := await store.get_run(name)) is not None]
+    return [(run, await summarize(store, run.id)) for run in runs]
+
+
+def _compared(found: Sequence[tuple[Run, Summary]]) -> list[Compared]:
+    first = found[0][0].config
+    differing = {key: value for run, _ in found[1:] for key, (value, _) in differences(first, run.config).items()}
+    differing.pop("seed", None)  # trainer.seed, told a second time
+    rows = []
+    for run, summary in found:
+        own = differences(first, run.config)
+        ended = summary.evaluations
+        rows.append(
+            Compared(
+                run.id,
+                {key: own[key][1] if key in own else value for key, value in differing.items()},
+                summary.steps,
+                ended[0].reward_with_failures if ended else None,
+                ended[-1].reward_with_failures if len(ended) > 1 else None,
+                ended[-1].error if len(ended) > 1 else None,
+                summary.failed,
+            )
+        )
+    return rows
 
 
 def databases(where: str) -> list[str]:

@@ -235,3 +235,56 @@ def test_train_forks_what_it_is_told_to(lightning, tmp_path: Path) -> None:
     )  # fmt: skip
     assert ran.code == 2
     assert "no run 'nobody'" in ran.err
+
+
+def two_runs(folder: Path) -> Path:
+    """Two runs with other seeds and rates, evaluated before and after a step."""
+
+    async def fill(store: Store) -> None:
+        for name, lr, after in (("one", 1e-3, (1.0, 0.0)), ("two", 2e-3, (1.0, 1.0))):
+            seed = 0 if name == "one" else 1
+            config: Json = {"model": "m", "seed": seed, "config": {"trainer": {"seed": seed}, "engine": {"lr": lr}}}
+            assert isinstance(config, dict)
+            await store.put_run(Run(name, name, config))
+            for step, rewards in ((0, (0.0, 0.0)), (1, after)):
+                made = [
+                    Rollout(
+                        id=f"{name}/{step}/{n}",
+                        run=name,
+                        task=Task(n),
+                        group=f"{name}/{step}/{n}",
+                        step=step,
+                        split="val",
+                    )
+                    for n in range(2)
+                ]
+                await store.create_rollouts(made)
+                for lease in await store.lease(name, "w", limit=2):
+                    index = int(lease.rollout.id.rpartition("/")[2])
+                    await store.complete(lease.rollout.id, lease.rollout.attempt, Outcome(reward=rewards[index]))
+                await store.log_metrics(name, step, {"eval/reward": sum(rewards) / 2})
+
+    folder.mkdir()
+    asyncio.run(with_store(sqlite_url(folder / "lightning.db"), fill, make=True))
+    return folder
+
+
+def test_runs_are_compared_by_what_they_differ_in(lightning, tmp_path: Path) -> None:
+    place = str(two_runs(tmp_path / "both"))
+    rows = json.loads(lightning("runs", "compare", "--runs", place, "--json").out)
+    assert [(row["id"], row["before"], row["after"]) for row in rows] == [("one", 0.0, 0.5), ("two", 0.0, 1.0)]
+    assert [row["settings"] for row in rows] == [
+        {"engine.lr": 1e-3, "trainer.seed": 0},
+        {"engine.lr": 2e-3, "trainer.seed": 1},
+    ]
+    assert rows[0]["error"] > rows[1]["error"] > 0
+    table = lightning("runs", "compare", "two", "one", "--runs", place).out
+    assert table.index("lr=0.002, seed=1") < table.index("lr=0.001, seed=0")
+
+
+@pytest.mark.parametrize(
+    ("names", "said"), [(["one", "three"], "there is no run 'three' in"), (["one"], "1 run in"), ([], "")]
+)
+def test_what_cannot_be_compared_is_named(lightning, tmp_path: Path, names: list[str], said: str) -> None:
+    ran = lightning("runs", "compare", *names, "--runs", str(two_runs(tmp_path / "both")))
+    assert (ran.code, said in ran.err) == ((2, True) if said else (0, True))
