@@ -84,7 +84,8 @@ def is_slow(path: Path) -> bool:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not even import what the marker expression leaves out: importing is what takes the time."""
     if collection_path.suffix != ".py":
-        return None
+        # A folder's conftest.py would be imported before any of its files is asked for.
+        return True if runs_elsewhere(collection_path / "conftest.py") and find_spec("crewai") is None else None
     wanted, needs = config.option.markexpr, needs_framework(collection_path)
     if runs_elsewhere(collection_path) or wanted == "elsewhere":
         fits = runs_elsewhere(collection_path) and wanted in ("", "elsewhere") and find_spec("crewai") is not None

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.config.fields import toml_value
 from lightning.errors import RunnerError
 from lightning.hooks import hookimpl
 from lightning.types import LLM, Lease, Outcome
@@ -60,6 +59,8 @@ def remote_runner(agent: Agent, config: Config) -> Runner:
     from lightning.runner.plugin import RemoteRunner
 
     if config.runner.tool_limits:
+        from lightning.config.fields import toml_value
+
         logger.warning(
             "runner.tool_limits bounds no tool here: with runner='remote' it is a setting of each client, and holds for all "
             "clients of a machine together; start them with `lightning runner --set runner.tool_limits='%s'`",

@@ -33,7 +33,9 @@ emits = []
 
 @pytest.fixture(autouse=True)
 def only_these(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "raw,langchain,openai-agents,autogen,otel")
+    monkeypatch.setenv(
+        "LIGHTNING_DISABLE_PLUGINS", "raw,langchain,openai-agents,autogen,crewai,dspy,llama-index,smolagents,otel"
+    )
 
 
 def ignore(event: ToolEvent) -> None:

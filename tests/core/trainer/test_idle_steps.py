@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.audit import audit
-from lightning.engines.failures import NonFiniteError, NonFiniteSteps
+from lightning.engines.failures import NonFiniteError
+from lightning.engines.microbatch import Tally
+from lightning.engines.step import StepDriver
 
 
 async def test_what_taught_nothing_is_committed_but_neither_saved_nor_sent(bench: Any, tmp_path: Path) -> None:
@@ -61,14 +64,27 @@ async def test_a_step_that_is_not_finite_is_committed_and_neither_drifts_nor_bla
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with bench(tmp_path) as made:
-        take, steps = made.engine.step, NonFiniteSteps(1)
+        take, driver = made.engine.step, StepDriver(1)
+
+        class Computes:
+            """One whose gradient is not finite."""
+
+            def prepare(self, samples: Any, loss: Any) -> Any:
+                return samples
+
+            def accumulate(self, samples: Any, loss: Any, step: int) -> Tally:
+                raise NonFiniteError("the loss is nan")
+
+            def update(self, lr: float, critic_lr: float, step: int) -> dict[str, float]:
+                raise AssertionError("there is no gradient")
 
         def second_fails(samples: Any, loss: Any) -> Any:
             if made.loop.done == 1:
-                raise NonFiniteError("the loss is nan")
-            return take(samples, loss)
+                return driver.step(Computes(), samples, loss)
+            taken = take(samples, loss)
+            return replace(taken, metrics={**taken.metrics, "skipped_nonfinite": 0.0})
 
-        monkeypatch.setattr(made.engine, "step", lambda *step: steps.guard(lambda: second_fails(*step)))
+        monkeypatch.setattr(made.engine, "step", second_fails)
         await made.loop.run({})
         records = await made.store.steps("run")
         assert [record.metrics["skipped_nonfinite"] for record in records] == [0.0, 1.0, 0.0]
