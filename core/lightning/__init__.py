@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning.hooks import hookimpl
     from lightning.instrument import component, label, reward, state, tool
     from lightning.trainer import Trainer
+    from lightning.trainer.session import Session
     from lightning.types import LLM, Caller, Rollout, StepState, Task, ToolEvent, Transition
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "LightningRL",
     "MissingExtraError",
     "Rollout",
+    "Session",
     "StepState",
     "Task",
     "ToolEvent",
@@ -61,6 +63,7 @@ _HOME = {
     "LightningRL": "lightning.algorithms.lightning_rl",
     "MissingExtraError": "lightning.errors",
     "Rollout": "lightning.types",
+    "Session": "lightning.trainer.session",
     "StepState": "lightning.types",
     "Task": "lightning.types",
     "ToolEvent": "lightning.types",

@@ -18,7 +18,7 @@ import dspy
 import lightning
 from dspy.clients.cache import Cache
 from dspy.predict import react, react_v2
-from lightning.instrument import Scopes, current_session, replace_method, tool_slot
+from lightning.instrument import Scopes, current_attempt, replace_method, tool_slot
 
 from lightning_dspy.client import watch_client
 from lightning_dspy.names import name_of, own_name
@@ -150,7 +150,7 @@ def _get(original: Callable[..., Any]) -> Callable[..., Any]:
     def get(cache: Any, request: dict[str, Any], *args: Any, **more: Any) -> Any:
         found = original(cache, request, *args, **more)
         is_lms = str(request.get("_fn_identifier", "")).startswith(LM_CALLS)
-        if found is not None and is_lms and current_session() is not None:
+        if found is not None and is_lms and current_attempt() is not None:
             _warn_of_cache()
         return found
 

@@ -7,25 +7,25 @@ from __future__ import annotations
 
 from lightning.instrument.adapter_tools import by_type, check_supported, replace_method
 from lightning.instrument.components import ask, component, component_path, current_caller, tool
-from lightning.instrument.context import Session, activate, current_session, emit, label, reward, state
+from lightning.instrument.context import ActiveAttempt, activate, current_attempt, emit, label, reward, state
 from lightning.instrument.httpx_patch import install_tap
 from lightning.instrument.own_client import MarkedRequest, mark_request
 from lightning.instrument.scopes import ActiveScope, Scopes
 from lightning.instrument.tool_slots import hold_slots, tool_slot
 
 __all__ = [
+    "ActiveAttempt",
     "ActiveScope",
     "MarkedRequest",
     "Scopes",
-    "Session",
     "activate",
     "ask",
     "by_type",
     "check_supported",
     "component",
     "component_path",
+    "current_attempt",
     "current_caller",
-    "current_session",
     "emit",
     "hold_slots",
     "install_tap",

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import ParamSpec, Self, TypeVar, cast, overload
 
 from lightning.errors import DataError
-from lightning.instrument.context import calling_session, current_session, log_once
+from lightning.instrument.context import calling_attempt, current_attempt, log_once
 from lightning.instrument.recorded_tools import recorded_run, replayed
 from lightning.instrument.starters import starter_here
 from lightning.instrument.texts import MAX_TEXT, error_text, named_arguments, result_of, signature_of, text_of
@@ -71,7 +71,7 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
             raise DataError(
                 f"component({self.name!r}) has no prompt: give it one, component({self.name!r}, prompt=...)"
             )
-        session = current_session()
+        session = current_attempt()
         return self._prompt if session is None else session.prompt(self.name, self._prompt)
 
     def __enter__(self) -> Self:
@@ -96,7 +96,7 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
 
 def _path_in(name: str) -> tuple[str, ...]:
     """The path inside a component that begins here. Its calls are told from those of components beside it from now on."""
-    session = calling_session()
+    session = calling_attempt()
     if session is not None:
         session.calls.open()
     return (*_path.get(), name)
@@ -137,7 +137,7 @@ class _ToolScope(_Scope):
         path = _path.get()
         super().__init__((*path, name) if component_path() else path)
         self.name, self.caller, self.arguments = name, caller, arguments
-        self._session = current_session()
+        self._session = current_attempt()
         # Now, not at its end: the calls that it makes itself are not what it runs for.
         agent = caller.name if caller else ""
         self._asked_by = self._session.calls.last(agent) if self._session else ""
@@ -210,7 +210,7 @@ def _tool(name: str, function: Callable[P, R]) -> Callable[P, R]:
     signature = signature_of(function)
 
     def scope(call: tuple[tuple[object, ...], dict[str, object]]) -> _Scope:
-        if current_session() is None:
+        if current_attempt() is None:
             return _Scope(_path.get())
         return _ToolScope(label, current_caller(), named_arguments(signature, *call))
 

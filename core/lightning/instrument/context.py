@@ -43,13 +43,13 @@ MAX_REPORTED_TEXT = 8 * 1024 * 1024
 LONGEST_LABEL = 8192
 """Characters of a label, its response id included: the gateway reads no longer caller either."""
 
-_current: ContextVar[Session | None] = ContextVar("lightning_session", default=None)
-_active: list[Session] = []
+_current: ContextVar[ActiveAttempt | None] = ContextVar("lightning_session", default=None)
+_active: list[ActiveAttempt] = []
 _lock = threading.RLock()
 _said: set[str] = set()
 
 
-class Session:
+class ActiveAttempt:
     """One attempt of a rollout as seen from inside the agent's process. Made by `activate`; safe to use from any thread."""
 
     def __init__(self, llm: LLM, *, alone: bool = False) -> None:
@@ -236,12 +236,12 @@ def _merged(before: ToolEvent, after: ToolEvent) -> ToolEvent:
 
 
 @contextmanager
-def activate(llm: LLM, *, alone: bool = False) -> Iterator[Session]:
+def activate(llm: LLM, *, alone: bool = False) -> Iterator[ActiveAttempt]:
     """Make an attempt the current one for the code inside the block, and collect what it reports.
 
     `alone`: no other attempt runs in this process, nor goes on in it after its end.
     """
-    session = Session(llm, alone=alone)
+    session = ActiveAttempt(llm, alone=alone)
     session.disown(_busy_threads())
     token = _current.set(session)
     with _lock:
@@ -257,7 +257,7 @@ def activate(llm: LLM, *, alone: bool = False) -> Iterator[Session]:
         _current.reset(token)
 
 
-def _leave_behind(ended: Session) -> None:
+def _leave_behind(ended: ActiveAttempt) -> None:
     """What a rollout has left running may be anybody's that ran beside it, so it is nobody's."""
     if _active:
         before = ended.not_mine()
@@ -295,7 +295,7 @@ def _frames() -> dict[int, FrameType]:
             gc.enable()
 
 
-def current_session() -> Session | None:
+def current_attempt() -> ActiveAttempt | None:
     """The rollout this code runs for; in a thread that lost its context, the process's only active one.
 
     None in such a thread when it was busy before that rollout began: what it reports belongs to an earlier one.
@@ -310,12 +310,12 @@ def current_session() -> Session | None:
     return session
 
 
-def calling_session() -> Session | None:
+def calling_attempt() -> ActiveAttempt | None:
     """The same for a model call, which a thread that may belong to another rollout makes without losing anything."""
     return _find()[0]
 
 
-def session_in_context() -> Session | None:
+def session_in_context() -> ActiveAttempt | None:
     """The rollout of this very context, else the one in which this thread was started, while that goes on."""
     session = _current.get()
     if session is None and (starter := starter_here()) is not None:
@@ -323,7 +323,7 @@ def session_in_context() -> Session | None:
     return session
 
 
-def _find() -> tuple[Session | None, bool]:
+def _find() -> tuple[ActiveAttempt | None, bool]:
     """The rollout this code runs for, and whether there is none because this thread may belong to an earlier one."""
     session = session_in_context()
     if session is not None:
@@ -335,16 +335,16 @@ def _find() -> tuple[Session | None, bool]:
     return None, True
 
 
-def session_of(key: str) -> Session | None:
+def session_of(key: str) -> ActiveAttempt | None:
     """The one active rollout with this key; None without a key."""
     with _lock:
         found = [session for session in _active if session.llm.api_key == key] if key else []
     return found[0] if len(found) == 1 else None
 
 
-def certain_session() -> Session | None:
+def certain_session() -> ActiveAttempt | None:
     """The rollout of this very context, or of a thread that lost it where no call can be another's; else None."""
-    session = calling_session()
+    session = calling_attempt()
     return session if session is None or session.alone else session_in_context()
 
 
@@ -364,7 +364,7 @@ def is_gateway(url: Url) -> bool:
 
 def emit(event: ToolEvent | StepState) -> None:
     """Hand a tool event or a state to the current rollout; adapters get this function. Outside a rollout it does nothing."""
-    session = current_session()
+    session = current_attempt()
     if session is None:
         return
     if isinstance(event, StepState):
@@ -381,7 +381,7 @@ def state(**variables: object) -> None:
 
     Outside a rollout this does nothing, so code that is also used without training may keep it.
     """
-    session = current_session()
+    session = current_attempt()
     if session is None:
         log_once("state outside", "lightning.state() was called outside a rollout and did nothing")
         return
@@ -401,7 +401,7 @@ def reward(value: float, name: str = "reward", response_id: str = "") -> None:
     """
     what = f"the reward of lightning.reward(name={text_of(name)!r})"
     checked = number(value, what, "give a finite number")
-    session = current_session()
+    session = current_attempt()
     if session is None:
         log_once("reward outside", "lightning.reward() was called outside a rollout and did nothing")
         return
@@ -433,7 +433,7 @@ def label(response_id: str, *, agent: str, path: Sequence[str] = ()) -> None:
         )
     if sum(map(len, texts)) > LONGEST_LABEL:
         raise DataError(f"lightning.label(): a label of {sum(map(len, texts))} characters; {LONGEST_LABEL} are allowed")
-    session = current_session()
+    session = current_attempt()
     if session is None:
         log_once("label outside", "lightning.label() was called outside a rollout and did nothing")
         return

@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 
 from lightning.instrument.components import component_path, current_caller, is_framework
 from lightning.instrument.context import (
-    Session,
+    ActiveAttempt,
     active,
-    calling_session,
+    calling_attempt,
     certain_session,
-    current_session,
+    current_attempt,
     is_gateway,
     log_once,
     session_of,
@@ -79,7 +79,7 @@ def headers_for(url: Url, caller: Caller | None) -> Mapping[str, str]:
     return headers
 
 
-Sent: TypeAlias = tuple[Session, str]
+Sent: TypeAlias = tuple[ActiveAttempt, str]
 """The rollout that a call is made in, and the agent that makes it."""
 
 
@@ -103,7 +103,7 @@ def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | No
         headers = headers_for(request.url, caller)
         said = request.headers.get(TRACE_HEADER)  # a client that is instrumented knows the span it is in
         request.headers.update({**headers, TRACE_HEADER: said} if said else headers)
-        session = certain_session() or session_of(_key(request)) or calling_session()
+        session = certain_session() or session_of(_key(request)) or calling_attempt()
         if session is None or not session.serves(request.url):
             return None
     except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
@@ -287,7 +287,7 @@ def reroute(request: HttpxRequest, hosts: Sequence[str]) -> bool:
     listed = host in hosts
     if not listed and host not in PROVIDERS:
         return False
-    session = current_session()
+    session = current_attempt()
     if session is None:
         if listed and active():
             log_once(
@@ -356,7 +356,7 @@ def send_elsewhere(request: HttpxRequest) -> bool:
     return True
 
 
-def _redirect(request: HttpxRequest, session: Session, rest: str) -> None:
+def _redirect(request: HttpxRequest, session: ActiveAttempt, rest: str) -> None:
     target = f"{session.llm.base_url.rstrip('/')}/{rest}"
     request.url = type(request.url)(target)
     request.headers["host"] = request.url.netloc.decode()

@@ -10,7 +10,7 @@ from contextvars import Context, ContextVar
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from lightning.instrument.context import Session
+    from lightning.instrument.context import ActiveAttempt
 
 
 class Starter(NamedTuple):
@@ -18,7 +18,7 @@ class Starter(NamedTuple):
 
     context: Context
     """A copy: what was set there by then."""
-    session: Session
+    session: ActiveAttempt
     components: tuple[str, ...]
     left_behind: bool = False
     """Whether the rollout had ended by then."""

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from lightning.errors import ConfigError, RunnerError
 from lightning.instrument.adapter_tools import replace_method
-from lightning.instrument.context import Session, calling_session
+from lightning.instrument.context import ActiveAttempt, calling_attempt
 from lightning.instrument.starters import starter, starter_here
 from lightning.types import ToolEvent
 
@@ -119,7 +119,7 @@ class tool_slot:  # noqa: N801 — used as a verb: `with tool_slot("browser"):`
 
     def _pauses(self) -> Iterator[float]:
         """Seconds until the next look, for as long as there is no slot. Raises `RunnerError` once the rollout is over."""
-        session = calling_session()
+        session = calling_attempt()
         if session is None or self.name not in _limits.runs or self._runs_inside():
             return
         self.loop, pause = _running_loop(), FIRST_PAUSE
@@ -134,7 +134,7 @@ class tool_slot:  # noqa: N801 — used as a verb: `with tool_slot("browser"):`
             around = around.context.get(starter)
         return any(slot.name == self.name and slot.is_held for slot in slots)
 
-    def _take(self, session: Session) -> bool:
+    def _take(self, session: ActiveAttempt) -> bool:
         if not session.open:
             raise RunnerError(f"the rollout ended while its tool {self.name!r} waited for a slot (runner.tool_limits)")
         import fcntl  # not everywhere, and needed only here

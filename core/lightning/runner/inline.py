@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
-from lightning.instrument import Session, activate, emit, install_tap
+from lightning.instrument import ActiveAttempt, activate, emit, install_tap
 from lightning.instrument.providers import own, remember
 from lightning.instrument.tool_slots import limit_tools, unheld
 from lightning.plugins import plugins
@@ -90,7 +90,7 @@ class InlineRunner:
             installed.close()
             self._watch.close()
 
-    async def _attempt(self, task: Task, llm: LLM, session: Session) -> Outcome:
+    async def _attempt(self, task: Task, llm: LLM, session: ActiveAttempt) -> Outcome:
         started = time.monotonic()
         running = asyncio.create_task(self._guarded(task, llm, session))
         try:
@@ -103,7 +103,7 @@ class InlineRunner:
             running.cancel()
             await asyncio.wait({running}, timeout=GRACE)
 
-    async def _guarded(self, task: Task, llm: LLM, session: Session) -> Outcome:
+    async def _guarded(self, task: Task, llm: LLM, session: ActiveAttempt) -> Outcome:
         started = time.monotonic()
         try:
             return returned(await self._call(task, llm, session), session, time.monotonic() - started)
@@ -115,7 +115,7 @@ class InlineRunner:
         except BaseException as error:  # noqa: BLE001 — isolates the user's agent, and the object that it returned
             return raised(error, session, time.monotonic() - started)
 
-    async def _call(self, task: Task, llm: LLM, session: Session) -> Reward:
+    async def _call(self, task: Task, llm: LLM, session: ActiveAttempt) -> Reward:
         agent = self._agent
 
         def call() -> Reward | Awaitable[Reward]:

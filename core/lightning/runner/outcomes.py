@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any, cast
 
 from lightning.errors import DataError
-from lightning.instrument import Session
+from lightning.instrument import ActiveAttempt
 from lightning.instrument.texts import CURE, number
 from lightning.memory_budget import json_values
 from lightning.runner.policy_faults import cause_of, described
@@ -53,7 +53,7 @@ def score(value: object) -> tuple[float, dict[str, float]]:
     ), parts
 
 
-def returned(value: object, session: Session, seconds: float) -> Outcome:
+def returned(value: object, session: ActiveAttempt, seconds: float) -> Outcome:
     """The outcome of an agent that returned."""
     try:
         reward, rewards = score(value)
@@ -70,7 +70,7 @@ def returned(value: object, session: Session, seconds: float) -> Outcome:
     )
 
 
-def raised(error: BaseException, session: Session, seconds: float) -> Outcome:
+def raised(error: BaseException, session: ActiveAttempt, seconds: float) -> Outcome:
     """The outcome of an agent that raised: the end of its traceback, without the API key."""
     try:
         text = "".join(traceback.format_exception(error)).rstrip()
@@ -84,7 +84,7 @@ def raised(error: BaseException, session: Session, seconds: float) -> Outcome:
     return failed(Fault.AGENT, text, session, seconds)
 
 
-def failed(fault: Fault, error: str, session: Session | None = None, seconds: float = 0.0) -> Outcome:
+def failed(fault: Fault, error: str, session: ActiveAttempt | None = None, seconds: float = 0.0) -> Outcome:
     """An outcome without a reward."""
     outcome = Outcome(fault=fault, error=_end(error, MAX_ERROR), seconds=seconds)
     if session is None:

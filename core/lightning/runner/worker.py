@@ -22,7 +22,7 @@ from importlib.machinery import PathFinder
 from urllib.parse import urlsplit
 
 from lightning.addresses import leads_to_itself
-from lightning.instrument import Session, activate, emit, install_tap
+from lightning.instrument import ActiveAttempt, activate, emit, install_tap
 from lightning.instrument.tool_slots import ToolLimits, limit_tools, unheld
 from lightning.plugins import plugins
 from lightning.runner import socket_framing
@@ -99,7 +99,7 @@ def run_agent(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outco
             return raised(error, session, time.monotonic() - started)
 
 
-def _call(agent: Agent, task: Task, llm: LLM, session: Session, loop: asyncio.Runner) -> object:
+def _call(agent: Agent, task: Task, llm: LLM, session: ActiveAttempt, loop: asyncio.Runner) -> object:
     context = contextvars.copy_context()  # what the agent sets there ends with the rollout
     if is_async(agent):
         return loop.run(_started_in_loop(agent, task, llm, session), context=context)
@@ -114,13 +114,13 @@ def is_async(agent: Agent) -> bool:
     return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004 — an object is as async as its __call__
 
 
-async def _started_in_loop(agent: Agent, task: Task, llm: LLM, session: Session) -> Reward:
+async def _started_in_loop(agent: Agent, task: Task, llm: LLM, session: ActiveAttempt) -> Reward:
     session.calls.begin()
     result = agent(task, llm)
     return await result if inspect.isawaitable(result) else result
 
 
-async def _awaited(result: Awaitable[Reward], session: Session) -> Reward:
+async def _awaited(result: Awaitable[Reward], session: ActiveAttempt) -> Reward:
     session.calls.begin()
     return await result
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from lightning.config import GatewayConfig
 from lightning.gateway import Gateway, Upstream
-from lightning.instrument import Session
+from lightning.instrument import ActiveAttempt
 from lightning.runner.attempt_completion import report
 from lightning.runner.outcomes import raised, returned
 from lightning.store.memory import MemoryStore
@@ -118,7 +118,7 @@ class House:
         assert self._gateway is not None, "the house has been started"
         return lease, self._gateway.llm(lease)
 
-    def finish(self, lease: Lease, session: Session, answer: str, error: BaseException | None) -> Ran:
+    def finish(self, lease: Lease, session: ActiveAttempt, answer: str, error: BaseException | None) -> Ran:
         """Report a rollout as the runner does, and read from the store what it left there."""
         outcome = returned(1.0, session, 0.0) if error is None else raised(error, session, 0.0)
         rollout, attempt = lease.rollout.id, lease.attempt

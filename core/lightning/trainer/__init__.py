@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning.trainer.dev import DevReport
+    from lightning.trainer.session import Session
     from lightning.trainer.summary import Evaluation, Summary
     from lightning.trainer.trainer import Trainer
 
-__all__ = ["DevReport", "Evaluation", "Summary", "Trainer"]
+__all__ = ["DevReport", "Evaluation", "Session", "Summary", "Trainer"]
 
-_HOME = {"DevReport": "dev", "Evaluation": "summary", "Summary": "summary", "Trainer": "trainer"}
+_HOME = {
+    "DevReport": "dev",
+    "Evaluation": "summary",
+    "Session": "session",
+    "Summary": "summary",
+    "Trainer": "trainer",
+}
 
 
 def __getattr__(name: str) -> object:

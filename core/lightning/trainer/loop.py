@@ -31,8 +31,8 @@ from lightning.trainer.held_out import HeldOut, compared_since
 from lightning.trainer.metrics import Remarks, UsageMeter, sampled_tokens, staleness, step_metrics
 from lightning.trainer.plan import VAL, val_rollouts
 from lightning.trainer.recorded import Record, RecordedSampler
-from lightning.trainer.replay import take_again
-from lightning.trainer.rollout_collection import Sampler, TurnSampler
+from lightning.trainer.replay import OWN_LOOP, take_again
+from lightning.trainer.rollout_collection import Sampled, Sampler, TurnSampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import NAMED, Evaluation, Reporter, evaluate_rollouts, evaluations
 from lightning.trainer.training_data import all_rollouts, count_drift, fresh_values, record_step
@@ -61,13 +61,19 @@ class Loop:
     epochs: Sequence[Epoch] = ()
     base: str = ""
     record: Record | None = None
+    own_loop: bool = False
+    """Whether steps are taken by a loop of somebody's own (`Session`), which only its own code can take again."""
     done: int = 0
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.epochs = self.epochs or [Epoch(0, 0, self.stack.run.config)]
         config = self.stack.config
-        every = config.trainer.checkpoint_every or (1 if isinstance(self.engine, RevivesWorkers) else None)
+        every = (
+            1
+            if self.own_loop
+            else config.trainer.checkpoint_every or (1 if isinstance(self.engine, RevivesWorkers) else None)
+        )
         self.publisher = Publisher(self.stack, self.engine)
         self.writer = CheckpointWriter(self.checkpoints, self.engine.save, every)
         self.remarks, self.usage = Remarks(bound_of(config), config.trainer.order), UsageMeter(self.stack.policy)
@@ -146,6 +152,12 @@ class Loop:
                     groups = await fresh_values(self.stack.store, self.stack.run.id, step, groups, self.engine.values)
                 batch = await in_thread(algorithm.batch, groups)  # a judge may be asked for minutes
                 result = await asyncio.to_thread(self.engine.step, batch.samples, batch.loss_for(algorithm))
+        return await self.take(step, sampled, groups, batch, result)
+
+    async def take(
+        self, step: int, sampled: Sampled, groups: Sequence[Group], batch: Batch, result: StepResult
+    ) -> dict[str, float]:
+        """Commit a step that the engine has taken, and make the policy server serve the result; returns its metrics."""
         metrics = step_metrics(sampled.rollouts, groups, batch, result) | staleness(step, batch) | sampled.metrics
         metrics |= await self.usage.step(groups)
         metrics["drift_tokens"] = await self.drift(batch, result)
@@ -173,6 +185,10 @@ class Loop:
         self.trackers.log(step, metrics)
         return metrics
 
+    def begin_step(self) -> None:
+        """Count the seconds of a step from here on."""
+        self._seconds = {}
+
     def alert(self, step: int, found: Sequence[Diagnosis]) -> None:
         """Tell who wants to know of what is serious."""
         for alarm in (each for each in found if each.serious):
@@ -186,6 +202,7 @@ class Loop:
         epoch, served = epoch_at(self.epochs, step).number, await self.publisher.digest() or self.base
         numeric = numeric_context(self.engine, settings, result.metrics)
         named: dict[str, Json] = {"epoch": epoch, "weights": served, "base": self.base}
+        named |= {OWN_LOOP: True} if self.own_loop else {}
         return named | numeric
 
     def finished(self, rollout: Rollout) -> None:
@@ -215,7 +232,8 @@ class Loop:
         taught: bool,
     ) -> None:
         """From here on the step is history. The last one is saved before; others beside what comes next."""
-        if step + 1 == self.stack.config.trainer.steps and (taught or self.writer.unsaved):
+        last = step + 1 == self.stack.config.trainer.steps and (taught or self.writer.unsaved)
+        if last or (self.own_loop and taught):
             await self.writer.write(step + 1)
         checkpoint = self.checkpoints.path(self.writer.newest).name if self.writer.newest else ""
         record = record_step(

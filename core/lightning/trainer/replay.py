@@ -34,6 +34,9 @@ LORA_LR = 1e-4
 """The learning rate of adapters where none is set. At that of all weights twenty steps change one in a hundred weights of a
 sampler that computes in bfloat16."""
 
+OWN_LOOP: Final = "own_loop"
+"""The key in a step's context that says it was taken by a loop of somebody's own (`lightning.trainer.session`)."""
+
 MACHINE_SETTINGS: Final = ("device", "threads", "tokens_per_microbatch", "gradient_checkpointing", "verl")
 """Settings of the section `engine` that belong to the machine: a step is taken again with those of this one."""
 
@@ -196,6 +199,11 @@ async def take_again(
     store: Store, record: StepRecord, epochs: Sequence[Epoch], given: Sequence[Algorithm], engine: Engine
 ) -> None:
     """Take a committed step again on the engine, which has the state before it."""
+    if record.context.get(OWN_LOOP):
+        raise AuditError(
+            f"step {record.step} of {record.run} was taken by a loop of its own (Trainer.session), and only that can take it "
+            "again: begin at its checkpoint (--from RUN@STEP)"
+        )
     epoch = epoch_at(epochs, record.step)
     algorithm = algorithm_of(epoch, given)
     batch = await batch_of(store, record, epoch, algorithm)

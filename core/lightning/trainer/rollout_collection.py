@@ -102,11 +102,11 @@ class Sampler(ABC):
         """
         first = plan(0)
         known = await all_rollouts(self.stack.store, first[0].run, split=first[0].split, step=first[0].step)
-        rollouts = await self._ended(plan(generation(known, first)), what)
+        rollouts = await self.ended(plan(generation(known, first)), what)
         self.check(what, rollouts)
         return rollouts
 
-    async def _ended(self, planned: list[Rollout], what: str) -> list[Rollout]:
+    async def ended(self, planned: list[Rollout], what: str) -> list[Rollout]:
         """Run planned rollouts of one step and split to their end."""
         self.reporter.phase(what, len(planned))
         await self.finish(planned)
@@ -160,7 +160,7 @@ class TurnSampler(Sampler):
         teaching, wave = 0, 0
         while teaching < count and wave < waves:
             planned = plan(wave, number)
-            rollouts += await self._ended(planned, f"{what}, wave {wave + 1}" if wave else what)
+            rollouts += await self.ended(planned, f"{what}, wave {wave + 1}" if wave else what)
             self.check(what, rollouts)
             groups += await load_groups(
                 self.stack.store, rollouts[-len(planned) :], self.agents, self.config.policy_fault

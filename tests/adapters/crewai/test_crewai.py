@@ -26,7 +26,7 @@ from crewai.llms.providers.openai.completion import OpenAICompletion
 from crewai.memory.unified_memory import Memory
 from crewai.tools import BaseTool, tool
 from crewai.tools.tool_usage import ToolUsage
-from lightning.instrument import Session, activate, emit, install_tap
+from lightning.instrument import ActiveAttempt, activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.types import LLM
 from lightning_crewai.methods import methods
@@ -84,7 +84,7 @@ def _adapter() -> Iterator[None]:
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[ActiveAttempt]:
     with activate(LLM_) as active:
         yield active
 
@@ -331,7 +331,7 @@ NAMED: dict[Callable[[Scripted], Awaitable[None]], list[str | None]] = {
 
 
 @pytest.mark.parametrize("name", NAMED, ids=lambda function: function.__name__)
-async def test_names(name: Callable[[Scripted], Awaitable[None]], session: Session) -> None:
+async def test_names(name: Callable[[Scripted], Awaitable[None]], session: ActiveAttempt) -> None:
     model = Scripted(lambda body: "done")
     await name(model)
     assert model.paths() == NAMED[name]
@@ -340,7 +340,7 @@ async def test_names(name: Callable[[Scripted], Awaitable[None]], session: Sessi
     assert len(set(spans)) == len(spans) >= len([path for path in NAMED[name] if path not in (None, "Boss/ask")])
 
 
-async def test_a_consumer_of_a_stream_has_no_name(session: Session) -> None:
+async def test_a_consumer_of_a_stream_has_no_name(session: ActiveAttempt) -> None:
     model = Scripted([])
     await a_streamed_crew(model)
     of_agents = [path for path, body in zip(model.paths(), model.bodies, strict=True) if body["messages"]]
@@ -349,7 +349,7 @@ async def test_a_consumer_of_a_stream_has_no_name(session: Session) -> None:
     assert set(others) == {None}
 
 
-async def test_code_of_a_tool_has_no_span(session: Session) -> None:
+async def test_code_of_a_tool_has_no_span(session: ActiveAttempt) -> None:
     """Another framework's agent may be calling there."""
     model = Scripted([])
     await a_crew_in_a_tool(model)
@@ -358,7 +358,7 @@ async def test_code_of_a_tool_has_no_span(session: Session) -> None:
 
 
 # tools -----------------------------------------------------------------------------------------------------------------
-def told(session: Session) -> list[tuple[str, str, str, str]]:
+def told(session: ActiveAttempt) -> list[tuple[str, str, str, str]]:
     return [(event.name, event.status, event.call_id, event.output or event.error) for event in session.tool_events]
 
 
@@ -366,7 +366,7 @@ SEA = ("look_up", "ok", "call-look_up", "The sea is large.")
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
-def test_a_tool_that_worked(old: bool, session: Session) -> None:
+def test_a_tool_that_worked(old: bool, session: ActiveAttempt) -> None:
     module = pytest.importorskip("crewai.agents.crew_agent_executor") if old else None
     more = {"executor_class": module.CrewAgentExecutor} if module else {}
     who = agent(Scripted(uses("look_up", topic="The sea")), "Researcher", look_up, **more)
@@ -378,12 +378,12 @@ def test_a_tool_that_worked(old: bool, session: Session) -> None:
     assert event.caller.path == ("Researcher",)
 
 
-def test_a_tool_that_raised(session: Session) -> None:
+def test_a_tool_that_raised(session: ActiveAttempt) -> None:
     crew(Scripted(uses("fail")), fail).kickoff()
     assert told(session) == [("fail", "error", "call-fail", "KeyError('nothing')")]
 
 
-def test_a_tool_that_says_that_it_failed(session: Session) -> None:
+def test_a_tool_that_says_that_it_failed(session: ActiveAttempt) -> None:
     from crewai.tools.tool_failure import ToolFailure
 
     @tool("refuse")
@@ -395,13 +395,13 @@ def test_a_tool_that_says_that_it_failed(session: Session) -> None:
     assert told(session) == [("refuse", "error", "call-refuse", "not now")]
 
 
-def test_a_tool_that_there_is_not(session: Session) -> None:
+def test_a_tool_that_there_is_not(session: ActiveAttempt) -> None:
     """CrewAI says so to the model; nothing has run."""
     crew(Scripted([{"invented": {}}, "sorry"]), look_up).kickoff()
     assert session.tool_events == ()
 
 
-def test_a_tool_that_may_not_run(session: Session) -> None:
+def test_a_tool_that_may_not_run(session: ActiveAttempt) -> None:
     def block(context: Any) -> bool:
         return False
 
@@ -411,7 +411,7 @@ def test_a_tool_that_may_not_run(session: Session) -> None:
     assert [(event.name, event.status) for event in session.tool_events] == [("look_up", "blocked")]
 
 
-def test_a_tool_that_has_run_often_enough(session: Session) -> None:
+def test_a_tool_that_has_run_often_enough(session: ActiveAttempt) -> None:
     @tool("once", max_usage_count=1)
     def once(topic: str) -> str:
         """Look something up."""
@@ -424,7 +424,7 @@ def test_a_tool_that_has_run_often_enough(session: Session) -> None:
     ]
 
 
-def test_tools_at_the_same_time(session: Session) -> None:
+def test_tools_at_the_same_time(session: ActiveAttempt) -> None:
     crew(Scripted([{"look_up": {"topic": "The sea"}, "fail": {}}, "done"]), look_up, fail).kickoff()
     assert sorted(told(session)) == [("fail", "error", "call-fail", "KeyError('nothing')"), SEA]
 
@@ -434,7 +434,7 @@ def acts(name: str, arguments: str = "{}") -> str:
 
 
 @pytest.mark.parametrize("how", ["kickoff", "akickoff"])
-def test_a_tool_in_the_form_of_a_text(how: str, session: Session) -> None:
+def test_a_tool_in_the_form_of_a_text(how: str, session: ActiveAttempt) -> None:
     """CrewAI runs one that raises three times; the model has asked for it once."""
     said = [
         acts("Look up", '{"topic": "The sea"}'),
@@ -449,13 +449,13 @@ def test_a_tool_in_the_form_of_a_text(how: str, session: Session) -> None:
     assert told(session) == [("look_up", "ok", "", "The sea is large."), ("fail", "error", "", "KeyError('nothing')")]
 
 
-async def test_a_tool_of_a_planned_step(session: Session) -> None:
+async def test_a_tool_of_a_planned_step(session: ActiveAttempt) -> None:
     """The call by which the model gives its plan is no tool's."""
     await a_plan(Scripted([]))
     assert told(session) == [SEA]
 
 
-def test_a_function_that_a_model_calls_by_itself(session: Session) -> None:
+def test_a_function_that_a_model_calls_by_itself(session: ActiveAttempt) -> None:
     model = Scripted([{"add": {"a": 1, "b": 2}}])
     parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
     tools = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": parameters}}]
@@ -463,7 +463,7 @@ def test_a_function_that_a_model_calls_by_itself(session: Session) -> None:
     assert told(session) == [("add", "ok", "", "3")]
 
 
-async def test_a_delegation_is_a_tool_of_who_delegates(session: Session) -> None:
+async def test_a_delegation_is_a_tool_of_who_delegates(session: ActiveAttempt) -> None:
     await a_delegation(Scripted([]))
     (event,) = session.tool_events
     assert (event.name, event.status, event.output) == ("delegate_work_to_coworker", "ok", "done")
@@ -471,7 +471,7 @@ async def test_a_delegation_is_a_tool_of_who_delegates(session: Session) -> None
     assert event.caller.path == ("Writer",)
 
 
-def test_the_users_listener_hears_what_it_heard(session: Session) -> None:
+def test_the_users_listener_hears_what_it_heard(session: ActiveAttempt) -> None:
     heard: list[Any] = []
 
     def hear(source: Any, event: Any) -> None:
@@ -535,14 +535,14 @@ FAULTS: dict[str, tuple[Callable[[], Any], str | None]] = {
 
 
 @pytest.mark.parametrize("case", FAULTS)
-def test_policy_faults(case: str, session: Session) -> None:
+def test_policy_faults(case: str, session: ActiveAttempt) -> None:
     work, fault = FAULTS[case]
     with pytest.raises(Exception) as caught:
         work()
     assert lightning_crewai.lightning_policy_fault(caught.value) == fault, repr(caught.value)
 
 
-def test_an_agent_that_does_not_end_is_made_to_answer(session: Session) -> None:
+def test_an_agent_that_does_not_end_is_made_to_answer(session: ActiveAttempt) -> None:
     """CrewAI raises nothing then, so there is no fault to tell of."""
     model = Scripted(lambda body: {"look_up": {"topic": str(len(body["messages"]))}} if body.get("tools") else "forced")
     who = agent(model, "Researcher", look_up, max_iter=2)

@@ -21,7 +21,7 @@ from dspy.clients.cache import Cache
 from dspy.predict import react
 from dspy.utils.exceptions import AdapterParseError, ContextWindowExceededError
 from lightning.errors import PluginError
-from lightning.instrument import Session, activate, current_caller, emit, install_tap
+from lightning.instrument import ActiveAttempt, activate, current_caller, emit, install_tap
 from lightning.plugins import plugins
 from lightning.testing import ChatServer
 from lightning.testing.chat_server import ChatRequest
@@ -55,7 +55,7 @@ def server() -> Iterator[ChatServer]:
 
 
 @pytest.fixture
-def session(server: ChatServer) -> Iterator[Session]:
+def session(server: ChatServer) -> Iterator[ActiveAttempt]:
     """A rollout with the adapter installed, and DSPy's language model for it."""
     undo = [install_tap(), plugins().install_adapters(emit, ["dspy"])]
     with activate(server.llm()) as active, contextlib.closing(lm(server)) as model, dspy.context(lm=model):
@@ -155,13 +155,13 @@ class AsksItsModel(dspy.Module):
     ids=lambda value: "" if isinstance(value, list) else None,
 )
 def test_a_module_has_the_name_of_its_attribute_or_of_its_signature_or_its_class(
-    session: Session, server: ChatServer, program: Callable[[], dspy.Module], expected: list[str]
+    session: ActiveAttempt, server: ChatServer, program: Callable[[], dspy.Module], expected: list[str]
 ) -> None:
     program()(question="hi")
     assert paths(server) == expected
 
 
-async def test_the_names_are_the_same_in_an_async_program(session: Session, server: ChatServer) -> None:
+async def test_the_names_are_the_same_in_an_async_program(session: ActiveAttempt, server: ChatServer) -> None:
     class Async(Pair):
         async def aforward(self, question: str) -> Any:
             return await self.checker.acall(question=(await self.writer.acall(question=question)).answer)
@@ -172,18 +172,18 @@ async def test_the_names_are_the_same_in_an_async_program(session: Session, serv
     assert paths(server) == ["writer", "checker"] * 2
 
 
-def test_a_copy_of_a_program_has_the_names_of_the_program(session: Session, server: ChatServer) -> None:
+def test_a_copy_of_a_program_has_the_names_of_the_program(session: ActiveAttempt, server: ChatServer) -> None:
     Pair().deepcopy()(question="hi")
     assert paths(server) == ["writer", "checker"]
 
 
-def test_a_component_stands_around_a_program(session: Session, server: ChatServer) -> None:
+def test_a_component_stands_around_a_program(session: ActiveAttempt, server: ChatServer) -> None:
     with lightning.component("team"):
         Pair()(question="hi")
     assert paths(server) == ["team/writer", "team/checker"]
 
 
-def test_threads_of_dspy_know_the_program(session: Session, server: ChatServer) -> None:
+def test_threads_of_dspy_know_the_program(session: ActiveAttempt, server: ChatServer) -> None:
     class Many(dspy.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -210,7 +210,7 @@ def test_rollouts_beside_one_another_keep_their_names_and_tools(server: ChatServ
             return self.solver(question=question)
 
     server.answer = uses(("shout", {"text": "a"}))
-    sessions: dict[str, Session] = {}
+    sessions: dict[str, ActiveAttempt] = {}
     program, together = Solves(), threading.Barrier(3)
 
     def rollout(key: str) -> None:
@@ -240,7 +240,7 @@ def test_rollouts_beside_one_another_keep_their_names_and_tools(server: ChatServ
 
 # tools ------------------------------------------------------------------------------------------------------------------
 def test_tools_are_reported_with_their_outcome_and_how_a_loop_ends_is_none(
-    session: Session, server: ChatServer
+    session: ActiveAttempt, server: ChatServer
 ) -> None:
     def shout(text: str) -> str:
         if text == "bad":
@@ -257,7 +257,7 @@ def test_tools_are_reported_with_their_outcome_and_how_a_loop_ends_is_none(
     assert worked.caller.path == ("BasicQA",)
 
 
-def test_a_tool_that_runs_a_program_stands_in_its_path(session: Session, server: ChatServer) -> None:
+def test_a_tool_that_runs_a_program_stands_in_its_path(session: ActiveAttempt, server: ChatServer) -> None:
     callers: list[Caller | None] = []
 
     def research(topic: str) -> str:
@@ -276,7 +276,7 @@ def test_a_tool_that_runs_a_program_stands_in_its_path(session: Session, server:
     assert [(event.name, event.status) for event in session.tool_events] == [("research", "ok")]
 
 
-async def test_async_tools_are_reported(session: Session, server: ChatServer) -> None:
+async def test_async_tools_are_reported(session: ActiveAttempt, server: ChatServer) -> None:
     async def shout(text: str) -> str:
         return text.upper()
 
@@ -286,12 +286,14 @@ async def test_async_tools_are_reported(session: Session, server: ChatServer) ->
     assert [(event.name, event.status, event.output) for event in session.tool_events] == [("shout", "ok", "A")]
 
 
-def test_a_tool_that_no_module_uses_is_not_reported(session: Session) -> None:
+def test_a_tool_that_no_module_uses_is_not_reported(session: ActiveAttempt) -> None:
     assert dspy.Tool(lambda: "a", name="shout")() == "a"
     assert session.tool_events == ()
 
 
-def test_no_frame_of_ours_stands_in_what_the_model_reads_of_an_error(session: Session, server: ChatServer) -> None:
+def test_no_frame_of_ours_stands_in_what_the_model_reads_of_an_error(
+    session: ActiveAttempt, server: ChatServer
+) -> None:
     def research(topic: str) -> str:
         try:
             inner(question=topic)
@@ -320,7 +322,7 @@ def fresh_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_answer_from_the_cache_is_said_once_with_its_cure(
-    session: Session, server: ChatServer, fresh_cache: None, caplog: pytest.LogCaptureFixture
+    session: ActiveAttempt, server: ChatServer, fresh_cache: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with contextlib.closing(lm(server, cache=True)) as model, dspy.context(lm=model):
         for _ in range(3):
@@ -390,7 +392,7 @@ def test_other_versions_are_refused_with_the_cure(version: str, monkeypatch: pyt
         lightning_dspy.lightning_install(lambda event: None)
 
 
-def test_an_answer_without_its_fields_is_a_fault_of_the_policys(session: Session, server: ChatServer) -> None:
+def test_an_answer_without_its_fields_is_a_fault_of_the_policys(session: ActiveAttempt, server: ChatServer) -> None:
     server.answer = lambda call: "I would rather not."
     with pytest.raises(AdapterParseError) as raised:
         dspy.Predict("question -> answer, score: int")(question="hi")

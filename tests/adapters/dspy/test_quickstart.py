@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import dspy
 import pytest
-from lightning.instrument import Session, activate, emit, install_tap
+from lightning.instrument import ActiveAttempt, activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.testing import ChatServer
 from lightning.testing.chat_server import ChatRequest
@@ -41,7 +41,7 @@ def server() -> Iterator[ChatServer]:
 
 
 @pytest.fixture
-def session(server: ChatServer) -> Iterator[Session]:
+def session(server: ChatServer) -> Iterator[ActiveAttempt]:
     undo = [install_tap(), plugins().install_adapters(emit, ["dspy"])]
     llm = server.llm()
     lm = dspy.LM(f"openai/{llm.model}", api_base=llm.base_url, api_key=llm.api_key, cache=False)
@@ -55,7 +55,7 @@ def paths(server: ChatServer) -> list[str]:
     return ["/".join(call.caller.path) for call in server.calls if call.caller and call.caller.framework == "dspy"]
 
 
-def test_math(session: Session, server: ChatServer) -> None:
+def test_math(session: ActiveAttempt, server: ChatServer) -> None:
     math = dspy.ChainOfThought("question -> answer: float")
     said = math(question="Two dice are tossed. What is the probability that the sum equals two?")
 
@@ -63,7 +63,7 @@ def test_math(session: Session, server: ChatServer) -> None:
     assert paths(server) == ["ChainOfThought"]
 
 
-def test_agents(session: Session, server: ChatServer) -> None:
+def test_agents(session: ActiveAttempt, server: ChatServer) -> None:
     def evaluate_math(expression: str) -> float:
         left, right = expression.split("/")
         return float(left) / float(right)
@@ -115,7 +115,7 @@ class DraftArticle(dspy.Module):
         return dspy.Prediction(title=outline.title, sections=sections)
 
 
-def test_multi_stage_pipelines(session: Session, server: ChatServer) -> None:
+def test_multi_stage_pipelines(session: ActiveAttempt, server: ChatServer) -> None:
     draft_article = DraftArticle()
     article = draft_article(topic="World Cup 2002")
 

@@ -30,7 +30,7 @@ from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, create_react_agent
 from langgraph.types import Command, Send, interrupt
 from lightning.errors import PluginError
-from lightning.instrument import Session, activate, current_caller, emit
+from lightning.instrument import ActiveAttempt, activate, current_caller, emit
 from lightning.plugins import plugins
 from lightning.types import LLM, Caller
 from lightning_langchain import LightningCallback, callback
@@ -123,7 +123,7 @@ def boss_of(model: Model, *tools: BaseTool | Callable[..., Any]) -> Any:
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[ActiveAttempt]:
     """A rollout with the adapter installed; when it ends nothing may be left."""
     undo = plugins().install_adapters(emit, ["langchain"])
     with activate(LLM_) as active:
@@ -132,7 +132,7 @@ def session() -> Iterator[Session]:
     assert callback._runs == {}
 
 
-def statuses(session: Session) -> list[tuple[str, str]]:
+def statuses(session: ActiveAttempt) -> list[tuple[str, str]]:
     return [(event.name, event.status) for event in session.tool_events]
 
 
@@ -231,7 +231,7 @@ NAMED: dict[str, tuple[Callable[[Model], Any], list[str | None]]] = {
 
 
 @pytest.mark.parametrize("case", NAMED)
-async def test_a_caller_has_the_name_its_user_gave_it(case: str, session: Session) -> None:
+async def test_a_caller_has_the_name_its_user_gave_it(case: str, session: ActiveAttempt) -> None:
     build, expected = NAMED[case]
     plain, awaited = Model(), Model()
     build(plain).invoke(HI)
@@ -244,7 +244,7 @@ async def test_a_caller_has_the_name_its_user_gave_it(case: str, session: Sessio
 
 
 @pytest.mark.parametrize("status", ["success", "error"])
-def test_a_tool_without_arguments_that_returns_a_command(status: str, session: Session) -> None:
+def test_a_tool_without_arguments_that_returns_a_command(status: str, session: ActiveAttempt) -> None:
     @tool
     def hand_over(tool_call_id: Annotated[str, InjectedToolCallId]) -> Command:
         """Hand over."""
@@ -264,7 +264,7 @@ def test_a_tool_without_arguments_that_returns_a_command(status: str, session: S
     assert event.call_id == "call-hand_over-0"
 
 
-def test_a_tool_without_arguments_has_an_empty_object(session: Session) -> None:
+def test_a_tool_without_arguments_has_an_empty_object(session: ActiveAttempt) -> None:
     @tool
     def now() -> str:
         """Say the time."""
@@ -275,12 +275,12 @@ def test_a_tool_without_arguments_has_an_empty_object(session: Session) -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [("solver", "solver"), (None, "agent")])
-def test_the_tools_of_a_react_agent_are_its_own(name: str | None, expected: str, session: Session) -> None:
+def test_the_tools_of_a_react_agent_are_its_own(name: str | None, expected: str, session: ActiveAttempt) -> None:
     react(Model(tools=("shout",)), name=name).invoke(HI)
     assert [event.caller and event.caller.name for event in session.tool_events] == [expected]
 
 
-def test_calls_of_one_node_differ_by_span_and_share_the_parent(session: Session) -> None:
+def test_calls_of_one_node_differ_by_span_and_share_the_parent(session: ActiveAttempt) -> None:
     model = Model()
     graph_of(write=lambda state: {"messages": [model.invoke("a"), model.invoke("b")]}).invoke(HI)
     first, second = model.callers
@@ -288,13 +288,13 @@ def test_calls_of_one_node_differ_by_span_and_share_the_parent(session: Session)
     assert first.parent_id == second.parent_id != ""
 
 
-def test_a_model_in_plain_python_is_left_to_the_other_adapters(session: Session) -> None:
+def test_a_model_in_plain_python_is_left_to_the_other_adapters(session: ActiveAttempt) -> None:
     model = Model()
     model.invoke("hi")
     assert model.callers == [None]
 
 
-async def test_code_of_a_node_or_tool_that_asks_by_itself_is_named(session: Session) -> None:
+async def test_code_of_a_node_or_tool_that_asks_by_itself_is_named(session: ActiveAttempt) -> None:
     """A node may use a client of its own; so may a tool. A model call that has ended names nobody."""
     seen: list[Caller | None] = []
     model = Model(tools=("look",))
@@ -319,7 +319,7 @@ async def test_code_of_a_node_or_tool_that_asks_by_itself_is_named(session: Sess
 
 
 # running side by side ---------------------------------------------------------------------------------------------------
-async def test_agents_as_tools_in_parallel(session: Session) -> None:
+async def test_agents_as_tools_in_parallel(session: ActiveAttempt) -> None:
     model = Model(tools=("ask_math", "ask_echo"))
     math, echo = Model(tools=("shout",)), Model()
     solver, echoer = create_agent(math, [shout], name="solver"), create_agent(echo, [], name="echo")
@@ -348,7 +348,7 @@ async def test_agents_as_tools_in_parallel(session: Session) -> None:
     assert by_name["ask_echo"] == "call-ask_echo-1"
 
 
-def test_nodes_sent_out_in_parallel(session: Session) -> None:
+def test_nodes_sent_out_in_parallel(session: ActiveAttempt) -> None:
     class State(TypedDict):
         said: Annotated[list[str], operator.add]
 
@@ -361,7 +361,7 @@ def test_nodes_sent_out_in_parallel(session: Session) -> None:
     assert len({caller.span_id for caller in model.callers}) == 5
 
 
-def test_batches_and_threads(session: Session) -> None:
+def test_batches_and_threads(session: ActiveAttempt) -> None:
     model = Model()
     app = graph_of(write=node_of(model))
     app.batch([HI] * 4)
@@ -392,7 +392,7 @@ def test_rollouts_side_by_side_do_not_mix() -> None:
     assert callback._runs == {}
 
 
-async def test_streams_are_named_like_plain_calls(session: Session) -> None:
+async def test_streams_are_named_like_plain_calls(session: ActiveAttempt) -> None:
     model = Streamer()
     app = graph_of(write=node_of(model))
     assert "".join(chunk.content for chunk, _ in app.stream(HI, stream_mode="messages")) == "notyetdone"
@@ -404,7 +404,7 @@ async def test_streams_are_named_like_plain_calls(session: Session) -> None:
 
 # tools ------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("awaited", [False, True])
-async def test_tool_runs_carry_their_call_arguments_and_status(awaited: bool, session: Session) -> None:
+async def test_tool_runs_carry_their_call_arguments_and_status(awaited: bool, session: ActiveAttempt) -> None:
     tools = ToolNode([shout, refuse], handle_tool_errors=True)
     app = graph_of("sql", write=node_of(Model(tools=("shout", "refuse"))), tools=tools)
     for text in ("good", "bad"):
@@ -421,7 +421,7 @@ async def test_tool_runs_carry_their_call_arguments_and_status(awaited: bool, se
     assert bad_refuse.status == "error"
 
 
-def test_arguments_that_do_not_fit_are_an_error(session: Session) -> None:
+def test_arguments_that_do_not_fit_are_an_error(session: ActiveAttempt) -> None:
     call = {"name": "shout", "args": {"wrong": 1}, "id": "c", "type": "tool_call"}
     with pytest.raises(ValueError, match="text"):
         shout.invoke(call)
@@ -429,7 +429,7 @@ def test_arguments_that_do_not_fit_are_an_error(session: Session) -> None:
     assert (event.status, event.call_id, event.arguments) == ("error", "c", {"wrong": 1})
 
 
-def test_a_tool_that_waits_for_a_human_has_not_failed(session: Session) -> None:
+def test_a_tool_that_waits_for_a_human_has_not_failed(session: ActiveAttempt) -> None:
     @tool
     def confirm(text: str) -> str:
         """Ask a human."""
@@ -444,7 +444,7 @@ def test_a_tool_that_waits_for_a_human_has_not_failed(session: Session) -> None:
 
 
 # failures ---------------------------------------------------------------------------------------------------------------
-async def test_nothing_is_left_after_failures(session: Session) -> None:
+async def test_nothing_is_left_after_failures(session: ActiveAttempt) -> None:
     with pytest.raises(ConnectionError):
         boss_of(Model(fails=True)).invoke(HI)
     with pytest.raises(ValueError, match="bad text"):
@@ -453,7 +453,7 @@ async def test_nothing_is_left_after_failures(session: Session) -> None:
     assert statuses(session) == [("shout", "error")]
 
 
-async def test_a_retriever_that_fails_is_forgotten(session: Session) -> None:
+async def test_a_retriever_that_fails_is_forgotten(session: ActiveAttempt) -> None:
     model = Model()
     retriever = Rephrasing(asks=model, fails=True)
     with lightning.component("search"):
@@ -465,7 +465,7 @@ async def test_a_retriever_that_fails_is_forgotten(session: Session) -> None:
     assert model.paths() == ["search"] * 2
 
 
-async def test_a_cancelled_tool_is_reported_as_unknown_and_forgotten(session: Session) -> None:
+async def test_a_cancelled_tool_is_reported_as_unknown_and_forgotten(session: ActiveAttempt) -> None:
     started = asyncio.Event()
 
     @tool
@@ -485,14 +485,14 @@ async def test_a_cancelled_tool_is_reported_as_unknown_and_forgotten(session: Se
     assert statuses(session) == [("wait", "unknown")]
 
 
-async def test_an_abandoned_stream_leaves_nothing(session: Session) -> None:
+async def test_an_abandoned_stream_leaves_nothing(session: ActiveAttempt) -> None:
     stream: AsyncIterator[Any] = graph_of(a=node_of(Streamer()), b=node_of(Streamer())).astream(HI)
     await anext(stream)
     await stream.aclose()
     assert callback._runs == {}
 
 
-async def test_what_never_ends_is_bounded(monkeypatch: pytest.MonkeyPatch, session: Session) -> None:
+async def test_what_never_ends_is_bounded(monkeypatch: pytest.MonkeyPatch, session: ActiveAttempt) -> None:
     monkeypatch.setattr(callback, "MAX_RUNS", 10)
     handler, model = LightningCallback(), Model()
     for _ in range(30):
@@ -557,7 +557,7 @@ def test_a_version_out_of_range_is_refused_with_the_cure(
     assert model.callers == [None]
 
 
-def test_what_a_node_is_called_with_is_a_state_of_the_next_call(session: Session) -> None:
+def test_what_a_node_is_called_with_is_a_state_of_the_next_call(session: ActiveAttempt) -> None:
     class State(MessagesState):
         turn: int
         board: list[int]
@@ -577,7 +577,7 @@ def test_what_a_node_is_called_with_is_a_state_of_the_next_call(session: Session
     ]
 
 
-def test_a_graph_of_messages_alone_tells_no_states_and_a_large_state_is_cut(session: Session) -> None:
+def test_a_graph_of_messages_alone_tells_no_states_and_a_large_state_is_cut(session: ActiveAttempt) -> None:
     class Large(TypedDict):
         text: str
 

@@ -9,7 +9,7 @@ from typing import Any
 import lightning
 import lightning_llama_index
 import pytest
-from lightning.instrument import Session, activate, emit, install_tap
+from lightning.instrument import ActiveAttempt, activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.types import LLM
 from lightning_llama_index.steps import steps
@@ -67,7 +67,7 @@ def _adapter() -> Iterator[None]:
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[ActiveAttempt]:
     with activate(LLM_) as active:
         yield active
 
@@ -387,7 +387,7 @@ NAMED: dict[Callable[[Scripted], Awaitable[None]], list[str | None]] = {
 
 
 @pytest.mark.parametrize("name", NAMED, ids=lambda function: function.__name__)
-async def test_names(name: Callable[[Scripted], Awaitable[None]], session: Session) -> None:
+async def test_names(name: Callable[[Scripted], Awaitable[None]], session: ActiveAttempt) -> None:
     model = Scripted(lambda body: "Thought: I know.\nAnswer: done")
     await name(model)
     assert model.paths() == NAMED[name]
@@ -407,7 +407,7 @@ async def test_code_of_a_tool_has_no_span() -> None:
     assert raw.parent_id
 
 
-async def test_a_call_that_is_made_for_a_part_of_an_answer_has_its_span(session: Session) -> None:
+async def test_a_call_that_is_made_for_a_part_of_an_answer_has_its_span(session: ActiveAttempt) -> None:
     model = Scripted(lambda body: "done")
     dispatcher = get_dispatcher()
 
@@ -423,11 +423,11 @@ async def test_a_call_that_is_made_for_a_part_of_an_answer_has_its_span(session:
 
 
 # tools -----------------------------------------------------------------------------------------------------------------
-def told(session: Session) -> list[tuple[str, str, str, str]]:
+def told(session: ActiveAttempt) -> list[tuple[str, str, str, str]]:
     return [(event.name, event.status, event.call_id, event.output or event.error) for event in session.tool_events]
 
 
-async def test_a_tool_that_worked(session: Session) -> None:
+async def test_a_tool_that_worked(session: ActiveAttempt) -> None:
     await run(agent(Scripted(uses("add", a=1, b=2)), "solver", add))
     (event,) = session.tool_events
     assert (event.name, event.status, event.call_id, event.output) == ("add", "ok", "call-add", "3")
@@ -436,12 +436,12 @@ async def test_a_tool_that_worked(session: Session) -> None:
     assert event.caller.path == ("solver",)
 
 
-async def test_a_tool_that_raised(session: Session) -> None:
+async def test_a_tool_that_raised(session: ActiveAttempt) -> None:
     await run(agent(Scripted(uses("fail")), "solver", fail))
     assert told(session) == [("fail", "error", "call-fail", "KeyError('nothing')")]
 
 
-async def test_a_tool_that_says_that_it_failed(session: Session) -> None:
+async def test_a_tool_that_says_that_it_failed(session: ActiveAttempt) -> None:
     class Refusing(BaseTool):
         metadata = ToolMetadata("Refuses.", name="refuse")
 
@@ -452,13 +452,13 @@ async def test_a_tool_that_says_that_it_failed(session: Session) -> None:
     assert told(session) == [("refuse", "error", "call-refuse", "not now")]
 
 
-async def test_a_tool_that_there_is_not(session: Session) -> None:
+async def test_a_tool_that_there_is_not(session: ActiveAttempt) -> None:
     """LlamaIndex says so to the model; nothing has run."""
     await run(agent(Scripted([{"invented": {}}, "sorry"]), "solver", add))
     assert session.tool_events == ()
 
 
-async def test_tools_at_the_same_time(session: Session) -> None:
+async def test_tools_at_the_same_time(session: ActiveAttempt) -> None:
     await run(agent(Scripted([{"add": {"a": 1, "b": 2}, "fail": {}}, "done"]), "solver", add, fail))
     assert sorted(told(session)) == [
         ("add", "ok", "call-add", "3"),
@@ -466,7 +466,7 @@ async def test_tools_at_the_same_time(session: Session) -> None:
     ]
 
 
-async def test_a_handoff_is_a_tool_of_who_hands_over(session: Session) -> None:
+async def test_a_handoff_is_a_tool_of_who_hands_over(session: ActiveAttempt) -> None:
     await a_handoff(Scripted([]))
     (event,) = session.tool_events
     assert (event.name, event.status, event.call_id) == ("handoff", "ok", "call-handoff")
@@ -474,14 +474,14 @@ async def test_a_handoff_is_a_tool_of_who_hands_over(session: Session) -> None:
     assert event.caller.path == ("writer",)
 
 
-async def test_a_react_agents_call_ids_are_not_the_models(session: Session) -> None:
+async def test_a_react_agents_call_ids_are_not_the_models(session: ActiveAttempt) -> None:
     acts = 'Thought: I add.\nAction: add\nAction Input: {"a": 1, "b": 2}'
     model = Scripted([acts, "Thought: I can answer without using any more tools.\nAnswer: 3"])
     await run(ReActAgent(name="react", tools=[add], llm=model.llm(is_function_calling_model=False)))
     assert told(session) == [("add", "ok", "", "3")]
 
 
-async def test_tools_that_no_agent_calls(session: Session) -> None:
+async def test_tools_that_no_agent_calls(session: ActiveAttempt) -> None:
     Scripted([{"add": {"a": 1, "b": 2}}]).llm().predict_and_call([FunctionTool.from_defaults(add)], "hi")
     failing = FunctionTool.from_defaults(fail)
     with pytest.raises(KeyError):
@@ -490,7 +490,7 @@ async def test_tools_that_no_agent_calls(session: Session) -> None:
     assert session.tool_events[0].arguments == {"a": 1, "b": 2}
 
 
-async def test_a_tool_that_waits_for_a_human(session: Session) -> None:
+async def test_a_tool_that_waits_for_a_human(session: ActiveAttempt) -> None:
     """LlamaIndex runs it again once the human has answered."""
 
     async def confirm(ctx: Context) -> str:
@@ -507,7 +507,7 @@ async def test_a_tool_that_waits_for_a_human(session: Session) -> None:
     assert told(session) == [("confirm", "ok", "call-confirm", "yes")]
 
 
-async def test_a_cancelled_tool_is_neither_good_nor_bad(session: Session) -> None:
+async def test_a_cancelled_tool_is_neither_good_nor_bad(session: ActiveAttempt) -> None:
     started = asyncio.Event()
 
     async def wait() -> str:
@@ -522,7 +522,7 @@ async def test_a_cancelled_tool_is_neither_good_nor_bad(session: Session) -> Non
     assert told(session) == [("wait", "unknown", "call-wait", "")]
 
 
-async def test_rollouts_at_the_same_time(session: Session) -> None:
+async def test_rollouts_at_the_same_time(session: ActiveAttempt) -> None:
     async def rollout(name: str) -> tuple[list[str | None], list[str]]:
         model = Scripted(uses("add", a=1, b=2))
         with activate(LLM(URL, name, "policy")) as own:

@@ -36,7 +36,7 @@ from agents.tracing import TracingProcessor, custom_span, generation_span, get_t
 from agents.tracing.processors import BackendSpanExporter, default_processor
 from agents.tracing.provider import DefaultTraceProvider
 from lightning.errors import PluginError
-from lightning.instrument import Session, activate, components, current_caller, emit
+from lightning.instrument import ActiveAttempt, activate, components, current_caller, emit
 from lightning.plugins import plugins
 from lightning.types import LLM, Caller
 from lightning_openai_agents import LightningProcessor, steps
@@ -130,7 +130,7 @@ def real() -> Iterator[DefaultTraceProvider]:
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[ActiveAttempt]:
     undo = plugins().install_adapters(emit, ["openai-agents"])
     with activate(LLM_) as active:
         yield active
@@ -141,12 +141,12 @@ def agent_of(name: str, model: Model, *tools: Any, **more: Any) -> Agent[Any]:
     return Agent(name, instructions=f"You are {name}.", model=model, tools=list(tools), **more)
 
 
-def events(session: Session) -> list[tuple[str, str, str]]:
+def events(session: ActiveAttempt) -> list[tuple[str, str, str]]:
     return [(event.name, event.status, event.call_id) for event in session.tool_events]
 
 
 # names -----------------------------------------------------------------------------------------------------------------
-async def test_an_agent_and_its_turns(session: Session) -> None:
+async def test_an_agent_and_its_turns(session: ActiveAttempt) -> None:
     model = Scripted(["shout"])
     await Runner.run(agent_of("solver", model, shout), "hi")
     assert model.paths() == ["solver", "solver"]
@@ -156,14 +156,14 @@ async def test_an_agent_and_its_turns(session: Session) -> None:
     assert current_caller() is None or current_caller().framework == "raw"
 
 
-async def test_handoffs_go_from_name_to_name(session: Session) -> None:
+async def test_handoffs_go_from_name_to_name(session: ActiveAttempt) -> None:
     triage, math = Scripted([("transfer_to_math", {})]), Scripted()
     result = await Runner.run(agent_of("triage", triage, handoffs=[agent_of("math", math)]), "hi")
     assert result.last_agent.name == "math"
     assert (triage.paths(), math.paths()) == (["triage"], ["math"])
 
 
-async def test_agents_as_tools_in_parallel(session: Session) -> None:
+async def test_agents_as_tools_in_parallel(session: ActiveAttempt) -> None:
     boss, math, echo = (
         Scripted([("ask_math", {"input": "a"}), ("ask_echo", {"input": "b"})]),
         Scripted(["shout"]),
@@ -180,7 +180,7 @@ async def test_agents_as_tools_in_parallel(session: Session) -> None:
     }
 
 
-async def test_an_agent_in_a_guardrail_is_not_the_agent_it_guards(session: Session) -> None:
+async def test_an_agent_in_a_guardrail_is_not_the_agent_it_guards(session: ActiveAttempt) -> None:
     guard, model = Scripted(), Scripted()
 
     async def relevant(context: Any, agent: Agent[Any], text: Any) -> GuardrailFunctionOutput:
@@ -191,7 +191,7 @@ async def test_an_agent_in_a_guardrail_is_not_the_agent_it_guards(session: Sessi
     assert (guard.paths(), model.paths()) == (["boss/relevant/judge"], ["boss"])
 
 
-async def test_components_stand_where_they_were_entered(session: Session) -> None:
+async def test_components_stand_where_they_were_entered(session: ActiveAttempt) -> None:
     boss, inner = Scripted(["consult"]), Scripted()
     asked: list[Caller | None] = []
 
@@ -211,7 +211,7 @@ async def test_components_stand_where_they_were_entered(session: Session) -> Non
     assert [caller.path for caller in asked] == [("app", "boss", "consult", "draft"), ("app", "boss", "consult")]
 
 
-async def test_outside_every_agent_nobody_is_named(session: Session) -> None:
+async def test_outside_every_agent_nobody_is_named(session: ActiveAttempt) -> None:
     model = Scripted()
     with trace("mine"), custom_span("own"):
         assert note() is None
@@ -220,7 +220,7 @@ async def test_outside_every_agent_nobody_is_named(session: Session) -> None:
     assert model.paths() == ["solver"]
 
 
-async def test_what_outlives_a_step_is_named_by_what_is_still_there(session: Session) -> None:
+async def test_what_outlives_a_step_is_named_by_what_is_still_there(session: ActiveAttempt) -> None:
     late: list[asyncio.Task[Caller | None]] = []
     ended = asyncio.Event()
 
@@ -255,7 +255,7 @@ async def test_rollouts_side_by_side_do_not_mix() -> None:
 
 
 # tools ------------------------------------------------------------------------------------------------------------------
-async def test_tool_runs_carry_their_call_arguments_and_status(session: Session) -> None:
+async def test_tool_runs_carry_their_call_arguments_and_status(session: ActiveAttempt) -> None:
     model = Scripted([("shout", {"text": "a"}), ("shout", {"text": "bad"}), ("shout", {"text": "a"})], ["shout"])
     await Runner.run(agent_of("solver", model, shout), "hi")
     found = {event.call_id: event for event in session.tool_events}
@@ -266,7 +266,7 @@ async def test_tool_runs_carry_their_call_arguments_and_status(session: Session)
     assert {event.caller.path for event in session.tool_events} == {("solver",)}
 
 
-async def test_a_failure_that_the_sdk_keeps_to_itself_is_an_error_all_the_same(session: Session) -> None:
+async def test_a_failure_that_the_sdk_keeps_to_itself_is_an_error_all_the_same(session: ActiveAttempt) -> None:
     @function_tool
     def fail(text: str) -> str:
         """Fail."""
@@ -283,7 +283,7 @@ async def test_a_failure_that_the_sdk_keeps_to_itself_is_an_error_all_the_same(s
     assert events(session) == [("fail", "error", "call-1"), ("crash", "error", "call-1")]
 
 
-async def test_a_cancelled_tool_is_reported_as_unknown(session: Session) -> None:
+async def test_a_cancelled_tool_is_reported_as_unknown(session: ActiveAttempt) -> None:
     started = asyncio.Event()
 
     @function_tool
@@ -303,7 +303,7 @@ async def test_a_cancelled_tool_is_reported_as_unknown(session: Session) -> None
     assert note() is None
 
 
-async def test_a_tool_that_waits_for_an_approval_has_not_run(session: Session) -> None:
+async def test_a_tool_that_waits_for_an_approval_has_not_run(session: ActiveAttempt) -> None:
     ran: list[str] = []
 
     @function_tool(needs_approval=True)
@@ -323,7 +323,7 @@ async def test_a_tool_that_waits_for_an_approval_has_not_run(session: Session) -
     assert events(session) == [("pay", "ok", "call-1")], "one call is one event"
 
 
-async def test_a_run_that_a_person_refuses_is_blocked(session: Session) -> None:
+async def test_a_run_that_a_person_refuses_is_blocked(session: ActiveAttempt) -> None:
     @function_tool(needs_approval=True)
     def pay(text: str) -> str:
         """Pay."""
@@ -337,7 +337,7 @@ async def test_a_run_that_a_person_refuses_is_blocked(session: Session) -> None:
     assert events(session) == [("pay", "unknown", "call-1"), ("pay", "blocked", "call-2")], "the first never ran"
 
 
-async def test_a_tool_inside_a_tool_that_waits_for_an_approval_is_one_event(session: Session) -> None:
+async def test_a_tool_inside_a_tool_that_waits_for_an_approval_is_one_event(session: ActiveAttempt) -> None:
     @function_tool(needs_approval=True)
     def pay(text: str) -> str:
         """Pay."""
@@ -355,7 +355,7 @@ async def test_a_tool_inside_a_tool_that_waits_for_an_approval_is_one_event(sess
     assert sorted(events(session)) == [("ask_math", "ok", "call-1"), ("pay", "ok", "call-11")]
 
 
-async def test_two_identical_calls_keep_their_own_ids(session: Session) -> None:
+async def test_two_identical_calls_keep_their_own_ids(session: ActiveAttempt) -> None:
     """The first one ends last, and is the one that fails."""
     slow = asyncio.Event()
     begun: list[str] = []
@@ -375,7 +375,7 @@ async def test_two_identical_calls_keep_their_own_ids(session: Session) -> None:
     assert events(session) == [("wait", "ok", "call-2"), ("wait", "error", "call-1")]
 
 
-async def test_a_tool_that_is_out_of_time_has_failed(session: Session) -> None:
+async def test_a_tool_that_is_out_of_time_has_failed(session: ActiveAttempt) -> None:
     @function_tool(timeout=0.01)
     async def wait(text: str) -> str:
         """Wait for ever."""
@@ -388,7 +388,7 @@ async def test_a_tool_that_is_out_of_time_has_failed(session: Session) -> None:
 
 
 @pytest.mark.parametrize("side", ["input", "output"])
-async def test_what_a_guardrail_rejects_is_blocked(side: str, session: Session) -> None:
+async def test_what_a_guardrail_rejects_is_blocked(side: str, session: ActiveAttempt) -> None:
     def reject(data: Any) -> ToolGuardrailFunctionOutput:
         return ToolGuardrailFunctionOutput.reject_content("not that")
 
@@ -426,7 +426,7 @@ class Server(MCPServer):
         return mcp.types.CallToolResult.model_validate({"content": content, "isError": failed})
 
 
-async def test_a_tool_of_an_mcp_server_fails_when_the_server_says_so(session: Session) -> None:
+async def test_a_tool_of_an_mcp_server_fails_when_the_server_says_so(session: ActiveAttempt) -> None:
     model = Scripted([("buy", {"text": "bad"}), ("buy", {"text": "good"})])
     await Runner.run(agent_of("solver", model, mcp_servers=[Server()]), "hi")
     assert sorted(events(session)) == [("buy", "error", "call-1"), ("buy", "ok", "call-2")]
@@ -442,7 +442,7 @@ async def test_the_sdk_is_as_it_was_after_the_undo() -> None:
     assert [vars(owner)[name] for owner, name in owners.items()] == before
 
 
-async def test_a_tool_that_returns_nothing_has_run(session: Session) -> None:
+async def test_a_tool_that_returns_nothing_has_run(session: ActiveAttempt) -> None:
     @function_tool
     def note_down(text: str) -> None:
         """Keep it."""
@@ -454,7 +454,7 @@ async def test_a_tool_that_returns_nothing_has_run(session: Session) -> None:
     assert before <= event.at <= time.time()
 
 
-async def test_without_data_in_traces_a_run_has_its_status_and_call_but_no_texts(session: Session) -> None:
+async def test_without_data_in_traces_a_run_has_its_status_and_call_but_no_texts(session: ActiveAttempt) -> None:
     config = RunConfig(trace_include_sensitive_data=False)
     await Runner.run(agent_of("solver", Scripted([("shout", {"text": "bad"})]), shout), "hi", run_config=config)
     (event,) = session.tool_events
@@ -594,7 +594,7 @@ async def test_by_hand_forgets_spans_that_nobody_ended() -> None:
     assert steps._by_hand == {}
 
 
-async def test_nothing_outlives_a_run(session: Session) -> None:
+async def test_nothing_outlives_a_run(session: ActiveAttempt) -> None:
     """Steps hang on the spans they belong to, and go with them; also when the model fails."""
 
     class Failing(Scripted):

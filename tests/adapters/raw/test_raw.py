@@ -11,7 +11,7 @@ import lightning
 import openai
 import pytest
 from lightning.config import RunnerConfig
-from lightning.instrument import Session, activate, emit, install_tap
+from lightning.instrument import ActiveAttempt, activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.runner.inline import InlineRunner
 from lightning.testing.chat_server import ChatServer
@@ -26,7 +26,7 @@ def server() -> Iterator[ChatServer]:
 
 
 @pytest.fixture
-def session(server: ChatServer) -> Iterator[Session]:
+def session(server: ChatServer) -> Iterator[ActiveAttempt]:
     undo_tap, undo_adapters = install_tap(), plugins().install_adapters(emit, ["raw"])
     with activate(server.llm("key-1")) as active:
         yield active
@@ -34,14 +34,14 @@ def session(server: ChatServer) -> Iterator[Session]:
     undo_tap()
 
 
-def say(session: Session, text: str = "hi") -> str:
+def say(session: ActiveAttempt, text: str = "hi") -> str:
     with openai.OpenAI(base_url=session.llm.base_url, api_key=session.llm.api_key) as client:
         messages = [{"role": "user", "content": text}]
         reply = client.chat.completions.create(model="policy", messages=messages)  # type: ignore[call-overload]
     return str(reply.choices[0].message.content)
 
 
-async def say_async(session: Session, text: str = "hi", *, stream: bool = False) -> str:
+async def say_async(session: ActiveAttempt, text: str = "hi", *, stream: bool = False) -> str:
     async with openai.AsyncOpenAI(base_url=session.llm.base_url, api_key=session.llm.api_key) as client:
         messages = [{"role": "user", "content": text}]
         if not stream:
@@ -51,7 +51,7 @@ async def say_async(session: Session, text: str = "hi", *, stream: bool = False)
         return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
 
-def say_httpx(session: Session, text: str = "hi") -> str:
+def say_httpx(session: ActiveAttempt, text: str = "hi") -> str:
     body = {"messages": [{"role": "user", "content": text}]}
     with httpx.Client(headers={"authorization": f"Bearer {session.llm.api_key}"}) as client:
         answer = client.post(f"{session.llm.base_url}/chat/completions", json=body)
@@ -63,7 +63,7 @@ SYNC = [say, say_httpx]
 
 @pytest.mark.parametrize("ask", SYNC)
 def test_an_explicit_component_wins_over_frames(
-    ask: Callable[[Session], str], server: ChatServer, session: Session
+    ask: Callable[[ActiveAttempt], str], server: ChatServer, session: ActiveAttempt
 ) -> None:
     with lightning.component("boss"), lightning.component("writer"):
         assert ask(session) == "you said hi"
@@ -73,7 +73,7 @@ def test_an_explicit_component_wins_over_frames(
 
 @pytest.mark.parametrize("ask", SYNC)
 def test_the_nearest_functions_name_the_caller(
-    ask: Callable[[Session], str], server: ChatServer, session: Session
+    ask: Callable[[ActiveAttempt], str], server: ChatServer, session: ActiveAttempt
 ) -> None:
     class Writer:
         def draft(self) -> str:
@@ -90,7 +90,7 @@ def test_the_nearest_functions_name_the_caller(
     assert caller.path[0] == "test_the_nearest_functions_name_the_caller", "pytest's own frames are no callers"
 
 
-async def test_async_agents_are_named(server: ChatServer, session: Session) -> None:
+async def test_async_agents_are_named(server: ChatServer, session: ActiveAttempt) -> None:
     @lightning.component("solver")
     async def solver() -> str:
         return await say_async(session)
@@ -107,7 +107,7 @@ async def test_async_agents_are_named(server: ChatServer, session: Session) -> N
     assert framed.path[-2:] == ("plain", "say_async")
 
 
-async def test_parallel_sub_agents_keep_their_names(server: ChatServer, session: Session) -> None:
+async def test_parallel_sub_agents_keep_their_names(server: ChatServer, session: ActiveAttempt) -> None:
     @lightning.component("helper")
     async def helper(number: int) -> str:
         with lightning.component(f"n{number}"):
@@ -120,7 +120,7 @@ async def test_parallel_sub_agents_keep_their_names(server: ChatServer, session:
     }
 
 
-async def test_streams_are_named_like_plain_calls(server: ChatServer, session: Session) -> None:
+async def test_streams_are_named_like_plain_calls(server: ChatServer, session: ActiveAttempt) -> None:
     @lightning.component("streamer")
     async def words() -> AsyncIterator[str]:
         yield await say_async(session, stream=True)
@@ -132,7 +132,7 @@ async def test_streams_are_named_like_plain_calls(server: ChatServer, session: S
 
 @pytest.mark.parametrize("ask", SYNC)
 def test_threads_belong_to_the_component_and_the_rollout_of_their_starter(
-    ask: Callable[[Session], str], server: ChatServer, session: Session
+    ask: Callable[[ActiveAttempt], str], server: ChatServer, session: ActiveAttempt
 ) -> None:
     def checker() -> str:
         return ask(session)
@@ -145,7 +145,7 @@ def test_threads_belong_to_the_component_and_the_rollout_of_their_starter(
     assert (call.rollout, call.key) == ("key-1", "key-1")
 
 
-async def test_threads_with_a_copied_context_keep_everything(server: ChatServer, session: Session) -> None:
+async def test_threads_with_a_copied_context_keep_everything(server: ChatServer, session: ActiveAttempt) -> None:
     with lightning.component("boss"):
         await asyncio.to_thread(say, session)
     call = server.calls[0]
@@ -153,7 +153,7 @@ async def test_threads_with_a_copied_context_keep_everything(server: ChatServer,
     assert (call.rollout, call.caller.path) == ("key-1", ("boss",))
 
 
-def test_a_tool_knows_who_called_it_and_names_its_own_calls(server: ChatServer, session: Session) -> None:
+def test_a_tool_knows_who_called_it_and_names_its_own_calls(server: ChatServer, session: ActiveAttempt) -> None:
     @lightning.tool
     def consult(question: str) -> str:
         return say(session, question)
@@ -176,7 +176,7 @@ def test_a_tool_knows_who_called_it_and_names_its_own_calls(server: ChatServer, 
     assert framed.path[-3:] == ("alone", "consult", "say"), "lightning's own frames are left out"
 
 
-def test_deep_recursion_is_cut(server: ChatServer, session: Session) -> None:
+def test_deep_recursion_is_cut(server: ChatServer, session: ActiveAttempt) -> None:
     def descend(depth: int) -> str:
         return descend(depth - 1) if depth else say_httpx(session)
 
@@ -186,7 +186,7 @@ def test_deep_recursion_is_cut(server: ChatServer, session: Session) -> None:
     assert caller.path == ("descend",) * (MAX_DEPTH - 1) + ("say_httpx",)
 
 
-def test_a_retry_keeps_its_identity(server: ChatServer, session: Session) -> None:
+def test_a_retry_keeps_its_identity(server: ChatServer, session: ActiveAttempt) -> None:
     failures = iter([True])
 
     def answer(_: object) -> str:
@@ -241,7 +241,7 @@ async def test_whoever_runs_the_agent_is_not_named(server: ChatServer) -> None:
     assert [outcome.reward for outcome in outcomes] == [1.0, 1.0], outcomes
 
 
-async def test_an_agent_may_run_a_loop_of_its_own(server: ChatServer, session: Session) -> None:
+async def test_an_agent_may_run_a_loop_of_its_own(server: ChatServer, session: ActiveAttempt) -> None:
     async def inner() -> str:
         return await say_async(session)
 

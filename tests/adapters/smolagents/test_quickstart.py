@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from lightning.instrument import Session, activate, emit, install_tap
+from lightning.instrument import ActiveAttempt, activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.testing import ChatServer
 from smolagents import CodeAgent, OpenAIModel, WebSearchTool
@@ -22,7 +22,7 @@ def server() -> Iterator[ChatServer]:
 
 
 @pytest.fixture
-def session(server: ChatServer) -> Iterator[Session]:
+def session(server: ChatServer) -> Iterator[ActiveAttempt]:
     undo = [install_tap(), plugins().install_adapters(emit, ["smolagents"])]
     with activate(server.llm()) as active:
         yield active
@@ -44,7 +44,7 @@ def paths(server: ChatServer) -> list[str]:
     ]
 
 
-def test_building_your_agent(session: Session, server: ChatServer, model: OpenAIModel) -> None:
+def test_building_your_agent(session: ActiveAttempt, server: ChatServer, model: OpenAIModel) -> None:
     fibonacci = "a, b = 0, 1\nfor _ in range(118):\n    a, b = b, a + b\nprint(a)"
     says = iter([code(fibonacci), code("final_answer(a)")])
     server.answer = lambda call: next(says)
@@ -60,7 +60,7 @@ def test_building_your_agent(session: Session, server: ChatServer, model: OpenAI
     assert [(event.name, event.status) for event in session.tool_events] == [("python_interpreter", "ok")] * 2
 
 
-def test_multi_agents(session: Session, server: ChatServer, model: OpenAIModel) -> None:
+def test_multi_agents(session: ActiveAttempt, server: ChatServer, model: OpenAIModel) -> None:
     def answer(call: object) -> str:
         last = server.calls[-1].caller
         if last is not None and last.agent == "web_search_agent":

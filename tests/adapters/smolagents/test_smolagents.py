@@ -11,7 +11,7 @@ import lightning
 import lightning_smolagents
 import pytest
 from lightning.errors import PluginError
-from lightning.instrument import Session, activate, current_caller, emit, install_tap
+from lightning.instrument import ActiveAttempt, activate, current_caller, emit, install_tap
 from lightning.plugins import plugins
 from lightning.testing import ChatServer
 from lightning.types import LLM
@@ -98,7 +98,7 @@ def shout(text: str) -> str:
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[ActiveAttempt]:
     undo = [install_tap(), plugins().install_adapters(emit, ["smolagents"])]
     with activate(NOWHERE) as active:
         yield active
@@ -106,7 +106,7 @@ def session() -> Iterator[Session]:
         each()
 
 
-def statuses(session: Session) -> list[tuple[str, str]]:
+def statuses(session: ActiveAttempt) -> list[tuple[str, str]]:
     return [(event.name, event.status) for event in session.tool_events]
 
 
@@ -124,21 +124,21 @@ class Researcher(CodeAgent):
     ],
 )
 def test_an_agent_has_its_name_or_that_of_its_class(
-    session: Session, kind: type[CodeAgent], options: Any, path: str
+    session: ActiveAttempt, kind: type[CodeAgent], options: Any, path: str
 ) -> None:
     agent = make(kind, code("final_answer(42)"), **options)
     assert agent.run("hi") == 42
     assert agent.model.paths == [path]
 
 
-def test_a_component_stands_around_an_agent(session: Session) -> None:
+def test_a_component_stands_around_an_agent(session: ActiveAttempt) -> None:
     agent = make(CodeAgent, code("final_answer(42)"), name="coder")
     with lightning.component("team"):
         agent.run("hi")
     assert agent.model.paths == ["team/coder"]
 
 
-def test_an_agent_that_a_tool_calling_agent_manages_stands_once_in_the_path(session: Session) -> None:
+def test_an_agent_that_a_tool_calling_agent_manages_stands_once_in_the_path(session: ActiveAttempt) -> None:
     solver = make(ToolCallingAgent, final("42"), name="solver", description="Solves.")
     boss = make(
         ToolCallingAgent,
@@ -157,7 +157,7 @@ def test_an_agent_that_a_tool_calling_agent_manages_stands_once_in_the_path(sess
     assert "42" in event.output
 
 
-def test_an_agent_that_a_code_agent_manages_is_called_in_another_thread(session: Session) -> None:
+def test_an_agent_that_a_code_agent_manages_is_called_in_another_thread(session: ActiveAttempt) -> None:
     solver = make(
         ToolCallingAgent, [("shout", {"text": "a"})], final("42"), tools=[shout], name="solver", description="s"
     )
@@ -172,7 +172,7 @@ def test_an_agent_that_a_code_agent_manages_is_called_in_another_thread(session:
     assert solved.arguments == {"task": "6 * 7"}
 
 
-def test_agents_that_run_at_the_same_time_inside_an_agent_are_told_apart(session: Session) -> None:
+def test_agents_that_run_at_the_same_time_inside_an_agent_are_told_apart(session: ActiveAttempt) -> None:
     inner = [make(ToolCallingAgent, final(), name=name, description=name) for name in ("solver", "checker")]
     both: Said = [("solver", {"task": "a"}), ("checker", {"task": "b"})]
     boss = make(ToolCallingAgent, both, final(), name="boss", managed_agents=inner)
@@ -183,7 +183,7 @@ def test_agents_that_run_at_the_same_time_inside_an_agent_are_told_apart(session
     ]  # fmt: skip
 
 
-def test_plans_and_the_answer_after_too_many_steps_are_the_agents_own(session: Session) -> None:
+def test_plans_and_the_answer_after_too_many_steps_are_the_agents_own(session: ActiveAttempt) -> None:
     agent = make(
         ToolCallingAgent,
         "I shout.",
@@ -213,7 +213,7 @@ class Asks(Tool):
         return self.ask()
 
 
-def test_a_tool_that_asks_a_model_is_named_and_another_clients_call_has_no_span(session: Session) -> None:
+def test_a_tool_that_asks_a_model_is_named_and_another_clients_call_has_no_span(session: ActiveAttempt) -> None:
     model, others = Scripted("yes"), []
 
     def ask() -> str:
@@ -228,7 +228,7 @@ def test_a_tool_that_asks_a_model_is_named_and_another_clients_call_has_no_span(
     assert other.parent_id == model.callers[0].parent_id  # type: ignore[union-attr]
 
 
-def test_whoever_iterates_over_a_streamed_run_has_no_name_of_it(session: Session) -> None:
+def test_whoever_iterates_over_a_streamed_run_has_no_name_of_it(session: ActiveAttempt) -> None:
     model = Streaming(code("print('a')"), code("final_answer(42)"))
     agent = CodeAgent(tools=[], model=model, name="coder", stream_outputs=True, verbosity_level=LogLevel.OFF)
     between = [current_caller() for _ in agent.run("hi", stream=True)]
@@ -238,7 +238,7 @@ def test_whoever_iterates_over_a_streamed_run_has_no_name_of_it(session: Session
 
 
 # tools ------------------------------------------------------------------------------------------------------------------
-def test_tool_runs_have_their_outcome_and_their_call(session: Session) -> None:
+def test_tool_runs_have_their_outcome_and_their_call(session: ActiveAttempt) -> None:
     says: list[Said] = [
         [("shout", {"text": "bad"})],
         [("shout", {"words": "a"})],
@@ -256,7 +256,7 @@ def test_tool_runs_have_their_outcome_and_their_call(session: Session) -> None:
     assert found == [("call-0", "A", "ok"), ("call-1", "B", "ok")]
 
 
-def test_code_is_reported_as_a_run_of_the_interpreter(session: Session) -> None:
+def test_code_is_reported_as_a_run_of_the_interpreter(session: ActiveAttempt) -> None:
     agent = make(
         CodeAgent, code("print(shout('a'))"), code("1 / 0"), code("final_answer(shout(text='b'))"), tools=[shout]
     )
@@ -272,13 +272,13 @@ def test_code_is_reported_as_a_run_of_the_interpreter(session: Session) -> None:
     assert "ZeroDivisionError" in failed.error
 
 
-def test_code_that_cannot_be_read_is_no_run(session: Session) -> None:
+def test_code_that_cannot_be_read_is_no_run(session: ActiveAttempt) -> None:
     agent = make(CodeAgent, "I would rather not.", code("final_answer(42)"))
     agent.run("hi")
     assert statuses(session) == [("python_interpreter", "ok")]
 
 
-def test_a_tool_that_no_agent_uses_is_not_reported(session: Session) -> None:
+def test_a_tool_that_no_agent_uses_is_not_reported(session: ActiveAttempt) -> None:
     assert shout("a") == "A"
     assert session.tool_events == ()
 
@@ -288,7 +288,7 @@ class Unprintable:
         raise RuntimeError("no text")
 
 
-def test_a_result_that_has_no_text_stays_the_tools_result(session: Session) -> None:
+def test_a_result_that_has_no_text_stays_the_tools_result(session: ActiveAttempt) -> None:
     class Gives(Tool):
         name = "gives"
         description = "Gives."
@@ -374,7 +374,7 @@ def test_what_the_model_did_wrong_is_a_fault_of_the_policys() -> None:
     ]  # fmt: skip
 
 
-def test_a_run_that_came_to_no_end_says_so_in_its_memory(session: Session) -> None:
+def test_a_run_that_came_to_no_end_says_so_in_its_memory(session: ActiveAttempt) -> None:
     agent = make(ToolCallingAgent, [("shout", {"text": "a"})], "42", tools=[shout], max_steps=1)
     agent.run("hi")
     last = agent.memory.steps[-1]

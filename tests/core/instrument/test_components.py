@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError
-from lightning.instrument import Session, activate, component, component_path, tool
+from lightning.instrument import ActiveAttempt, activate, component, component_path, tool
 from lightning.types import LLM
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[ActiveAttempt]:
     with activate(LLM("http://127.0.0.1:1/v1", "key", "policy")) as active:
         yield active
 
@@ -107,7 +107,7 @@ def test_an_object_with_call_and_a_partial_can_be_decorated() -> None:
 
 
 # tool -----------------------------------------------------------------------------------------------------------------
-def test_a_tool_that_works(session: Session) -> None:
+def test_a_tool_that_works(session: ActiveAttempt) -> None:
     @tool
     def add(a: int, b: int = 2) -> int:
         return a + b
@@ -117,7 +117,7 @@ def test_a_tool_that_works(session: Session) -> None:
     assert (event.name, event.status, event.arguments, event.output, event.error) == ("add", "ok", {"a": 1}, "3", "")
 
 
-def test_a_tool_that_raises(session: Session) -> None:
+def test_a_tool_that_raises(session: ActiveAttempt) -> None:
     @tool(name="calculator")
     def divide(a: int, b: int) -> float:
         return a / b
@@ -131,7 +131,7 @@ def test_a_tool_that_raises(session: Session) -> None:
     assert event.output == ""
 
 
-async def test_an_async_tool(session: Session) -> None:
+async def test_an_async_tool(session: ActiveAttempt) -> None:
     @tool
     async def fetch(url: str) -> str:
         await asyncio.sleep(0)
@@ -146,7 +146,7 @@ async def test_an_async_tool(session: Session) -> None:
     assert [(event.status, event.output) for event in session.tool_events] == [("ok", "page"), ("error", "")]
 
 
-async def test_a_cancelled_tool_is_an_error(session: Session) -> None:
+async def test_a_cancelled_tool_is_an_error(session: ActiveAttempt) -> None:
     @tool
     async def forever() -> None:
         await asyncio.Event().wait()
@@ -157,7 +157,7 @@ async def test_a_cancelled_tool_is_an_error(session: Session) -> None:
     assert [event.status for event in session.tool_events] == ["error"]
 
 
-def test_a_generator_tool(session: Session) -> None:
+def test_a_generator_tool(session: ActiveAttempt) -> None:
     @tool
     def words(text: str) -> Iterator[str]:
         yield from text.split(" ")
@@ -176,7 +176,7 @@ def test_a_generator_tool(session: Session) -> None:
     ]
 
 
-def test_a_generator_tool_hears_what_its_consumer_sends_and_throws(session: Session) -> None:
+def test_a_generator_tool_hears_what_its_consumer_sends_and_throws(session: ActiveAttempt) -> None:
     @tool
     def echo() -> Iterator[object]:
         received: object = None
@@ -197,7 +197,7 @@ def test_a_generator_tool_hears_what_its_consumer_sends_and_throws(session: Sess
     assert [(event.status, event.output) for event in session.tool_events] == [("ok", "done")]
 
 
-async def test_an_async_generator_tool(session: Session) -> None:
+async def test_an_async_generator_tool(session: ActiveAttempt) -> None:
     closed = []
 
     @tool
@@ -216,7 +216,7 @@ async def test_an_async_generator_tool(session: Session) -> None:
     assert [(event.status, event.output) for event in session.tool_events] == [("ok", "ab"), ("unknown", "")]
 
 
-def test_calls_inside_a_tool_belong_to_component_slash_tool(session: Session) -> None:
+def test_calls_inside_a_tool_belong_to_component_slash_tool(session: ActiveAttempt) -> None:
     @tool
     def ask() -> tuple[str, ...]:
         return component_path()
@@ -227,7 +227,7 @@ def test_calls_inside_a_tool_belong_to_component_slash_tool(session: Session) ->
         assert component_path() == ("boss",)
 
 
-def test_methods_do_not_report_self(session: Session) -> None:
+def test_methods_do_not_report_self(session: ActiveAttempt) -> None:
     class Box:
         @tool
         def put(self, item: object) -> None:
@@ -243,7 +243,7 @@ def test_methods_do_not_report_self(session: Session) -> None:
     ]
 
 
-def test_a_tool_may_change_its_arguments_afterwards(session: Session) -> None:
+def test_a_tool_may_change_its_arguments_afterwards(session: ActiveAttempt) -> None:
     @tool
     def drain(items: list[int]) -> None:
         items.clear()
@@ -252,7 +252,7 @@ def test_a_tool_may_change_its_arguments_afterwards(session: Session) -> None:
     assert session.tool_events[0].arguments == {"items": [1, 2]}
 
 
-def test_long_texts_are_clipped_and_broken_reprs_stay_out_of_the_agent(session: Session) -> None:
+def test_long_texts_are_clipped_and_broken_reprs_stay_out_of_the_agent(session: ActiveAttempt) -> None:
     class Broken:
         def __repr__(self) -> str:
             raise RuntimeError("no")
@@ -279,7 +279,7 @@ def test_outside_a_rollout_a_tool_just_runs() -> None:
 
 @pytest.mark.parametrize("wrong", [lambda function: tool(function), lambda function: component("c")(function)])
 def test_wrong_arguments_are_still_the_functions_own_error(
-    session: Session, wrong: Callable[..., Callable[..., int]]
+    session: ActiveAttempt, wrong: Callable[..., Callable[..., int]]
 ) -> None:
     def one(a: int) -> int:
         return a
@@ -307,7 +307,7 @@ def test_a_tool_cannot_have_a_name_that_cannot_be_in_a_path(name: object) -> Non
         tool(name=name)  # type: ignore[call-overload]
 
 
-def test_an_exception_without_words_is_what_the_agent_sees(session: Session) -> None:
+def test_an_exception_without_words_is_what_the_agent_sees(session: ActiveAttempt) -> None:
     class SilentError(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no text")

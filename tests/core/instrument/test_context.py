@@ -16,7 +16,7 @@ import httpx
 import httpx2
 import pytest
 from lightning.errors import DataError
-from lightning.instrument import activate, context, current_session, emit, label, reward
+from lightning.instrument import activate, context, current_attempt, emit, label, reward
 from lightning.types import LLM, Caller, ToolEvent
 
 ONE = LLM("http://127.0.0.1:8000/v1", "one", "policy")
@@ -141,7 +141,7 @@ async def test_concurrent_rollouts_do_not_mix() -> None:
                 await asyncio.sleep(0)
                 reward(number)
                 await asyncio.to_thread(reward, number)
-                found = current_session()
+                found = current_attempt()
                 assert found is not None
                 assert found.llm.api_key == f"key-{number}"
             return tuple(given.value for given in session.step_rewards)
@@ -256,9 +256,9 @@ def test_long_reports_do_not_fill_the_memory_and_leave_room_for_others(
 def test_nesting_ends_where_it_began() -> None:
     with activate(ONE) as outer:
         with activate(TWO):
-            assert current_session() is not outer
-        assert current_session() is outer
-    assert current_session() is None
+            assert current_attempt() is not outer
+        assert current_attempt() is outer
+    assert current_attempt() is None
 
 
 def test_a_rollout_that_has_ended_takes_no_more(caplog: pytest.LogCaptureFixture) -> None:

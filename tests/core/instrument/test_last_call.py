@@ -9,31 +9,31 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from lightning.instrument import Session, activate, component, current_session, emit, last_call, reward, tool
+from lightning.instrument import ActiveAttempt, activate, component, current_attempt, emit, last_call, reward, tool
 from lightning.types import LLM, Caller, ToolEvent
 
 LLM_ = LLM("http://127.0.0.1:1/v1", "key", "policy")
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[ActiveAttempt]:
     with activate(LLM_) as active:
         yield active
 
 
 def answered(response_id: str, agent: str = "agent") -> None:
     """A call has been answered here, as the tap says it."""
-    session = current_session()
+    session = current_attempt()
     assert session is not None
     session.calls.add(response_id, agent)
 
 
-def rewarded(session: Session) -> dict[str, str]:
+def rewarded(session: ActiveAttempt) -> dict[str, str]:
     """Which call each reward names."""
     return {given.name: given.response_id for given in session.step_rewards}
 
 
-def test_a_reward_names_the_last_call_or_the_one_it_was_given(session: Session) -> None:
+def test_a_reward_names_the_last_call_or_the_one_it_was_given(session: ActiveAttempt) -> None:
     reward(1.0, "before")
     answered("a")
     reward(1.0, "after a")
@@ -43,7 +43,7 @@ def test_a_reward_names_the_last_call_or_the_one_it_was_given(session: Session) 
     assert rewarded(session) == {"before": "", "after a": "a", "after b": "b", "told": "a"}
 
 
-def test_a_tool_belongs_to_the_last_call_of_the_agent_that_runs_it(session: Session) -> None:
+def test_a_tool_belongs_to_the_last_call_of_the_agent_that_runs_it(session: ActiveAttempt) -> None:
     answered("a", "writer")
     answered("b", "judge")
     for caller in (Caller("writer"), Caller("judge"), Caller("nobody"), None):
@@ -52,7 +52,7 @@ def test_a_tool_belongs_to_the_last_call_of_the_agent_that_runs_it(session: Sess
     assert [event.response_id for event in session.tool_events] == ["a", "b", "b", "b", "told"]
 
 
-async def test_a_tool_that_asks_the_model_itself_runs_for_the_call_before_it(session: Session) -> None:
+async def test_a_tool_that_asks_the_model_itself_runs_for_the_call_before_it(session: ActiveAttempt) -> None:
     @tool
     async def research(text: str) -> str:
         answered("inner")
@@ -66,7 +66,7 @@ async def test_a_tool_that_asks_the_model_itself_runs_for_the_call_before_it(ses
     assert rewarded(session) == {"after it": "inner"}
 
 
-async def test_tasks_side_by_side_see_their_own_calls_and_those_of_their_own_tasks(session: Session) -> None:
+async def test_tasks_side_by_side_see_their_own_calls_and_those_of_their_own_tasks(session: ActiveAttempt) -> None:
     turn = asyncio.Barrier(3)
 
     async def branch(name: str) -> None:
@@ -96,7 +96,7 @@ def with_context(work: Callable[[str], None]) -> Callable[[str], None]:
 
 @pytest.mark.parametrize("carried", [plain, with_context])
 def test_threads_side_by_side_see_their_own_calls(
-    carried: Callable[[Callable[[str], None]], Callable[[str], None]], session: Session
+    carried: Callable[[Callable[[str], None]], Callable[[str], None]], session: ActiveAttempt
 ) -> None:
     turn = threading.Barrier(3, timeout=30)
 
@@ -112,7 +112,7 @@ def test_threads_side_by_side_see_their_own_calls(
     assert rewarded(session)["all"] in {"call-a", "call-b", "call-c"}
 
 
-async def test_steps_in_tasks_and_contexts_of_their_own_see_the_step_before(session: Session) -> None:
+async def test_steps_in_tasks_and_contexts_of_their_own_see_the_step_before(session: ActiveAttempt) -> None:
     """As LangGraph runs its nodes: each in a copy of the context that the graph was called in."""
 
     async def node(response_id: str) -> None:
@@ -170,7 +170,7 @@ class Pool:
 
 
 def test_the_agent_sees_the_calls_of_threads_without_context() -> None:
-    async def agent(session: Session) -> None:
+    async def agent(session: ActiveAttempt) -> None:
         session.calls.begin()
         answered("plan")
         await Pool().answered("draft")
@@ -192,7 +192,7 @@ def test_the_agent_sees_the_calls_of_threads_without_context() -> None:
 
 
 def test_a_branch_takes_no_call_for_its_own_that_may_be_anybodys() -> None:
-    async def agent(session: Session) -> None:
+    async def agent(session: ActiveAttempt) -> None:
         session.calls.begin()
         turn = asyncio.Barrier(3)
         await asyncio.gather(*(branch(name, turn) for name in "abc"))
@@ -246,7 +246,7 @@ def test_without_word_where_the_agent_begins_no_stale_call_is_named() -> None:
     assert rewarded(session) == {"drafted": "", "reviewed": "review"}
 
 
-async def test_a_chain_of_tasks_stays_short_and_goes_on(session: Session) -> None:
+async def test_a_chain_of_tasks_stays_short_and_goes_on(session: ActiveAttempt) -> None:
     async def link(left: int) -> None:
         answered(f"call-{left}")
         flow = session.calls.open()
@@ -259,7 +259,7 @@ async def test_a_chain_of_tasks_stays_short_and_goes_on(session: Session) -> Non
     assert rewarded(session) == {"end": "call-0"}
 
 
-def test_agents_without_end_do_not_fill_the_memory(session: Session) -> None:
+def test_agents_without_end_do_not_fill_the_memory(session: ActiveAttempt) -> None:
     for number in range(last_call.MOST_AGENTS + 5):
         answered(f"call-{number}", f"agent-{number}")
     assert len(session.calls.open().last) == last_call.MOST_AGENTS

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.gateway.redaction import redacted_outcome
-from lightning.instrument import Session, activate, context
+from lightning.instrument import ActiveAttempt, activate, context
 from lightning.instrument.texts import MAX_RESULT, MAX_STATE
 from lightning.runner.outcomes import decode_outcome, encode_outcome, returned
 from lightning.types import LLM, StepState
@@ -28,7 +28,7 @@ JSON = st.recursive(
 )
 
 
-def told(session: Session) -> list[tuple[Any, str]]:
+def told(session: ActiveAttempt) -> list[tuple[Any, str]]:
     return [(state.values, state.response_id) for state in session.step_states]
 
 
@@ -43,12 +43,12 @@ def test_a_state_belongs_to_the_next_call_and_the_last_to_none() -> None:
 
 
 async def test_flows_side_by_side_tell_of_their_own_calls() -> None:
-    async def player(name: str, session: Session) -> None:
+    async def player(name: str, session: ActiveAttempt) -> None:
         lightning.state(name=name)
         await asyncio.sleep(0.01)
         await asyncio.create_task(call(session, name))  # what it starts counts as its own
 
-    async def call(session: Session, name: str) -> None:
+    async def call(session: ActiveAttempt, name: str) -> None:
         session.calls.add(f"call-{name}", "a")
 
     with activate(ONE) as session:

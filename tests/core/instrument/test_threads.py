@@ -22,7 +22,7 @@ import lightning
 import pytest
 import requests
 import urllib3
-from lightning.instrument import activate, component_path, context, current_caller, current_session, install_tap
+from lightning.instrument import activate, component_path, context, current_attempt, current_caller, install_tap
 from lightning.instrument.httpx_patch import CALLER_HEADER
 from lightning.instrument.threads import carry_names
 from lightning.plugins import Plugins
@@ -88,10 +88,10 @@ def _says_everything_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_thread_has_the_rollout_and_the_components_of_its_starter(run: Run, carried: None) -> None:
     def inside() -> object:
         with lightning.component("draft"):
-            return current_session(), component_path()
+            return current_attempt(), component_path()
 
     with activate(ONE) as one, activate(TWO), lightning.component("writer"):
-        two = current_session()
+        two = current_attempt()
         assert run(inside) == (two, ("writer", "draft"))
         assert two is not one
     assert run(component_path) == ()
@@ -121,8 +121,8 @@ def test_work_of_one_pool_is_that_of_who_gave_it(carried: None) -> None:
     with ThreadPoolExecutor(1) as pool:
         for llm in (ONE, TWO):
             with activate(llm) as session:
-                assert pool.submit(current_session).result() is session
-        assert pool.submit(current_session).result() is None
+                assert pool.submit(current_attempt).result() is session
+        assert pool.submit(current_attempt).result() is None
 
 
 def test_a_thread_that_outlives_its_rollout_belongs_to_no_other(carried: None) -> None:
@@ -130,7 +130,7 @@ def test_a_thread_that_outlives_its_rollout_belongs_to_no_other(carried: None) -
 
     def late() -> None:
         go.wait(30)
-        found.append((current_session(), component_path()))
+        found.append((current_attempt(), component_path()))
 
     with activate(ONE), lightning.component("old"):
         thread = threading.Thread(target=late)
@@ -167,7 +167,7 @@ def test_what_a_rollout_has_left_behind_starts_is_nobodys(run: Run) -> None:
 
     def left() -> None:
         ended.wait()
-        seen.append(run(current_session))
+        seen.append(run(current_attempt))
         run(lambda: context.emit(ToolEvent("late", "ok")))
 
     with activate(ONE) as one:
@@ -208,7 +208,7 @@ def test_what_another_library_has_put_around_a_method_still_knows_its_instance(m
     monkeypatch.setattr(threading.Thread, "start", theirs)
     undo = carry_names()
     with activate(ONE) as one:
-        assert in_thread(current_session) is one
+        assert in_thread(current_attempt) is one
     undo()
     assert [type(each) for each in seen] == [threading.Thread]
     assert vars(threading.Thread)["start"] is theirs

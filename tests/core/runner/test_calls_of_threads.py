@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import lightning
 import pytest
 from lightning.config import RunnerConfig
-from lightning.instrument import current_session
+from lightning.instrument import current_attempt
 from lightning.runner.inline import InlineRunner
 from lightning.runner.worker import run_agent
 from lightning.types import LLM, Lease, Outcome, Task
@@ -22,7 +22,7 @@ Started = Callable[[Callable[[], None]], None]
 
 def answered(response_id: str) -> None:
     """A call has been answered here, as the tap says it."""
-    session = current_session()
+    session = current_attempt()
     assert session is not None
     session.calls.add(response_id, "agent")
 

@@ -16,7 +16,7 @@ import openai
 import pytest
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
-from lightning.instrument import current_session
+from lightning.instrument import current_attempt
 from lightning.runner.inline import InlineRunner
 from lightning.runner.protocol import Agent
 from lightning.testing.chat_server import ChatServer
@@ -131,7 +131,7 @@ async def test_cancelling_ends_an_async_agent(lease: Leases) -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            ended.append(current_session() is not None)
+            ended.append(current_attempt() is not None)
         return 1.0
 
     async with runner_of(agent) as runner:
@@ -141,7 +141,7 @@ async def test_cancelling_ends_an_async_agent(lease: Leases) -> None:
         with pytest.raises(asyncio.CancelledError):
             await running
     assert ended == [True]
-    assert current_session() is None
+    assert current_attempt() is None
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
@@ -212,7 +212,7 @@ async def test_it_must_be_started_with_an_agent(lease: Leases) -> None:
 
 async def test_a_reward_that_was_smuggled_in_costs_only_its_rollout(lease: Leases) -> None:
     def agent(task: Task, llm: LLM) -> float:
-        session = current_session()
+        session = current_attempt()
         assert session is not None
         if task.input == "smuggle":
             session._step_rewards.append(StepReward(math.nan))

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError
-from lightning.instrument import Session
+from lightning.instrument import ActiveAttempt
 from lightning.instrument.texts import MAX_REWARD
 from lightning.runner import outcomes
 from lightning.types import LLM, Caller, Fault, Json, Outcome, StepReward, Task, ToolEvent
 
-SESSION = Session(LLM("http://127.0.0.1:1/v1", "secret-key", "policy"))
+SESSION = ActiveAttempt(LLM("http://127.0.0.1:1/v1", "secret-key", "policy"))
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
 finite = st.floats(-MAX_REWARD, MAX_REWARD)
@@ -131,7 +131,7 @@ def test_what_is_no_reward_is_the_agents_fault_and_says_the_cure(value: object) 
 
 
 def test_what_an_agent_reported_is_kept_however_it_ends() -> None:
-    session = Session(SESSION.llm)
+    session = ActiveAttempt(SESSION.llm)
     session.add_label("chat-1", Caller("writer"))
     session.add_step_reward(StepReward(1.0, at=1.0))
     session.add_tool_event(ToolEvent("t", "ok", at=1.0))

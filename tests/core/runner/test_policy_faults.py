@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.instrument import Session, by_type
+from lightning.instrument import ActiveAttempt, by_type
 from lightning.runner.attempt_completion import judge
 from lightning.runner.outcomes import raised
 from lightning.runner.policy_faults import CAUSES, cause_of, generating_seconds, read_cause
@@ -56,7 +56,7 @@ def raised_from() -> Exception:
 )
 def test_an_exception_is_asked_about_with_all_that_is_behind_it(error: Exception, cause: str) -> None:
     assert cause_of(error) == cause
-    outcome = raised(error, Session(LLM("http://localhost", "key", "policy")), 1.0)
+    outcome = raised(error, ActiveAttempt(LLM("http://localhost", "key", "policy")), 1.0)
     assert outcome.fault is (Fault.POLICY if cause else Fault.AGENT)
     assert not cause or (
         outcome.error.startswith(f"cut_off ({CAUSES['cut_off']}): ") and read_cause(outcome.error) == cause

@@ -29,7 +29,7 @@ import psutil
 import pytest
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
-from lightning.instrument import component_path, current_session, emit
+from lightning.instrument import component_path, current_attempt, emit
 from lightning.runner.forkserver import ForkServer
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
@@ -98,7 +98,7 @@ def make_misbehave() -> Agent:
             case "large":
                 lightning.reward(1e39)
             case "smuggle":
-                session = current_session()
+                session = current_attempt()
                 assert session is not None
                 session._step_rewards.append(StepReward(math.inf))
             case "context":

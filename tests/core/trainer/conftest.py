@@ -60,6 +60,7 @@ class LedgerEngine:
     crash_at: str = ""
     valued: int = 0
     losses: list[Loss] = field(default_factory=list)
+    gradient: str = ""
     lr: float = 0.0
     idle: bool = False
     """Whether steps teach nothing."""
@@ -79,8 +80,28 @@ class LedgerEngine:
 
     def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
         self._point(f"step:{len(self.ledger)}")
+        text, found = self._looked_at(samples, loss, self.lr)
+        if self.idle or not samples:
+            return StepResult(found.metrics | {"stepped": 0.0}, found.seen)
+        self.ledger.append(text)
+        return StepResult(found.metrics | {"stepped": 1.0}, found.seen)
+
+    def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
+        text, found = self._looked_at(samples, loss, 0.0)
+        self.gradient += text
+        return StepResult(found.metrics | {"stepped": 0.0, "updates": 0.0}, found.seen)
+
+    def optim_step(self, lr: float | None = None) -> StepResult:
+        self._point(f"update:{len(self.ledger)}")
+        rate = self.lr if lr is None else lr
+        self.ledger.append(f"{rate}:{self.gradient}")
+        self.gradient = ""
+        return StepResult({"stepped": 1.0, "updates": 1.0, "grad_norm": 1.0, "lr": rate}, {})
+
+    def _looked_at(self, samples: Sequence[Sample], loss: Loss, lr: float) -> tuple[str, StepResult]:
+        """A digest of rows, and what is reported of them."""
         self.losses.append(loss)
-        text = hashlib.sha256(str(self.lr).encode())
+        text = hashlib.sha256(str(lr).encode())
         seen = {}
         for sample in samples:
             text.update(sample.ids.tobytes() + sample.advantages.tobytes())
@@ -88,10 +109,7 @@ class LedgerEngine:
                 ids, lps = sample.ids[span.start : span.stop], sample.logprobs[span.start : span.stop]
                 seen[span.rollout, span.attempt, span.seq] = span_digest(token_ids(ids.tolist()), lps.tolist())
         metrics = {"loss": 0.0, "max_logprob_gap": 0.0, "tokens": float(sum(map(len, samples)))}
-        if self.idle or not samples:
-            return StepResult(metrics | {"stepped": 0.0}, seen)
-        self.ledger.append(text.hexdigest())
-        return StepResult(metrics | {"stepped": 1.0}, seen)
+        return text.hexdigest(), StepResult(metrics, seen)
 
     def save(self, folder: Path) -> None:
         self.did.append(f"save:{folder.name}")
@@ -214,6 +232,7 @@ async def open_bench(
     parent: str | None = None,
     script: Callable[[Any], Reply] | None = None,
     record: Record | None = None,
+    own_loop: bool = False,
     **settings: Any,
 ) -> AsyncIterator[Bench]:
     config = with_settings(
@@ -265,7 +284,9 @@ async def open_bench(
         with Trackers((), config, run=run.id, folder=folder, store=store) as trackers:
             reporter = Reporter(enabled=False)
             train = TASKS if record is None else record.tasks
-            loop = Loop(stack, engine, schedule, train, VAL, (), reporter, trackers, epochs, "the base", record)
+            loop = Loop(
+                stack, engine, schedule, train, VAL, (), reporter, trackers, epochs, "the base", record, own_loop
+            )
             yield Bench(loop, engine, policy, store)
 
 

@@ -29,8 +29,8 @@ from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.testing.tiny_models import make_tiny_family
+from lightning.trainer import opening
 from lightning.trainer import stack as trainer_stack
-from lightning.trainer import trainer as trainer_module
 from lightning.trainer.stack import Stack, check_ports, one_by_one, open_stack
 from lightning.trainer.trainer import Trainer
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Run, Status, Task
@@ -281,7 +281,7 @@ def test_a_run_with_steps_or_a_server_of_somebody_elses_is_restored_first(
         return committed(steps - 1) if steps else None
 
     made = make_trainer(**({"policy_server__attach": attach} if attach else {}))
-    monkeypatch.setattr(trainer_module, "open_stack", open_nothing)
+    monkeypatch.setattr(opening, "open_stack", open_nothing)
     monkeypatch.setattr(type(made.open_store()), "steps", all_steps)
     monkeypatch.setattr(type(made.open_store()), "last_step", last_step)
     with pytest.raises(OpenedError):
@@ -319,8 +319,8 @@ def test_clients_are_told_how_to_call_before_a_rollout_is_made(
             raise OpenedError
 
     monkeypatch.setattr(trainer_stack, "make_policy_server", lambda *_, **__: Own())
-    monkeypatch.setattr(trainer_module, "dry_run", dry_run)
-    monkeypatch.setattr(trainer_module, "Loop", Training)
+    monkeypatch.setattr("lightning.trainer.trainer.dry_run", dry_run)
+    monkeypatch.setattr(opening, "Loop", Training)
     settings: dict[str, Any] = {"trainer__eval_temperature": 0.25, "runner__prompts": {"greeter": "hello {name}"}}
     made = make_trainer("remote", **settings)
     if dry:
@@ -372,9 +372,9 @@ def test_a_folder_that_cannot_be_trained_is_refused_before_anything_is_started(
         opened.append(model)
         raise OpenedError
 
-    monkeypatch.setattr(trainer_module, "open_stack", open_nothing)
+    monkeypatch.setattr(opening, "open_stack", open_nothing)
     said: list[str] = []
-    monkeypatch.setattr(trainer_module.Reporter, "say", lambda self, text: said.append(text))
+    monkeypatch.setattr(opening.Reporter, "say", lambda self, text: said.append(text))
     model = make_tiny_family(tmp_path / "model", "llama2")
     for start in ("fit", "dev"):
         made = Trainer(model, "grpo", runner="inline", out=tmp_path / start, progress=False)
