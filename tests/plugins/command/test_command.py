@@ -242,10 +242,10 @@ def test_a_program_that_cannot_be_started_says_why(tmp_path: Path) -> None:
 
 
 def test_the_command_line_names_a_program_with_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "graders_of_mine.py").write_text("def grade(task, result):\n    return float(result.stdout)\n")
+    (tmp_path / "graders_of_programs.py").write_text("def grade(task, result):\n    return float(result.stdout)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    agent = load_agent("command:--grader graders_of_mine:grade --env N={task.metadata.n} sh -c 'echo $N'")
+    agent = load_agent("command:--grader graders_of_programs:grade --env N={task.metadata.n} sh -c 'echo $N'")
     assert run_once(agent, Task("x", metadata={"n": 3})).reward == 3.0
     with pytest.raises(ConfigError, match=r"unrecognized|arguments|Its options stand before the program"):
         load_agent("command:--reward reward.txt claude")
