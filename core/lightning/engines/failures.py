@@ -64,7 +64,7 @@ class NonFiniteSteps:
         self.row += 1
         if self.row > self._most:
             raise EngineError(
-                f"{error}, so the step was not taken and the weights are as before. It is the {_ordinal(self.row)} in a row, "
+                f"{error}, so this update was not taken. It is the {_ordinal(self.row)} in a row, "
                 f"more than engine.max_nonfinite_steps = {self._most}: resume the run with other settings ({CURES}), or go on "
                 "from an earlier checkpoint if the weights themselves are no longer finite"
             ) from error

@@ -72,12 +72,17 @@ class StepDriver:
     def __init__(self, max_nonfinite_steps: int) -> None:
         self._nonfinite = NonFiniteSteps(max_nonfinite_steps)
         self._config, self._seed = OptimizerConfig(), 0
-        self._pending = False
+        self._pending: _Updates | None = None
+        """What the gradient at hand is of, where it was made by `forward_backward`."""
         self.steps = 0
 
     def begin(self, config: OptimizerConfig, seed: int) -> None:
         """Start at step 0 with these settings."""
-        self._config, self._seed, self.steps, self._pending = config, seed, 0, False
+        self._config, self._seed, self.steps, self._pending = config, seed, 0, None
+
+    def dropped(self) -> None:
+        """The gradient at hand is gone."""
+        self._pending = None
 
     @property
     def rates(self) -> tuple[float, float]:
@@ -92,6 +97,7 @@ class StepDriver:
         Raises `EngineError` when more than `max_nonfinite_steps` updates in a row are not finite.
         """
         self._check(loss)
+        self._pending = None
         trained, before = [sample for sample in samples if is_trained(sample)], self._nonfinite.row
         made = _Updates(self.rates[0])
         try:
@@ -104,24 +110,27 @@ class StepDriver:
         return made.result()
 
     def forward_backward(self, computer: Computer, samples: Sequence[Sample], loss: Loss) -> StepResult:
-        """Add the gradient of these rows, for an update by `optim_step`. Raises what `Computer.accumulate` raises."""
-        trained, made = [sample for sample in samples if is_trained(sample)], _Updates(0.0)
+        """Add the gradient of these rows, for an update by `optim_step`; returns what all rows since the last update were.
+        Raises what `Computer.accumulate` raises; no gradient is left then."""
+        made = self._pending or _Updates(0.0, parts_add_up=True)
+        self._pending = None
+        trained = [sample for sample in samples if is_trained(sample)]
         if trained:
             made.add(computer.accumulate(computer.prepare(trained, loss), loss, self.steps), None, first=True)
-            self._pending = True
+        self._pending = made if made.parts else None
         return made.result()
 
     def optim_step(self, computer: Computer, lr: float | None = None) -> StepResult:
         """Update on the gradient at hand, at this rate; the critic's rate is in proportion. Raises `EngineError` without a
         gradient."""
-        if not self._pending:
+        if self._pending is None:
             raise EngineError("there is no gradient to update on: call forward_backward() with trained rows first")
-        self._pending = False
+        self._pending = None
         policy, critic = self.rates
-        made = _Updates(policy if lr is None else lr)
-        made.add(
-            Tally(), computer.update(made.lr, critic if lr is None else critic * lr / policy, self.steps), first=True
-        )
+        if lr is not None:
+            policy, critic = lr, lr * self._config.critic_lr / self._config.lr
+        made = _Updates(policy)
+        made.add(Tally(), computer.update(policy, critic, self.steps), first=True)
         self.steps += 1
         return made.result()
 
@@ -196,13 +205,16 @@ def _scaled(sample: Sample, tokens: float, states: float) -> Sample:
 
 
 class _Updates:
-    """What a step reports, added up over its updates."""
+    """What a step reports, added up over its updates. The losses of parts add up to that of all rows (`parts_add_up`), or each
+    is a mean as that is."""
 
-    def __init__(self, lr: float) -> None:
-        self.lr, self._first, self._tally = lr, Tally(), Tally()
+    def __init__(self, lr: float, *, parts_add_up: bool = False) -> None:
+        self.lr, self._add_up = lr, parts_add_up
+        self._first: Tally | None = None
+        self._tally = Tally()
         self._norms: list[dict[str, float]] = []
-        self._parts, self._clipped, self._last = 0, list[float](), 0.0
-        self.taken, self._skipped = 0, 0
+        self._clipped, self._last = list[float](), 0.0
+        self.parts = self.taken = self._skipped = 0
 
     def add(self, tally: Tally, norms: dict[str, float] | None, *, first: bool) -> None:
         """An update that was taken, or whose rows had no weight (`norms` None)."""
@@ -222,20 +234,23 @@ class _Updates:
         self._clipped = []
 
     def _count(self, tally: Tally, *, first: bool) -> None:
+        if not tally.parts:
+            return
         self._clipped.append(tally.metrics()["clip_fraction"])
         if first:
-            if not self._parts:
-                self._first = tally
+            self._first = self._first or tally
             merged = Tally()
             merged.merge(self._tally)
             merged.merge(tally)
-            self._tally, self._parts = merged, self._parts + 1
+            self._tally, self.parts = merged, self.parts + 1
 
     def result(self) -> StepResult:
         """The metrics are those of the first pass; how far trainer and sampler are apart is known before the first update."""
         found = self._tally.metrics()
-        found["loss"] /= max(1, self._parts)
-        found |= {name: value for name, value in self._first.metrics().items() if "logprob_gap" in name}
+        if not self._add_up:
+            found["loss"] /= max(1, self.parts)
+            before = (self._first or Tally()).metrics()
+            found |= {name: value for name, value in before.items() if "logprob_gap" in name}
         found["clip_fraction_last"] = self._last
         if self._skipped:
             found = {name: value if math.isfinite(value) else 0.0 for name, value in found.items()}

@@ -112,7 +112,8 @@ class Loop:
     async def export(self) -> Evaluation | None:
         """Write the run's model. Returns the evaluation that it is of, where the best one's is kept."""
         model, best = self.stack.folder / "model", self.held_out.best
-        if best is not None and self.done < self.stack.config.trainer.steps:
+        early = self.done < self.stack.config.trainer.steps
+        if best is not None and early and self.held_out.is_over(self.stack.config.trainer.patience):
             self.reporter.say(
                 f"ended after {self.done} steps: {self.stack.config.trainer.patience} evaluations in a row were no better than "
                 f"that after {best.step} steps (trainer.patience)"
@@ -133,7 +134,8 @@ class Loop:
             return RecordedSampler(
                 self.stack, self.schedule, self.train, self.train_agents, self.reporter, self.finished, self.record
             )
-        make = Pipeline if self.stack.config.trainer.max_staleness else TurnSampler
+        ahead = self.stack.config.trainer.max_staleness and not self.own_loop
+        make = Pipeline if ahead else TurnSampler
         return make(self.stack, self.schedule, self.train, self.train_agents, self.reporter, self.finished)
 
     async def step(self, step: int) -> dict[str, float]:

@@ -166,13 +166,12 @@ class Rewinder:
     def needed(self, step: int) -> bool:
         """Whether some of the steps that lead from the newest checkpoint to `step` were taken by an engine that was opened
         otherwise than one is `here`."""
-        present = self.here.engine, self.here.trainer.seed
+        present = _opened_with(self.here)
         return any(self._training(taken) != present for taken in range(self.checkpoints.newest(step) or 0, step))
 
     def _training(self, step: int) -> object:
         """What an engine is opened with for a step."""
-        config = self._config_at(step)
-        return config.engine, config.trainer.seed
+        return _opened_with(self._config_at(step))
 
     def _config_at(self, step: int) -> Config:
         """The settings that a step was taken with, on this machine. A dtype that was left to lightning is the one it chose."""
@@ -193,6 +192,12 @@ class Rewinder:
             update["dtype"] = chosen or self.here.engine.dtype
         engine = config.engine.model_copy(update=update)
         return config.model_copy(update={"engine": engine})
+
+
+def _opened_with(config: Config) -> object:
+    """What an engine is opened with; the number of steps only where the learning rate falls until the last of them."""
+    falls = config.engine.lr_schedule != "constant"
+    return config.engine, config.trainer.seed, config.trainer.steps if falls else None
 
 
 async def take_again(

@@ -18,11 +18,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from lightning.algorithms.protocol import Batch, needs_critic
+import numpy as np
+
+from lightning.algorithms.protocol import Batch
 from lightning.asyncio_utils import in_thread
 from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group
@@ -39,51 +42,57 @@ from lightning.types import Json, Rollout, Task
 
 @dataclass
 class _Step:
-    """What the step that is being made has so far. `first` is the number of its next group, `generation` which try it is."""
+    """What the step that is being made has so far. `first` is the number of its next group, `generation` which try it is.
+    `result` is what its rows were up to the first update, `pending` whether there is a gradient, `rows` what one had."""
 
     generation: int
     first: int = 0
     rollouts: list[Rollout] = field(default_factory=list)
     seconds: float = 0.0
     batch: Batch | None = None
-    gradients: list[StepResult] = field(default_factory=list)
+    result: StepResult | None = None
+    pending: bool = False
+    rows: set[int] = field(default_factory=set)
     updates: list[StepResult] = field(default_factory=list)
 
 
 class Session:
-    """An open run; `Trainer.session` makes it. `step` counts the committed steps, which is the policy's version, too."""
+    """An open run; `Trainer.session` makes it. `step` counts the committed steps, which is the policy's version, too. Its calls
+    wait for one another."""
 
     def __init__(self, loop: Loop) -> None:
-        if any(needs_critic(algorithm) for _, algorithm in loop.schedule.phases):
-            raise ConfigError(
-                "a critic is trained by Trainer.fit alone: choose a credit without one for a loop of your own"
-            )
         self._loop = loop
         self._now: _Step | None = None
-        self._groups: dict[int, tuple[Batch, Sequence[Group]]] = {}
-        """Batches by their identity, with what they are of."""
-        self._trained: set[str] = set()
+        self._groups: dict[str, Group] = {}
+        """The groups that `rollout` has returned, until they are trained or too old."""
+        self._batches: dict[int, tuple[Batch, Sequence[Group]]] = {}
+        """This step's batches by their identity, with what they are of."""
+        self._turn = asyncio.Lock()
+        self._resources = AsyncExitStack()
+        self.kept: Evaluation | None = None
+        """The evaluation that the exported model is of, where `trainer.keep` is `best`."""
 
     async def __aenter__(self) -> Self:
         loop = self._loop
-        await loop.restore()
-        await loop.writer.__aenter__()
-        await loop.alerts.__aenter__()
-        loop.sampler = loop.sampling()
-        await loop.sampler.__aenter__()
-        loop.reporter.begin(loop.done, loop.stack.config.trainer.steps)
+        async with AsyncExitStack() as opened:
+            await loop.restore()
+            await opened.enter_async_context(loop.writer)
+            await opened.enter_async_context(loop.alerts)
+            loop.sampler = await opened.enter_async_context(loop.sampling())
+            loop.reporter.begin(loop.done, loop.stack.config.trainer.steps)
+            self._resources = opened.pop_all()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        loop = self._loop
-        await loop.sampler.__aexit__(kind, error, trace)
-        await loop.alerts.__aexit__(kind, error, trace)
-        if error is None:
-            await loop.writer.finish()
-            await loop.export()
-        await loop.writer.__aexit__(kind, error, trace)
+        async with self._resources:
+            if error is not None:
+                raise error
+            if self._now is not None and self._now.updates:
+                raise DataError("the last updates are in no step: publish() before the session ends")
+            await self._loop.writer.finish()
+            self.kept = await self._loop.export()
 
     @property
     def step(self) -> int:
@@ -103,91 +112,127 @@ class Session:
     async def rollout(self, tasks: Sequence[Task | Json], n: int | None = None) -> list[Group]:
         """Run the agent `n` times (default: the algorithm's group size) on each task, by the present policy. May be called
         several times in a step. Raises `RunnerError` when all fail; some that fail are in the record and in no group."""
-        loop, now, began = self._loop, await self._present(), time.monotonic()
-        given = as_tasks(tasks, "tasks")
+        given, loop = as_tasks(tasks, "tasks"), self._loop
         if not given:
             raise DataError("the list of tasks is empty: give rollout() at least one")
-        size = loop.schedule.at(loop.done).group_size if n is None else n
-        if size < 1:
-            raise DataError(f"n = {size}: a group has at least one rollout")
-        attempts = loop.stack.config.runner.max_attempts
-        planned = train_rollouts(
-            loop.stack.run.id, loop.done, given, size, attempts, generation=now.generation, first=now.first
-        )
-        now.first += len(given)
-        what = f"rollouts of step {loop.done + 1}"
-        with loop.timed("rollout"):
-            ended = await loop.sampler.ended(planned, what)
-        loop.sampler.check(what, ended)
-        now.rollouts += ended
-        now.seconds += time.monotonic() - began
-        return await load_groups(self.store, ended, loop.train_agents, loop.stack.config.trainer.policy_fault)
+        if n is not None and n < 1:
+            raise DataError(f"n = {n}: a group has at least one rollout")
+        async with self._turn:
+            now, began = await self._present(), time.monotonic()
+            size = loop.schedule.at(loop.done).group_size if n is None else n
+            attempts = loop.stack.config.runner.max_attempts
+            planned = train_rollouts(
+                loop.stack.run.id, loop.done, given, size, attempts, generation=now.generation, first=now.first
+            )
+            now.first += len(given)
+            what = f"rollouts of step {loop.done + 1}"
+            with loop.timed("rollout"):
+                ended = await loop.sampler.ended(planned, what)
+            loop.sampler.check(what, ended)
+            now.rollouts += ended
+            now.seconds += time.monotonic() - began
+            fault = loop.stack.config.trainer.policy_fault
+            found = await load_groups(self.store, ended, loop.train_agents, fault)
+            self._groups |= {group.id: group for group in found}
+            return found
 
     async def batch(self, groups: Sequence[Group]) -> Batch:
-        """The rows of groups, as the run's algorithm makes them: credit, filtering, weights. Raises `DataError` for groups of
-        which a rollout was trained already, or that are older than `trainer.max_staleness` steps."""
-        self._check_groups(groups)
-        batch = await in_thread(self._loop.schedule.at(self.step).batch, groups)
-        self._groups[id(batch)] = (batch, groups)
-        return batch
+        """The rows of groups, as the run's algorithm makes them: credit, filtering, weights. Raises `DataError` for groups that
+        `rollout` has not returned so, that a step has trained, or that are older than `trainer.max_staleness` steps."""
+        if len({group.id for group in groups}) < len(groups):
+            raise DataError("a group is there twice: give each once")
+        for group in groups:
+            if self._groups.get(group.id) is not group:
+                raise DataError(
+                    f"{group.id} is no group of rollout() that can be trained: it was in a step before, is older than "
+                    f"trainer.max_staleness = {self._loop.stack.config.trainer.max_staleness} steps, or was changed"
+                )
+        async with self._turn:
+            batch = await in_thread(self._loop.schedule.at(self.step).batch, groups)
+            self._batches[id(batch)] = (batch, [*groups])
+            return batch
 
     async def forward_backward(self, batch: Batch, samples: Sequence[Sample] | None = None) -> Mapping[str, float]:
-        """Add the gradient of a batch of this session, or of some of its rows (a mini-batch, whose weights you may scale);
-        returns what the engine measured. Raises `DataError` for another batch in one step."""
-        loop, now = self._loop, await self._present()
-        if id(batch) not in self._groups:
-            raise DataError("this batch was not made by session.batch(), so nothing says which rollouts it is of")
-        if now.batch is not None and now.batch is not batch:
-            raise DataError("a step has one batch, on which it may take several updates: publish() before another one")
-        rows = batch.samples if samples is None else samples
-        if not rows:
-            left_out = ", ".join(f"{count} x {why}" for why, count in batch.skipped.items()) or "no groups were given"
-            raise DataError(
-                f"the batch has no row to train on ({left_out}): sample other tasks, and make another batch"
-            )
-        if now.batch is None:
+        """Add the gradient of a batch of this session, or of some of its rows, whose weights you may scale; returns what all
+        rows since the last update were. Raises `DataError` for another batch in a step that has updates, and for rows that
+        are not the batch's; `ConfigError` for a loss that several updates, or parts, would make another."""
+        async with self._turn:
+            loop, now = self._loop, await self._present()
+            if id(batch) not in self._batches:
+                raise DataError("this batch was not made by session.batch() in this step: make one of the groups")
+            if now.batch is not batch and now.batch is not None and (now.updates or now.pending):
+                raise DataError(
+                    "a step has one batch, on which it may take several updates: publish() before another one"
+                )
+            rows = batch.samples if samples is None else tuple(samples)
+            if not rows:
+                left_out = ", ".join(f"{count} x {why}" for why, count in batch.skipped.items()) or "no group was given"
+                raise DataError(
+                    f"the batch has no row to train on ({left_out}): sample other tasks, make another batch"
+                )
+            loss = batch.loss_for(loop.schedule.at(loop.done))
+            _check_loss(loss, again=bool(now.updates), part=samples is not None)
+            places = _places(rows, batch)
             await loop.writer.training()
-            now.batch = batch
-        loss = batch.loss_for(loop.schedule.at(loop.done))
-        with loop.timed("train"):
-            async with loop.stack.resting():
-                result = await asyncio.to_thread(loop.engine.forward_backward, rows, loss)
-        now.gradients.append(result)
-        return result.metrics
+            if now.batch is not batch:
+                now.batch, now.rows = batch, set()
+            now.pending = False
+            with loop.timed("train"):
+                async with loop.stack.resting():
+                    result = await asyncio.to_thread(loop.engine.forward_backward, rows, loss)
+            now.pending = True
+            now.rows |= places
+            if not now.updates:
+                now.result = result
+            return result.metrics
 
     async def optim_step(self, lr: float | None = None) -> Mapping[str, float]:
-        """Clip the gradient and update, at this rate or that of the schedule. Raises `DataError` without a gradient."""
-        loop, now = self._loop, await self._present()
-        if not now.gradients:
-            raise DataError("there is no gradient: call forward_backward() with a batch before optim_step()")
-        with loop.timed("train"):
-            async with loop.stack.resting():
-                result = await asyncio.to_thread(loop.engine.optim_step, lr)
-        now.updates.append(result)
-        return result.metrics
+        """Clip the gradient and update, at this rate or that of the schedule, which counts the updates of such a loop. Raises
+        `DataError` without a gradient."""
+        async with self._turn:
+            loop, now = self._loop, await self._present()
+            if not now.pending:
+                raise DataError("there is no gradient: call forward_backward() with a batch before optim_step()")
+            now.pending = False
+            with loop.timed("train"):
+                async with loop.stack.resting():
+                    result = await asyncio.to_thread(loop.engine.optim_step, lr)
+            now.updates.append(result)
+            return result.metrics
 
     async def publish(self) -> Mapping[str, float]:
         """Commit the step and make the policy server serve its weights; returns the step's metrics. Raises `DataError` when
-        nothing was updated since the last one."""
-        loop, now, began = self._loop, await self._present(), time.monotonic()
-        if now.batch is None or not now.updates:
-            raise DataError(
-                "nothing was updated since the last publish(): call forward_backward() and optim_step() before"
-            )
-        _, groups = self._groups[id(now.batch)]
-        sampled = Sampled(now.rollouts, groups, now.seconds)
-        metrics = await loop.take(loop.done, sampled, groups, now.batch, _summed(now))
-        self._trained |= {rollout.id for rollout in now.batch.used}
-        self._now, self._groups = None, {}
-        loop.reporter.step(loop.done - 1, metrics, time.monotonic() - began)
-        return metrics
+        nothing was updated since the last one, or when rows of the batch were in no gradient."""
+        async with self._turn:
+            loop, now, began = self._loop, await self._present(), time.monotonic()
+            if now.batch is None or not now.updates or now.result is None:
+                raise DataError(
+                    "nothing was updated since the last publish(): call forward_backward() and optim_step() before"
+                )
+            if now.pending:
+                raise DataError("there is a gradient that no update has used: call optim_step() before publish()")
+            if missed := len(now.batch.samples) - len(now.rows):
+                raise DataError(
+                    f"{missed} rows of the batch were in no gradient, and the record would say they were: call "
+                    "forward_backward() with all of them, or make a batch of fewer groups"
+                )
+            _, groups = self._batches[id(now.batch)]
+            sampled, step = Sampled(now.rollouts, groups, now.seconds), loop.done
+            try:
+                metrics = await loop.take(step, sampled, groups, now.batch, _summed(now.result, now.updates))
+            finally:
+                if loop.done > step:  # committed, whatever failed then
+                    self._committed(groups)
+            loop.reporter.step(step, metrics, time.monotonic() - began)
+            return metrics
 
     async def evaluate(self) -> Evaluation | None:
         """Run the agent on the held-out tasks of `Trainer.session`, between two steps; None without such. Raises `DataError`
-        for a step that has a gradient, whose weights are nobody's yet."""
-        if self._now is not None and self._now.gradients:
-            raise DataError("the policy server has not the weights of this step yet: publish() before evaluate()")
-        return await self._loop.evaluate()
+        for a step whose weights are nobody's yet."""
+        async with self._turn:
+            if self._now is not None and (self._now.updates or self._now.pending):
+                raise DataError("the policy server has not the weights of this step yet: publish() before evaluate()")
+            return await self._loop.evaluate()
 
     async def _present(self) -> _Step:
         """The step that is being made. One that was interrupted is begun anew: its rollouts stay in the record."""
@@ -197,35 +242,53 @@ class Session:
             self._loop.begin_step()
         return self._now
 
-    def _check_groups(self, groups: Sequence[Group]) -> None:
-        bound = self._loop.stack.config.trainer.max_staleness
-        for rollout in (member.rollout for group in groups for member in group.trajectories):
-            if rollout.id in self._trained or rollout.trained_at_step is not None:
-                raise DataError(
-                    f"{rollout.id} was trained in a step before: each rollout is in one step, which may take several updates"
-                )
-            if self.step - rollout.step > bound:
-                raise DataError(
-                    f"{rollout.id} was sampled {self.step - rollout.step} steps ago, and trainer.max_staleness is {bound}: "
-                    "raise that to train on older rollouts"
-                )
+    def _committed(self, groups: Sequence[Group]) -> None:
+        bound, trained = self._loop.stack.config.trainer.max_staleness, {group.id for group in groups}
+        self._now, self._batches = None, {}
+        self._groups = {
+            name: group
+            for name, group in self._groups.items()
+            if name not in trained and all(self.step - member.rollout.step <= bound for member in group.trajectories)
+        }
 
 
-def _summed(step: _Step) -> StepResult:
-    """What a step reports: of its first pass over the rows, as far as gradients were added before the first update."""
-    seen = {key: value for result in step.gradients for key, value in result.seen.items()}
-    metrics = dict(step.gradients[0].metrics)
+def _check_loss(loss: object, *, again: bool, part: bool) -> None:
+    """Raises `ConfigError` for a loss that would silently be another one."""
+    correction = getattr(loss, "correction", None)
+    if again and getattr(correction, "decoupled", False):
+        raise ConfigError(
+            f"a correction of the kind {getattr(correction, 'kind', '')!r} measures how far a step has moved the policy from "
+            "where it began, and with several updates in a step nobody keeps that: take one, or set correction = 'mask'"
+        )
+    if part and getattr(loss, "whole_step", False):
+        raise ConfigError(
+            f"{type(loss).__name__} compares the rows of a whole step: give forward_backward() the batch alone"
+        )
+
+
+def _places(rows: Sequence[Sample], batch: Batch) -> set[int]:
+    """Which of the batch's rows these are. Raises `DataError` for one that is none of them: the record would not say so."""
+    known = {_spans(row): place for place, row in enumerate(batch.samples)}
+    places = set()
+    for row in rows:
+        place = known.get(_spans(row))
+        own = None if place is None else batch.samples[place]
+        alike = own is not None and np.array_equal(own.ids, row.ids)
+        if own is None or place is None or not alike or not np.array_equal(own.logprobs, row.logprobs, equal_nan=True):
+            raise DataError("a row is none of the batch's: give rows of batch.samples, with other weights at most")
+        places.add(place)
+    return places
+
+
+def _spans(row: Sample) -> tuple[tuple[str, int, int, int, int], ...]:
+    return tuple((span.rollout, span.attempt, span.seq, span.start, span.stop) for span in row.spans)
+
+
+def _summed(result: StepResult, updates: Sequence[StepResult]) -> StepResult:
+    """What a step reports: its rows as they were up to the first update, and all updates."""
+    metrics = dict(result.metrics)
     for name in ("grad_norm", "critic_grad_norm"):
-        values = [update.metrics[name] for update in step.updates if name in update.metrics]
+        values = [update.metrics[name] for update in updates if name in update.metrics]
         metrics |= {name: sum(values) / len(values)} if values else {}
-    taken = sum(update.metrics["updates"] for update in step.updates)
-    return StepResult(
-        metrics
-        | {
-            "updates": taken,
-            "stepped": 1.0,
-            "lr": step.updates[-1].metrics["lr"],
-            "passes": float(len(step.gradients)),
-        },
-        seen,
-    )
+    taken = sum(update.metrics["updates"] for update in updates)
+    return StepResult(metrics | {"updates": taken, "stepped": 1.0, "lr": updates[-1].metrics["lr"]}, result.seen)

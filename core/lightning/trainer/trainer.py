@@ -189,13 +189,29 @@ class Trainer(RunOpening):
         written at each step. Raises `ConfigError` for settings that only `fit` has a meaning for, and what `fit` raises.
         """
         held_out = as_tasks(val, "val")
-        if self.recorded is not None or isinstance(self.algorithm, SearchAlgorithm):
-            raise ConfigError("a loop of your own samples rollouts and updates weights: give no record, and no search")
+        self._check_own_loop(held_out)
         async with self._prepared(agent, [], held_out, own_loop=True) as made:
             loop = await self._open_loop(made, held_out, own_loop=True)
             async with Session(loop) as session:
                 yield session
-            await self._finished(made, loop, None)
+            await self._finished(made, loop, session.kept)
+
+    def _check_own_loop(self, held_out: list[Task]) -> None:
+        """Refuse, before anything is opened, what a loop of somebody's own cannot do; name what it does not look at."""
+        if self.recorded is not None or not isinstance(self.schedule, AlgorithmSchedule):
+            raise ConfigError("a loop of your own samples rollouts and updates weights: give no record, and no search")
+        if self.schedule.needs_critic:
+            raise ConfigError("a critic is trained by Trainer.fit alone: choose a credit without one for your own loop")
+        trainer, engine, plain = self.config.trainer, self.config.engine, Config()
+        if trainer.order == "learnable" or engine.minibatches * engine.epochs > 1:
+            raise ConfigError(
+                "trainer.order = learnable, engine.minibatches and engine.epochs belong to Trainer.fit: your own loop chooses "
+                "its tasks, and takes as many updates as it calls optim_step()"
+            )
+        check_held_out(self.config, held_out)
+        unused = ("tasks_per_step", "eval_every", "patience", "max_waves", "checkpoint_every")
+        if said := [name for name in unused if getattr(trainer, name) != getattr(plain.trainer, name)]:
+            logger.warning("a loop of your own does not look at trainer.%s: leave it away", ", trainer.".join(said))
 
     async def _dev(self, agent: Agent | None, tasks: list[Task]) -> DevReport:
         runner = self._runner_of(agent)

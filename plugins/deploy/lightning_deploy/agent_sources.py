@@ -231,8 +231,9 @@ def _requirements(third_party: dict[str, _Import]) -> tuple[str, ...]:
                 f"{found.file}:{found.line} imports {found.module}, which is installed from a folder of this machine: put its "
                 "package into the project's folder, or install a published version"
             )
-    return tuple(f"{_canonical(name)}=={metadata.version(name)}" for name in names)
+    return tuple(f"{canonical(name)}=={metadata.version(name)}" for name in names)
 
 
-def _canonical(name: str) -> str:
+def canonical(name: str) -> str:
+    """A distribution's name as indexes compare it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()

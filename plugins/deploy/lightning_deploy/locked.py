@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from lightning import __version__
 from lightning.errors import ConfigError, MissingExtraError
 
+from lightning_deploy.agent_sources import canonical
+
 PLATFORM = "x86_64-manylinux_2_28"
 SECONDS = 300
 
@@ -57,7 +59,10 @@ def lock(extras: Sequence[str], requirements: Sequence[str], python: str) -> str
 
 def _installed() -> list[str]:
     """What is installed here from an index, as `name==version`."""
-    found = {one.metadata["Name"]: one for one in metadata.distributions() if one.metadata["Name"]}
+    found: dict[str, metadata.Distribution] = {}
+    for one in metadata.distributions():  # the first on the path is the one that is imported
+        if one.metadata["Name"]:
+            found.setdefault(canonical(one.metadata["Name"]), one)
     return sorted(
         f"{name}=={one.version}"
         for name, one in found.items()

@@ -83,7 +83,7 @@ class VerlEngine:
         self._driver = StepDriver(config.engine.max_nonfinite_steps)
         self._moved = (0, 0)
         """How many updates of the step that is under way moved the policy and the critic."""
-        self._part: Sequence[Sample] = ()
+        self._summed: Sequence[Sample] = ()
         """The rows that the gradient at hand is of."""
         self._longest = 0
         """Tokens of the longest row that is computed on; no micro-batch is smaller. 0 where none is."""
@@ -137,7 +137,11 @@ class VerlEngine:
         """See `lightning.engines.protocol.Engine`. Workers that die take the gradient with them: that is an error here."""
         trained = self._trainable(samples)
         with self._turn:
-            return self._driver.forward_backward(self, trained, loss)
+            try:
+                return self._driver.forward_backward(self, trained, loss)
+            except BaseException:
+                self._drop()
+                raise
 
     def optim_step(self, lr: float | None = None) -> StepResult:
         """See `lightning.engines.protocol.Engine`."""
@@ -158,17 +162,17 @@ class VerlEngine:
 
     def accumulate(self, samples: Sequence[Sample], loss: Loss, step: int) -> Tally:
         """See `lightning.engines.step.Computer`."""
-        added = bool(self._part)
+        added = bool(self._summed)
         reports: list[Report] = [report for _, report in self._dealt("accumulate", samples, loss, step, added)]
         problems = [report.problem for report in reports if report.problem]
         nonfinite = [report.nonfinite for report in reports if report.nonfinite]
         if problems or nonfinite:
-            self._part = ()
+            self._summed = ()
             self._run("discard")
             if problems:
-                raise EngineError(f"{problems[0]}, so the step was not taken and the weights are as before")
+                raise EngineError(f"{problems[0]}, so this update was not taken")
             raise NonFiniteError(nonfinite[0])
-        self._part = [*self._part, *samples]
+        self._summed = [*self._summed, *samples]
         tally = Tally()
         for report in reports:
             tally.merge(report.tally)
@@ -176,8 +180,8 @@ class VerlEngine:
 
     def update(self, lr: float, critic_lr: float, step: int) -> dict[str, float]:
         """See `lightning.engines.step.Computer`. What has no gradient is left alone."""
-        policy, critic = self._moves(self._part)
-        self._part = ()
+        policy, critic = self._moves(self._summed)
+        self._summed = ()
         norms: dict[str, float] = self._run("update", lr if policy else None, critic_lr if critic else None)[0]
         if not all(map(math.isfinite, norms.values())):
             raise NonFiniteError(f"the gradient is not finite at step {step}")
@@ -201,6 +205,7 @@ class VerlEngine:
         taken = read_state(folder, opened.trunk, layout(self._config))
         self._again(lambda: self._run("load", folder.resolve(), taken.policy, taken.critic))
         self._taken, self._saved, self._driver.steps = taken, (folder.resolve(), taken), taken.steps
+        self._drop()
 
     def export(self, folder: Path) -> Path:
         """Write a model folder that `transformers` and vLLM load, LoRA merged; return it."""
@@ -314,6 +319,7 @@ class VerlEngine:
             raise EngineError("the engine was closed while it computed") from error
         allowed, short, cure = self._config.engine.verl.restarts, "out of memory" in str(error), "resume the run"
         longest, self._longest = self._longest, 0
+        self._drop()
         if short:
             if self._budget <= longest:
                 raise EngineError(
@@ -344,7 +350,7 @@ class VerlEngine:
             self._run("load", folder, taken.policy, taken.critic)
 
     def _step(self, trained: Sequence[Sample], loss: Loss) -> StepResult:
-        self._part, self._moved = (), (0, 0)
+        self._summed, self._moved = (), (0, 0)
         result = self._driver.step(self, trained, loss)
         self._note(result)
         return result
@@ -354,6 +360,11 @@ class VerlEngine:
         if result.metrics["stepped"]:
             policy, critic = self._moved
             self._taken = Taken(self._driver.steps, self._taken.policy + policy, self._taken.critic + critic)
+
+    def _drop(self) -> None:
+        """The workers have no gradient, or are to forget it with the next one."""
+        self._summed = ()
+        self._driver.dropped()
 
     def _trainable(self, samples: Sequence[Sample]) -> list[Sample]:
         """The rows that are trained, up to their last trained token. Raises `DataError` for what cannot be computed on."""

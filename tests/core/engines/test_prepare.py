@@ -136,7 +136,7 @@ def test_memory_that_runs_out_before_or_after_prepare_halves_the_microbatch_and_
         (lambda numbers: numbers[:, None], r"Watching\.prepare gave an array of shape \(12, 1\)"),
         (
             lambda numbers: np.where(numbers == 3.0, np.nan, numbers),
-            r"Watching\.prepare gave nan for token 0 of rollout long attempt 1 call 1 \(and 4 more\), so the step was not",
+            r"Watching\.prepare gave nan for token 0 of rollout long attempt 1 call 1 \(and 4 more\), so this update was not",
         ),
         (lambda numbers: numbers / 0.0, r"Watching\.prepare gave inf for token 0 of rollout short"),
     ],

@@ -152,6 +152,27 @@ def test_an_update_needs_a_gradient(make_row: Make) -> None:
         own.optim_step(recorder)
 
 
+def test_a_gradient_that_failed_is_none(make_row: Make) -> None:
+    own, recorder = driver(), Recorder()
+    own.forward_backward(recorder, rows_of(make_row, 2), LOSS)
+    with pytest.raises(NonFiniteError):
+        own.forward_backward(recorder, [make_row(8, [(4, 8, 1.0, 0.1)], name="bad")], LOSS)
+    with pytest.raises(EngineError, match=r"call forward_backward\(\)"):
+        own.optim_step(recorder)
+    own.forward_backward(recorder, rows_of(make_row, 2), LOSS)
+    own.step(recorder, rows_of(make_row, 2), LOSS)
+    with pytest.raises(EngineError, match=r"call forward_backward\(\)"):
+        own.optim_step(recorder)
+
+
+def test_a_rate_of_ones_own_needs_no_rate_of_the_schedule(make_row: Make) -> None:
+    own = driver(schedule="linear", total_steps=1, critic_lr=0.1)
+    own.steps = 3
+    recorder = Recorder()
+    own.forward_backward(recorder, rows_of(make_row, 2), LOSS)
+    assert own.optim_step(recorder, lr=0.25).metrics["lr"] == 0.25
+
+
 def weights(engine: TorchEngine) -> torch.Tensor:
     return torch.cat([value.detach().flatten() for value in engine._learning().values()])
 

@@ -61,6 +61,8 @@ class LedgerEngine:
     valued: int = 0
     losses: list[Loss] = field(default_factory=list)
     gradient: str = ""
+    fail_next: Exception | None = None
+    """What the next gradient fails with."""
     lr: float = 0.0
     idle: bool = False
     """Whether steps teach nothing."""
@@ -87,6 +89,9 @@ class LedgerEngine:
         return StepResult(found.metrics | {"stepped": 1.0}, found.seen)
 
     def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
+        if self.fail_next is not None:
+            error, self.fail_next, self.gradient = self.fail_next, None, ""
+            raise error
         text, found = self._looked_at(samples, loss, 0.0)
         self.gradient += text
         return StepResult(found.metrics | {"stepped": 0.0, "updates": 0.0}, found.seen)
@@ -283,7 +288,7 @@ async def open_bench(
         engine.open(folder, optimizer_of(config), seed=0)
         with Trackers((), config, run=run.id, folder=folder, store=store) as trackers:
             reporter = Reporter(enabled=False)
-            train = TASKS if record is None else record.tasks
+            train = [] if own_loop else TASKS if record is None else record.tasks
             loop = Loop(
                 stack, engine, schedule, train, VAL, (), reporter, trackers, epochs, "the base", record, own_loop
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -11,7 +12,10 @@ import lightning
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
+from lightning.config import Config, with_settings
+from lightning.engines.failures import NonFiniteError
 from lightning.errors import AuditError, ConfigError, DataError, RunnerError
+from lightning.losses.correction import Correction
 from lightning.trainer.session import Session
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Status, Task
@@ -108,7 +112,6 @@ async def test_parts_of_a_batch_and_several_calls_of_rollout_make_one_step(bench
         await session.optim_step()
         metrics = await session.publish()
         assert metrics["rollouts"] == 5.0
-        assert metrics["passes"] == len(batch.samples)
         assert (await audit(made.store, "run")).ok
 
 
@@ -127,10 +130,15 @@ async def test_what_no_step_can_be_made_of_is_refused_by_name(bench: Open, tmp_p
             await session.evaluate()
         await session.optim_step()
         await session.publish()
-        with pytest.raises(DataError, match="was trained in a step before"):
+        with pytest.raises(DataError, match=r"is no group of rollout.* in a step before"):
             await session.batch(groups)
         with pytest.raises(DataError, match=r"not made by session.batch"):
             await session.forward_backward(batch)
+        other_rows = await session.batch(await session.rollout(TASKS))
+        with pytest.raises(DataError, match="a row is none of the batch's"):
+            await session.forward_backward(other_rows, batch.samples)
+        with pytest.raises(DataError, match="a group is there twice"):
+            await session.batch([groups[0], groups[0]])
         with pytest.raises(DataError, match="the list of tasks is empty"):
             await session.rollout([])
         assert session.step == 1
@@ -140,8 +148,79 @@ async def test_older_rollouts_need_the_setting_that_allows_them(bench: Open, tmp
     async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
         old = await session.rollout(TASKS)
         await take(session)
-        with pytest.raises(DataError, match=r"sampled 1 steps ago, and trainer.max_staleness is 0"):
+        with pytest.raises(DataError, match=r"older than trainer.max_staleness = 0"):
             await session.batch(old)
+
+
+async def test_older_rollouts_are_trained_where_the_setting_allows_them(bench: Open, tmp_path: Path) -> None:
+    async with bench(tmp_path / "run", own_loop=True, trainer__max_staleness=1) as made:
+        async with Session(made.loop) as session:
+            old = await session.rollout(TASKS)
+            await take(session)
+            batch = await session.batch(old)
+            await session.forward_backward(batch)
+            await session.optim_step()
+            assert (await session.publish())["staleness_max"] == 1.0
+        assert (await audit(made.store, "run")).ok
+
+
+async def test_updates_that_are_in_no_step_are_not_exported(bench: Open, tmp_path: Path) -> None:
+    async def forgets(session: Session) -> None:
+        async with session:
+            batch = await session.batch(await session.rollout(TASKS))
+            await session.forward_backward(batch)
+            await session.optim_step()
+
+    async with bench(tmp_path / "run", own_loop=True) as made:
+        with pytest.raises(DataError, match=r"publish\(\) before the session ends"):
+            await forgets(Session(made.loop))
+        assert not (tmp_path / "run" / "model").exists()
+
+
+async def test_rows_that_were_in_no_gradient_are_not_recorded_as_trained(bench: Open, tmp_path: Path) -> None:
+    async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
+        batch = await session.batch(await session.rollout(TASKS))
+        await session.forward_backward(batch, batch.samples[1:])
+        await session.optim_step()
+        with pytest.raises(DataError, match="1 rows of the batch were in no gradient"):
+            await session.publish()
+        await session.forward_backward(batch, batch.samples[:1])
+        with pytest.raises(DataError, match="a gradient that no update has used"):
+            await session.publish()
+        await session.optim_step()
+        assert (await session.publish())["updates"] == 2.0
+
+
+async def test_rollouts_side_by_side_are_other_groups(bench: Open, tmp_path: Path) -> None:
+    async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
+        one, other = await asyncio.gather(session.rollout(TASKS[:1]), session.rollout(TASKS[1:]))
+        assert one[0].id != other[0].id
+        assert {one[0].trajectories[0].rollout.task.input, other[0].trajectories[0].rollout.task.input} == {
+            "one",
+            "two",
+        }
+
+
+async def test_an_update_that_failed_leaves_room_for_another_batch(bench: Open, tmp_path: Path) -> None:
+    async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
+        batch = await session.batch(await session.rollout(TASKS))
+        made.engine.fail_next = NonFiniteError("the loss is nan")
+        with pytest.raises(NonFiniteError):
+            await session.forward_backward(batch)
+        with pytest.raises(DataError, match="there is no gradient"):
+            await session.optim_step()
+        assert (await take(session))["updates"] == 1.0
+
+
+async def test_a_loss_that_would_be_another_one_is_refused(bench: Open, tmp_path: Path) -> None:
+    algorithm = LightningRL("grpo", group_size=4, correction=Correction("tis"))
+    async with bench(tmp_path / "run", algorithm=algorithm, own_loop=True) as made, Session(made.loop) as session:
+        batch = await session.batch(await session.rollout(TASKS))
+        await session.forward_backward(batch)
+        await session.optim_step()
+        with pytest.raises(ConfigError, match=r"'tis' .* nobody keeps that"):
+            await session.forward_backward(batch)
+        await session.publish()
 
 
 async def test_a_batch_that_teaches_nothing_says_why(bench: Open, answering: Any, tmp_path: Path) -> None:
@@ -176,15 +255,23 @@ async def test_held_out_tasks_are_evaluated_when_asked(bench: Open, tmp_path: Pa
         assert (before.step, after.step, after.rollouts) == (0, 1, 3)
 
 
-async def test_a_critic_needs_fit(bench: Open, tmp_path: Path) -> None:
-    async with bench(tmp_path / "run", algorithm=LightningRL("ppo"), own_loop=True) as made:
-        with pytest.raises(ConfigError, match=r"a critic is trained by Trainer.fit"):
-            Session(made.loop)
-
-
-async def test_a_record_has_no_loop_of_ones_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"algorithm": "ppo"}, r"a critic is trained by Trainer.fit"),
+        ({"config": {"trainer.order": "learnable"}}, "your own loop chooses its tasks"),
+        ({"config": {"engine.epochs": 2}}, "your own loop chooses its tasks"),
+        ({"config": {"trainer.keep": "best"}}, "held-out"),
+        ({"recorded": "somewhere"}, "a loop of your own samples rollouts"),
+    ],
+)
+async def test_what_belongs_to_fit_is_refused_before_anything_is_opened(
+    tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
     (tmp_path / "config.json").write_text("{}")
-    trainer = lightning.Trainer(tmp_path, recorded=str(tmp_path), out=tmp_path / "run")
-    with pytest.raises(ConfigError, match="a loop of your own samples rollouts"):
+    config = with_settings(Config(), settings.pop("config", {}))
+    trainer = lightning.Trainer(tmp_path, out=tmp_path / "run", config=config, **settings)
+    with pytest.raises(ConfigError, match=said):
         async with trainer.session(lambda task, llm: 1.0):
             pass
+    assert not (tmp_path / "run").exists()

@@ -1,6 +1,6 @@
 """The torch engine: one process, a CPU or one CUDA device, any `transformers` causal LM, full weights or LoRA.
 
-The invariant: the gradient of a step is the exact sum of its rows' gradients, whatever the micro-batches; and a step is
+The invariant: the gradient of an update is the exact sum of its rows' gradients, whatever the micro-batches; and an update is
 taken wholly or, when its loss or gradient is not finite, not at all.
 """
 
@@ -153,7 +153,13 @@ class TorchEngine:
     def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
         """See `lightning.engines.protocol.Engine`."""
         self._check_trainable(samples)
-        return self._driver.forward_backward(self, samples, loss)
+        try:
+            return self._driver.forward_backward(self, samples, loss)
+        except BaseException:
+            self._forget()
+            raise
+        finally:
+            torch.cuda.empty_cache()
 
     def optim_step(self, lr: float | None = None) -> StepResult:
         """See `lightning.engines.protocol.Engine`."""
@@ -213,6 +219,7 @@ class TorchEngine:
 
     def _forget(self) -> None:
         """No gradient is left."""
+        self._driver.dropped()
         self._summed, self._known = [], None
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none=True)
@@ -239,6 +246,7 @@ class TorchEngine:
         if saved < self._budget:
             logger.warning("going on with the %d tokens per micro-batch that the training state was saved with", saved)
         self._driver.steps, self._budget = progress.steps, min(saved, self._budget)
+        self._forget()
 
     def export(self, folder: Path) -> Path:
         """Write a model folder that `transformers` and vLLM load, LoRA merged; return it."""
