@@ -22,8 +22,8 @@ from lightning.engines.lr_schedule import lr_factor
 from lightning.engines.microbatch import Tally
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.rows import Numbers, Tokens, is_trained, name
-from lightning.errors import ConfigError, DataError, EngineError
-from lightning.losses.protocol import Loss, StepLoss, StepTokens, name_of, needs_reference
+from lightning.errors import DataError, EngineError
+from lightning.losses.protocol import Loss, StepLoss, StepTokens, check_updates, needs_reference
 
 
 def is_prepared(loss: Loss) -> bool:
@@ -96,7 +96,8 @@ class StepDriver:
 
         Raises `EngineError` when more than `max_nonfinite_steps` updates in a row are not finite.
         """
-        self._check(loss)
+        config = self._config
+        check_updates(loss, several=config.minibatches * config.epochs > 1, parts=config.minibatches > 1)
         self._pending = None
         trained, before = [sample for sample in samples if is_trained(sample)], self._nonfinite.row
         made = _Updates(self.rates[0])
@@ -133,21 +134,6 @@ class StepDriver:
         made.add(Tally(), computer.update(policy, critic, self.steps), first=True)
         self.steps += 1
         return made.result()
-
-    def _check(self, loss: Loss) -> None:
-        """Raises `ConfigError` for a loss that would not be the same with several updates."""
-        if self._config.minibatches > 1 and getattr(loss, "whole_step", False):
-            raise ConfigError(
-                f"{name_of(loss)} compares the rows of a whole step, which mini-batches would separate: set "
-                "engine.minibatches = 1"
-            )
-        correction = getattr(loss, "correction", None)
-        if self._config.minibatches * self._config.epochs > 1 and getattr(correction, "decoupled", False):
-            raise ConfigError(
-                f"a correction of the kind {getattr(correction, 'kind', '')!r} measures how far a step has moved the policy "
-                "from where it began, and with several updates in a step nobody keeps that: set engine.minibatches = 1 and "
-                "engine.epochs = 1, or correction = 'mask'"
-            )
 
     def _take(self, computer: Computer, trained: Sequence[Sample], loss: Loss, made: _Updates) -> None:
         for epoch in range(self._config.epochs):

@@ -108,6 +108,23 @@ def needs_reference(loss: object) -> bool:
     return bool(getattr(loss, "needs_reference", False))
 
 
+def check_updates(loss: object, *, several: bool, parts: bool) -> None:
+    """Raise `ConfigError` for a loss that would silently be another one with `several` updates in a step, or on `parts` of its
+    rows."""
+    if parts and getattr(loss, "whole_step", False):
+        raise ConfigError(
+            f"{name_of(loss)} compares the rows of a whole step, which mini-batches would separate: set "
+            "engine.minibatches = 1, or give forward_backward() the batch alone"
+        )
+    correction = getattr(loss, "correction", None)
+    if several and getattr(correction, "decoupled", False):
+        raise ConfigError(
+            f"a correction of the kind {getattr(correction, 'kind', '')!r} measures how far a step has moved the policy from "
+            "where it began, and with several updates in a step nobody keeps that: take one, with engine.minibatches = 1 "
+            "and engine.epochs = 1, or set correction = 'mask'"
+        )
+
+
 def name_of(function: object) -> str:
     """What a user's function, or object that is called like one, is called in messages."""
     inner = function.func if isinstance(function, partial) else function

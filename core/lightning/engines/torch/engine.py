@@ -186,7 +186,7 @@ class TorchEngine:
         if self._kind == "per-call":
             samples, known = [row for sample in samples for row in rows.by_call(sample)], None
         layout = known if known is not None and _are(known.samples, samples) else self._step_layout(samples)
-        added = [(layout, loss)]
+        added = [(layout, loss)]  # to what is there; after a shortage of memory, all of it again
 
         def attempt() -> Tally:
             nonlocal added
