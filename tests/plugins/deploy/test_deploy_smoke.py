@@ -18,13 +18,16 @@ from lightning_deploy.smoke import smoke
 from lightning_examples import raw_python, word_problems
 
 AGENT = """
+import random
+
 import openai
 
 
 def solve(task, llm):
     messages = [{"role": "user", "content": task.input}]
     reply = openai.OpenAI().chat.completions.create(model=llm.model, messages=messages, max_tokens=8)
-    return float(len(reply.choices[0].message.content or "") % 2)  # the model is not trained: no answer is right
+    # Rollouts of one task draw other numbers, so that each group teaches something, whatever the untrained model says.
+    return random.random() if reply.choices else 0.0
 """
 
 
