@@ -121,14 +121,16 @@ class Gateway:
         ttl: float | None = None,
         run: str = "",
         session: str = "",
+        branch: bool = False,
     ) -> str:
         """Sign the API key of one attempt. `sampling` overrides what the agent asks for; `ttl` is in seconds.
 
         `run` says whose policy it is for; empty: the gateway's own. With a `session`, a run, the key is of many conversations,
-        each of which becomes a rollout of that run; requests that are refused are recorded with `rollout`.
+        each of which becomes a rollout of that run; requests that are refused are recorded with `rollout`. In a `branch` the first
+        calls are answered from the record of the rollout's parent.
         """
         ttl = self._config.token_ttl if ttl is None else ttl
-        token = self._signer.issue(rollout, attempt, ttl, sampling, run, session)
+        token = self._signer.issue(rollout, attempt, ttl, sampling, run, session, branch=branch)
         self._tracebook.issued(token)
         return token
 
@@ -137,8 +139,9 @@ class Gateway:
         if not self.url:
             raise GatewayError("The gateway has no address yet; await gateway.start() first.")
         self._recorder.expect(lease.rollout.id, lease.attempt)
-        token = self.issue(lease.rollout.id, lease.attempt, sampling=sampling, run=lease.rollout.run)
-        return LLM(base_url=f"{self.url}/v1", api_key=token, model=MODEL)
+        rollout, branch = lease.rollout, lease.rollout.parent is not None
+        token = self.issue(rollout.id, lease.attempt, sampling=sampling, run=rollout.run, branch=branch)
+        return LLM(base_url=f"{self.url}/v1", api_key=token, model=MODEL, branch=branch)
 
     async def served(self, run: str) -> bool:
         """Whether a call of this run would find a policy server that is up. Takes `SURE_SECONDS` at most, and that only until

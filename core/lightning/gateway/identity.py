@@ -45,7 +45,8 @@ class Claims:
     """What a token says. `sampling` overrides the agent's parameters for this attempt; `expires_at` is Unix time.
 
     `run` says whose policy is called; empty: that of the gateway itself. `session` is the run in which each conversation with
-    this key becomes a rollout of its own; empty for the key of one attempt.
+    this key becomes a rollout of its own; empty for the key of one attempt. `branch`: the rollout has a parent, from whose
+    record its first calls are answered.
     """
 
     rollout: str
@@ -54,6 +55,7 @@ class Claims:
     sampling: Mapping[str, float | int] = field(default_factory=lambda: AS_ASKED)
     run: str = ""
     session: str = ""
+    branch: bool = False
 
 
 class ExpiredTokenError(RefusalError):
@@ -86,6 +88,8 @@ class TokenSigner:
         sampling: Mapping[str, float | int] | None = None,
         run: str = "",
         session: str = "",
+        *,
+        branch: bool = False,
     ) -> str:
         """Sign a token that is valid for `ttl` seconds; it contains only letters, digits, `-`, `_` and dots."""
         expires_at = time.time() + ttl
@@ -96,8 +100,10 @@ class TokenSigner:
             claims["run"] = run
         if session:
             claims["ses"] = session
+        if branch:
+            claims["br"] = True
         token = jwt.encode(claims, self._key, algorithm=ALGORITHM)
-        self._note(trace_id_of(token), Claims(rollout, attempt, expires_at, run=run, session=session))
+        self._note(trace_id_of(token), Claims(rollout, attempt, expires_at, run=run, session=session, branch=branch))
         return token
 
     def verify(self, token: str) -> Claims:
@@ -158,7 +164,8 @@ class TokenSigner:
             if not is_canonical(token):
                 raise jwt.InvalidTokenError("it is not spelt as it was issued")
             sampling, run, session = said.get("smp") or AS_ASKED, str(said.get("run", "")), str(said.get("ses", ""))
-            return Claims(said["sub"], int(said["att"]), float(said["exp"]), sampling, run, session)
+            branch = said.get("br") is True
+            return Claims(said["sub"], int(said["att"]), float(said["exp"]), sampling, run, session, branch)
         except (jwt.InvalidTokenError, ValueError, TypeError) as error:
             message = f"The API key is not one of this gateway ({error}). {CURE}"
             raise RefusalError(401, "invalid_token", message) from None

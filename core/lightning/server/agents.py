@@ -43,10 +43,14 @@ class HowToCall:
 
     def agent_seed(self, rollout: Rollout) -> int | None:
         """63 bits for the agent's process: the same for the same rollout of a repeated run, whatever that is called, and others
-        for every other rollout and attempt, also of the same task in a later pass."""
+        for every other rollout and attempt, also of the same task in a later pass. A branch has its parent's: it begins alike."""
         if self.seed is None:
             return None
-        place = json.dumps([self.seed, rollout.id.removeprefix(rollout.run), rollout.task.id, rollout.attempt])
+        where, attempt = rollout.id.removeprefix(rollout.run), rollout.attempt
+        if rollout.parent is not None:
+            parent, attempt, _ = rollout.parent
+            where = f"/{parent.partition('/')[2]}"
+        place = json.dumps([self.seed, where, rollout.task.id, attempt])
         return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest()) >> 1
 
     async def prompts(

@@ -231,6 +231,8 @@ class ProjectStore(Operations):
             await self._check("run", run)
         for rollout in rollouts:
             check_id(rollout.id, "rollout")
+            if rollout.parent is not None:  # a branch is answered from its record
+                await self._check("rollout", rollout.parent[0])
         try:
             return await self._store.create_rollouts([self._names.rollout_in(rollout) for rollout in rollouts])
         except ConflictError as error:

@@ -206,6 +206,17 @@ def _versions_to_text(versions: Mapping[str, int], what: str) -> str:
     return dump({name: versions[name] for name in sorted(versions)})
 
 
+def _call_to_text(key: tuple[str, int, int] | None, what: str) -> str:
+    return "" if key is None else dump(list(key), what)
+
+
+def _call_from_text(text: str, what: str) -> tuple[str, int, int] | None:
+    if not text:
+        return None
+    rollout, attempt, seq = as_list(text, what)
+    return str(rollout), int(attempt), int(seq)
+
+
 RUNS: Final = Columns(Run, "run {_.id!r}", words={"config": "the configuration"})
 ROLLOUTS: Final = Columns(
     Rollout,
@@ -214,6 +225,7 @@ ROLLOUTS: Final = Columns(
     forms={
         "task": Form(lambda task, _: task_to_text(task), _task_from_text),
         "resources": Form(_versions_to_text, as_mapping),
+        "parent": Form(_call_to_text, _call_from_text),
     },
 )
 EARNED: Final = ("status", "attempt", "reward", "rewards", "fault", "error", "seconds", "trained_at_step")

@@ -181,6 +181,8 @@ def rollout_digest(trajectory: Trajectory) -> str:
     digest = hashlib.sha256()
     _text(digest, rollout.id, rollout.group, rollout.task.id)
     digest.update(struct.pack("<qqqd", rollout.attempt, rollout.step, rollout.index, trajectory.reward))
+    if rollout.parent is not None:  # nothing for others: proofs from before there were branches still hold
+        _text(digest, json.dumps(rollout.parent))
     for call, trainable in zip(trajectory.transitions, trajectory.trainable, strict=True):
         _text(digest, call.id, call.caller.agent, "/".join(call.caller.path), call.finish_reason)
         digest.update(struct.pack("<qqd??", call.seq, call.choice, call.temperature, call.constrained, trainable))

@@ -157,7 +157,8 @@ class LLM:
     `api_key` is a signed token that belongs to one attempt of one rollout and expires with it. `prompts` are the prompt
     templates that components have in this rollout, by the component's name, where they are not the agent's own. `seed` follows
     from the run's seed, the rollout's place in the run, its task and the attempt; an agent may seed generators of its own with
-    it. It is None where agents are not seeded (`runner.seed_agents`).
+    it. It is None where agents are not seeded (`runner.seed_agents`). In a `branch` of another rollout the first calls, and the
+    tools that ran between them, are answered from that one's record.
     """
 
     base_url: str
@@ -165,6 +166,7 @@ class LLM:
     model: str
     prompts: Mapping[str, str] = field(default_factory=dict, hash=False)
     seed: int | None = None
+    branch: bool = False
 
     @property
     def url_with_token(self) -> str:
@@ -217,7 +219,8 @@ class Rollout:
     `reward` is set only by a successful attempt. `step` is the optimizer step the rollout was sampled for, in asynchronous
     training the policy's version when it began (a later step may take it); `split` is `train` or the name of an evaluation.
     `rewards` keeps named parts when the agent returned several. `resources` are the versions of the named resources that it
-    runs with.
+    runs with. A branch has a `parent`, the key `(rollout, attempt, seq)` of a call of another rollout: the agent's calls that
+    were answered before that one was sent are answered from its record, and the branch has its own calls from there on.
     """
 
     id: str
@@ -237,6 +240,7 @@ class Rollout:
     seconds: float = 0.0
     trained_at_step: int | None = None
     resources: Mapping[str, int] = field(default_factory=dict)
+    parent: tuple[str, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,13 +58,13 @@ ADDED = """
 
     @dataclasses.dataclass(frozen=True, slots=True)
     class Rollout(Old):
-        parent: str = ""
+        ancestor: str = ""
 
     types.Rollout = Rollout
 
     # ... and one migration.
     from lightning.store.sqlite import connection
-    connection.MIGRATIONS = (*connection.MIGRATIONS, ("ALTER TABLE rollouts ADD COLUMN parent TEXT NOT NULL DEFAULT ''",))
+    connection.MIGRATIONS = (*connection.MIGRATIONS, ("ALTER TABLE rollouts ADD COLUMN ancestor TEXT NOT NULL DEFAULT ''",))
 
     from lightning.store import json_codec, rows
     from lightning.store.sqlite import SqliteStore
@@ -74,11 +74,11 @@ ADDED = """
         store = SqliteStore(path)
         await store.open()
         await store.put_run(Run("run", "run"))
-        await store.create_rollouts([Rollout("a", "run", Task("q"), "g", parent="first"), Rollout("b", "run", Task("q"), "g")])
+        await store.create_rollouts([Rollout("a", "run", Task("q"), "g", ancestor="first"), Rollout("b", "run", Task("q"), "g")])
         for lease in await store.lease("run", "w", limit=2):
             await store.complete(lease.rollout.id, 1, Outcome(reward=1.0))
         a, b = (await store.list_rollouts("run")).rollouts
-        assert (a.parent, b.parent, a.reward) == ("first", "", 1.0)
+        assert (a.ancestor, b.ancestor, a.reward) == ("first", "", 1.0)
         await store.close()
         codec = json_codec.codec_of(Rollout)
         assert codec.decode(codec.encode(a), "it", True) == a

@@ -13,18 +13,18 @@ Old = types.Rollout
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rollout(Old):
-    parent: str = ""
+    ancestor: str = ""
 
 types.Rollout = Rollout
 
 from lightning.store import rows
 from lightning_redis import rollout_codec
 
-made = Rollout("a", "run", types.Task("q"), "g", parent="first")
+made = Rollout("a", "run", types.Task("q"), "g", ancestor="first")
 begun = b'{"status": "pending", "attempt": 0, "spent": 0, "max": 2}'
-assert rollout_codec.read_rollout(rollout_codec.columns_of(made).encode(), begun, "a").parent == "first"
+assert rollout_codec.read_rollout(rollout_codec.columns_of(made).encode(), begun, "a").ancestor == "first"
 older = rows.dump(list(rows.rollout_values(made))[:-1]).encode()
-assert rollout_codec.read_rollout(older, begun, "a").parent == ""
+assert rollout_codec.read_rollout(older, begun, "a").ancestor == ""
 """
 
 

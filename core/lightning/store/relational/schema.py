@@ -202,6 +202,11 @@ _WHOLE: Final = (
     "ALTER TABLE attempts ADD COLUMN step_states TEXT NOT NULL DEFAULT '[]'",
 )
 
+_BRANCHES: Final = (
+    # The key of a call as JSON; empty: a rollout that is no branch.
+    "ALTER TABLE rollouts ADD COLUMN parent TEXT NOT NULL DEFAULT ''",
+)
+
 MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     _FIRST,
     _LABELS,
@@ -213,5 +218,6 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     _CONTEXT,
     _REQUESTS,
     _WHOLE,
+    _BRANCHES,
 )
 """`MIGRATIONS[i]` brings a database from version i to i + 1."""
