@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning.algorithms.protocol import Algorithm, needs_critic
@@ -17,6 +17,7 @@ from lightning.errors import DataError, StoreError
 from lightning.maintenance.prune import PRUNED
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
+from lightning.store.rollout_state import Reuse, reuse_of
 from lightning.trainer.context import NUMERIC
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.replay import policy_fault_of, train_agents_of
@@ -38,7 +39,9 @@ class Finding:
 class AuditReport:
     """What an audit looked at and found. `rederived` is False when only the user's own code can make an algorithm of the run
     again, so that recorded data, but not advantages, could be compared. `warnings` say where steps of one config epoch were
-    computed otherwise than those before them, so that they can be taken again but for rounding only."""
+    computed otherwise than those before them, so that they can be taken again but for rounding only. `rollouts` counts each
+    once; `reused` is how often one was trained again by a step that declares it (a replay buffer), which `calls` and `tokens`
+    count, too."""
 
     run: str
     steps: int
@@ -49,6 +52,7 @@ class AuditReport:
     findings: tuple[Finding, ...]
     epochs: int = 1
     warnings: tuple[str, ...] = ()
+    reused: int = 0
 
     @property
     def ok(self) -> bool:
@@ -75,7 +79,9 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
     algorithms = {epoch.number: rebuild_algorithm(epoch.config) or algorithm for epoch in epochs}
     records = await store.steps(run)
     findings = [Finding(record.step, "", "a step before this one is missing") for record in _gaps(records)]
-    findings.extend(_repeated(records))
+    declared, undeclared = _declared(records)
+    findings.extend(undeclared)
+    findings.extend(_repeated(records, declared, epochs))
     committed = {record.step for record in records}
     everything = await all_rollouts(store, run, split=TRAIN)
     findings.extend(
@@ -86,20 +92,22 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
     counts = Counter[str]()
     for record, members in _members(records, everything):
         epoch = epoch_at(epochs, record.step)
-        found, counted = await _step(store, record, epoch, members, algorithms[epoch.number])
+        reused = declared[record.step].rollouts
+        found, counted = await _step(store, record, epoch, members, algorithms[epoch.number], reused)
         findings.extend(found)
         counts.update(counted)
     used_epochs = {epoch_at(epochs, record.step).number for record in records}
     return AuditReport(
         run,
         len(records),
-        counts["rollouts"],
+        counts["rollouts"] - counts["reused"],
         counts["calls"],
         counts["tokens"],
         all(algorithms[number] is not None for number in used_epochs or {0}),
         tuple(findings),
         max(1, len(used_epochs)),
         tuple(_rounded(records, epochs)),
+        counts["reused"],
     )
 
 
@@ -116,7 +124,12 @@ def _members(records: Sequence[StepRecord], rollouts: Sequence[Rollout]) -> Iter
 
 
 async def _step(
-    store: Store, record: StepRecord, epoch: Epoch, members: Sequence[Rollout], algorithm: Algorithm | None
+    store: Store,
+    record: StepRecord,
+    epoch: Epoch,
+    members: Sequence[Rollout],
+    algorithm: Algorithm | None,
+    reused: Collection[str],
 ) -> tuple[list[Finding], dict[str, int]]:
     """What is wrong with a step, and how much of it was looked at."""
     try:
@@ -125,17 +138,23 @@ async def _step(
             groups = await recorded_values(store, record.run, record.step, groups)
     except StoreError as error:
         return [Finding(record.step, "", f"cannot be read: {error}")], {}
-    findings = _compare(record, epoch, members, groups, algorithm)
+    findings = _compare(record, epoch, members, groups, algorithm, reused)
     findings += _too_stale(record, groups, epoch.max_staleness)
     used = {name for name, _ in record.rollouts}
     trajectories = [member for group in groups for member in group.trajectories if member.rollout.id in used]
     calls = [call for member in trajectories for call in member.transitions]
     tokens = sum(len(call.response_ids) for call in calls)
-    return findings, {"rollouts": len(trajectories), "calls": len(calls), "tokens": tokens}
+    again = sum(member.rollout.id in reused for member in trajectories)
+    return findings, {"rollouts": len(trajectories), "calls": len(calls), "tokens": tokens, "reused": again}
 
 
 def _compare(
-    record: StepRecord, epoch: Epoch, members: Sequence[Rollout], groups: Sequence[Group], algorithm: Algorithm | None
+    record: StepRecord,
+    epoch: Epoch,
+    members: Sequence[Rollout],
+    groups: Sequence[Group],
+    algorithm: Algorithm | None,
+    reused: Collection[str],
 ) -> list[Finding]:
     trajectories = {member.rollout.id: member for group in groups for member in group.trajectories}
     by_id = {rollout.id: rollout for rollout in members}
@@ -148,8 +167,10 @@ def _compare(
             findings.append(
                 Finding(record.step, name, "its stored ids, logprobs, reward or versions are not the trained ones")
             )
-        elif rollout.trained_at_step != record.step:
+        elif name not in reused and rollout.trained_at_step != record.step:
             findings.append(Finding(record.step, name, f"marked as trained at step {rollout.trained_at_step}"))
+        if rollout is not None and name in reused and (problem := _not_reusable(record, rollout)):
+            findings.append(Finding(record.step, name, problem))
     if record.policy_version != record.step + 1:
         findings.append(
             Finding(record.step, "", f"says it made version {record.policy_version}, not {record.step + 1}")
@@ -180,21 +201,66 @@ def _compare_batch(record: StepRecord, groups: Sequence[Group], algorithm: Algor
     return findings
 
 
-def _repeated(records: Sequence[StepRecord]) -> list[Finding]:
-    """Rollouts that were trained twice, and groups that two steps looked at."""
-    findings = []
-    trained_in: dict[str, int] = {}
-    taken_by: dict[str, int] = {}
+def _declared(records: Sequence[StepRecord]) -> tuple[dict[int, Reuse], list[Finding]]:
+    """What each step declares as reused, and where that cannot be read."""
+    found, findings = {}, []
     for record in records:
+        try:
+            found[record.step] = reuse_of(record)
+        except DataError as error:
+            found[record.step] = Reuse()
+            findings.append(Finding(record.step, "", str(error)))
+    return found, findings
+
+
+def _not_reusable(record: StepRecord, rollout: Rollout) -> str:
+    """Why a step cannot have reused a rollout: it was not there yet, or is not marked as trained before; empty where it can."""
+    if rollout.step > record.step:
+        return f"declared as reused, and sampled for step {rollout.step}, which is later"
+    first = rollout.trained_at_step
+    return (
+        ""
+        if first is not None and first < record.step
+        else f"declared as reused, and marked as trained at step {first}"
+    )
+
+
+def _repeated(records: Sequence[StepRecord], declared: Mapping[int, Reuse], epochs: Sequence[Epoch]) -> list[Finding]:
+    """Rollouts that were trained, and groups that were looked at, by more steps than the run allows and the step declares."""
+    findings = []
+    trained_in: dict[str, list[int]] = {}
+    taken_by: dict[str, list[int]] = {}
+    for record in records:
+        limit, reuse = epoch_at(epochs, record.step).max_reuse, declared[record.step]
+        if reuse.rollouts and reuse.limit != limit:
+            problem = f"declares a reuse under trainer.max_reuse = {reuse.limit}, and the run's is {limit}"
+            findings.append(Finding(record.step, "", problem))
         for name, _ in record.rollouts:
-            if name in trained_in:
-                findings.append(Finding(record.step, name, f"trained already in step {trained_in[name]}"))
-            trained_in[name] = record.step
+            before = trained_in.setdefault(name, [])
+            if problem := _problem_of(before, limit, declared=name in reuse.rollouts):
+                findings.append(Finding(record.step, name, problem))
+            before.append(record.step)
         for group in record.groups:
-            if group in taken_by:
-                findings.append(Finding(record.step, group, f"taken already by step {taken_by[group]}"))
-            taken_by[group] = record.step
+            before = taken_by.setdefault(group, [])
+            if len(before) > limit:
+                findings.append(Finding(record.step, group, f"taken already by step {_listed(before)}"))
+            before.append(record.step)
     return findings
+
+
+def _problem_of(before: Sequence[int], limit: int, *, declared: bool) -> str:
+    """What is wrong with a rollout in a step, where the steps `before` trained it, too; empty where nothing is."""
+    if declared and not before:
+        return "declared as reused, and no step before trained it"
+    if before and not declared:
+        return f"trained already in step {_listed(before)}, and not declared as reused"
+    if len(before) > limit:
+        return f"trained already in step {_listed(before)}, and trainer.max_reuse = {limit}"
+    return ""
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps))
 
 
 def _too_stale(record: StepRecord, groups: Sequence[Group], bound: int | None) -> list[Finding]:

@@ -36,8 +36,9 @@ def audit(
             "derived again" if report.rederived else "compared (its algorithm has arguments that only code can rebuild)"
         )
         epochs = f" in {report.epochs} config epochs" if report.epochs > 1 else ""
+        again = f", trained {report.reused} times again (declared as reused)" if report.reused else ""
         console.print(
-            f"{report.run}: {report.steps} steps{epochs}, {report.rollouts} rollouts, {report.calls} calls, "
+            f"{report.run}: {report.steps} steps{epochs}, {report.rollouts} rollouts{again}, {report.calls} calls, "
             f"{report.tokens} tokens {how}: {verdict}",
             highlight=False,
         )

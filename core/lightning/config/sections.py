@@ -214,6 +214,9 @@ class TrainerConfig(Section):
     max_staleness: int = Field(default=0, ge=0)
     """Largest age, in optimizer steps, of the policy that sampled a trained token. With 0, sampling and training
     alternate. With more, rollouts continue while the engine trains, and slow rollouts are used in later steps."""
+    max_reuse: int = Field(default=0, ge=0)
+    """In how many steps beyond its first a rollout may be trained, by a loop of your own that has a replay buffer
+    (`Trainer.session`). `max_staleness` must allow the age. `Trainer.fit` trains each rollout in one step."""
     max_waves: int = Field(default=4, ge=1)
     """For algorithms with dynamic sampling: a step samples at most this many times `tasks_per_step` groups to find
     `tasks_per_step` groups whose rewards differ."""

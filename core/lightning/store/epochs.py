@@ -42,6 +42,12 @@ class Epoch:
         bound = self.setting("trainer", "max_staleness")
         return bound if isinstance(bound, int) else None
 
+    @property
+    def max_reuse(self) -> int:
+        """`trainer.max_reuse`; 0 in a run of a release without it."""
+        limit = self.setting("trainer", "max_reuse")
+        return limit if isinstance(limit, int) else 0
+
 
 OVER: Final = "over"
 """The key of a run's state that is true from the end of its training until it is resumed."""

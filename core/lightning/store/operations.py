@@ -185,7 +185,8 @@ class Operations:
         TRAIN,
         body="record",
         doc="Record an optimizer step and mark its rollouts trained, all or nothing; repeating it changes nothing. 409 when "
-        "the step exists with another batch, when one of the rollouts was trained already, or when its attempt is another.",
+        "the step exists with another batch, when one of the rollouts was trained already (and `context.reuse` does not "
+        "declare it, or it was in more steps than that allows), or when its attempt is another.",
     )
     metrics = operation(Store.metrics, "GET /runs/{run}/metrics", LOOK, cursor=("step",), empty=True)
     log_metrics = operation(Store.log_metrics, "POST /runs/{run}/metrics", TRAIN)

@@ -241,8 +241,9 @@ class Store(Protocol):
     async def commit_step(self, record: StepRecord) -> None:
         """Record an optimizer step and mark its rollouts trained, atomically.
 
-        Raises `ConflictError` when the step exists with another digest or one of the rollouts was trained already by
-        another step, `StaleAttemptError` when a rollout's succeeded attempt is not the one named. Repeating is a no-op.
+        Raises `ConflictError` when the step exists with another digest, or one of the rollouts was trained already by another
+        step and its reuse is not declared, or in more steps than that allows (`rollout_state.reuse_of`);
+        `StaleAttemptError` when a rollout's succeeded attempt is not the one named. Repeating is a no-op.
         """
 
     async def steps(

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning.errors import DataError, StaleAttemptError, StoreError
+from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
 from lightning.store import codec
 from lightning.store.json_text import (
     caller_to_json,
@@ -33,7 +33,7 @@ from lightning.store.json_text import (
 )
 from lightning.store.protocol import LATEST, ResourceUse
 from lightning.store.rows import Row, versions_from_resources
-from lightning.types import Fault, Json, Outcome, Rollout, Status, Transition
+from lightning.types import Fault, Json, Outcome, Rollout, Status, StepRecord, Transition
 
 EXCUSED = 3
 """Attempts of one rollout that are given back at most: one that ends its policy server each time must come to an end. The
@@ -49,6 +49,59 @@ def check_page(limit: int | None) -> None:
 def no_cursor(cursor: str) -> DataError:
     """The refusal of a cursor behind which nothing can be listed."""
     return DataError(f"{cursor[:80]!r} is not a cursor of this list: pass the `cursor` of the page before, or nothing")
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """The rollouts that a step trains though an earlier one did, by its own word, and in how many steps beyond its first one
+    each may be."""
+
+    rollouts: frozenset[str] = frozenset()
+    limit: int = 0
+
+
+REUSE: Final = "reuse"
+"""The key of a step's context that declares a `Reuse`; without it every rollout is new to training."""
+
+
+def reuse_of(record: StepRecord) -> Reuse:
+    """What a step declares. Raises `DataError` for what is no declaration, and for rollouts that the step does not train."""
+    declared = record.context.get(REUSE)
+    if declared is None:
+        return Reuse()
+    names = declared.get("rollouts") if isinstance(declared, Mapping) else None
+    limit = declared.get("limit") if isinstance(declared, Mapping) else None
+    whole = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names) or not whole:
+        raise DataError(
+            f"step {record.step} of run {record.run!r} declares a reuse that says not which rollouts (`rollouts`) and in how "
+            f"many further steps they may be (`limit`): {declared!r:.200}"
+        )
+    reuse = Reuse(frozenset(map(str, names)), int(str(limit)))
+    if others := reuse.rollouts - {name for name, _ in record.rollouts}:
+        raise DataError(
+            f"step {record.step} of run {record.run!r} declares rollout {min(others)!r} as reused, which it does not train"
+        )
+    return reuse
+
+
+def not_new(record: StepRecord, rollout: str, trained: int | None, *, declared: bool) -> ConflictError:
+    """The refusal of a rollout that a step trained already, or that no step before did though it is `declared` as reused."""
+    what = f"step {record.step} of run {record.run!r} cannot train rollout {rollout!r}"
+    if declared:
+        return ConflictError(f"{what}: it is declared as reused, and no step before has trained it")
+    return ConflictError(
+        f"{what}: step {trained} trained it already, and a rollout enters exactly one step unless its reuse is declared "
+        "(Trainer.session with trainer.max_reuse)"
+    )
+
+
+def used_up(record: StepRecord, rollout: str, steps: int, limit: int) -> ConflictError:
+    """The refusal of a rollout that was in as many steps as it may be."""
+    return ConflictError(
+        f"step {record.step} of run {record.run!r} cannot train rollout {rollout!r}: it was in {steps} steps already, and "
+        f"trainer.max_reuse = {limit} lets it be in {limit} beyond its first"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,7 @@ BRIEF_STEP_COLUMNS: Final = ", ".join(
 )
 """Without the names of what was trained."""
 SELECT_LAST_STEP: Final = f"SELECT {STEP_COLUMNS} FROM steps WHERE run = ? ORDER BY step DESC LIMIT 1"  # noqa: S608
+SELECT_TRAINED: Final = "SELECT rollouts FROM steps WHERE run = ? AND step >= ?"
 SELECT_TRAINABLE: Final = "SELECT id, run, status, fault, attempt, trained_at_step FROM rollouts WHERE id IN "
 """Followed by `places` and ORDER_IDS."""
 ORDER_IDS: Final = " ORDER BY id"

@@ -20,6 +20,7 @@ from lightning.engines.protocol import Engine, RevivesWorkers, StepResult
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, epoch_at
+from lightning.store.rollout_state import REUSE
 from lightning.tracking.alerts import Alerts
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
@@ -157,15 +158,23 @@ class Loop:
         return await self.take(step, sampled, groups, batch, result)
 
     async def take(
-        self, step: int, sampled: Sampled, groups: Sequence[Group], batch: Batch, result: StepResult
+        self,
+        step: int,
+        sampled: Sampled,
+        groups: Sequence[Group],
+        batch: Batch,
+        result: StepResult,
+        reused: Sequence[str] = (),
     ) -> dict[str, float]:
-        """Commit a step that the engine has taken, and make the policy server serve the result; returns its metrics."""
+        """Commit a step that the engine has taken, and make the policy server serve the result; returns its metrics. `reused`
+        are the rollouts that an earlier step has trained, `sampled` is what is new."""
         metrics = step_metrics(sampled.rollouts, groups, batch, result) | staleness(step, batch) | sampled.metrics
         metrics |= await self.usage.step(groups)
+        metrics |= {"reused": float(len(reused))} if reused else {}
         metrics["drift_tokens"] = await self.drift(batch, result)
         if hidden := await self.stack.gateway.hidden_tools():
             metrics["hidden_tools"] = float(hidden)
-        metrics["tokens_per_second"] = sampled_tokens(groups) / max(sampled.seconds, 1e-9)
+        metrics["tokens_per_second"] = sampled_tokens(sampled.groups) / max(sampled.seconds, 1e-9)
         fresh = metrics["staleness_max"] == 0 and self.record is None  # other weights differ, as they should
         if fresh and (gap := exceeds(metrics, bound_of(self.stack.config))):
             logger.warning("step %d: trainer and sampler differ by %s", step, gap)
@@ -175,6 +184,8 @@ class Loop:
         taught = bool(result.metrics.get("stepped", 1.0))
         with self.timed("checkpoint"):
             context = await self.context(step, result)
+            if reused:
+                context[REUSE] = {"limit": self.stack.config.trainer.max_reuse, "rollouts": [*reused]}
             await self.commit(step, groups, batch, metrics, context, taught=taught)
         with self.timed("update"):
             self.publisher.prober.remember(batch, metrics if self.record is None else {})

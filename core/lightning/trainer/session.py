@@ -9,14 +9,16 @@
             await session.optim_step(lr=1e-5)
             await session.publish()
 
-The invariant: what such a loop leaves is a run as any other. A step has one batch, of rollouts that no other step has, and may
-hold several updates on it; it is on disk before it is committed, and `lightning audit` derives its batch again.
+The invariant: what such a loop leaves is a run as any other. A step has one batch, of rollouts that no other step has but for
+those that its record declares as reused (`trainer.max_reuse`), and may hold several updates on it; it is on disk before it is
+committed, and `lightning audit` derives its batch again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -65,7 +67,11 @@ class Session:
         self._loop = loop
         self._now: _Step | None = None
         self._groups: dict[str, Group] = {}
-        """The groups that `rollout` has returned, until they are trained or too old."""
+        """The groups that `rollout` has returned, until they were in as many steps as they may be or are too old."""
+        self._taken = Counter[str]()
+        """In how many steps each group was."""
+        self._trained: set[str] = set()
+        """The rollouts of `_groups` that a step has trained."""
         self._batches: dict[int, tuple[Batch, Sequence[Group]]] = {}
         """This step's batches by their identity, with what they are of."""
         self._turn = asyncio.Lock()
@@ -139,14 +145,21 @@ class Session:
 
     async def batch(self, groups: Sequence[Group]) -> Batch:
         """The rows of groups, as the run's algorithm makes them: credit, filtering, weights. Raises `DataError` for groups that
-        `rollout` has not returned so, that a step has trained, or that are older than `trainer.max_staleness` steps."""
+        `rollout` has not returned so, that were in more steps than `trainer.max_reuse` allows, or that are older than
+        `trainer.max_staleness` steps."""
+        trainer = self._loop.stack.config.trainer
         if len({group.id for group in groups}) < len(groups):
             raise DataError("a group is there twice: give each once")
         for group in groups:
+            if (taken := self._taken[group.id]) > trainer.max_reuse:
+                raise DataError(
+                    f"{group.id} was trained in a step before ({taken} in all), and trainer.max_reuse = {trainer.max_reuse} is "
+                    "in how many steps beyond its first it may be: set trainer.max_reuse for a replay buffer, or sample others"
+                )
             if self._groups.get(group.id) is not group:
                 raise DataError(
-                    f"{group.id} is no group of rollout() that can be trained: it was in a step before, is older than "
-                    f"trainer.max_staleness = {self._loop.stack.config.trainer.max_staleness} steps, or was changed"
+                    f"{group.id} is no group of rollout() that can be trained: it is older than "
+                    f"trainer.max_staleness = {trainer.max_staleness} steps, or was changed"
                 )
         async with self._turn:
             batch = await in_thread(self._loop.schedule.at(self.step).batch, groups)
@@ -218,12 +231,14 @@ class Session:
                     "forward_backward() with all of them, or make a batch of fewer groups"
                 )
             _, groups = self._batches[id(now.batch)]
-            sampled, step = Sampled(now.rollouts, groups, now.seconds), loop.done
+            batch, step = now.batch, loop.done
+            sampled = Sampled(now.rollouts, [group for group in groups if not self._taken[group.id]], now.seconds)
+            reused = [rollout.id for rollout in batch.used if rollout.id in self._trained]
             try:
-                metrics = await loop.take(step, sampled, groups, now.batch, _summed(now.result, now.updates))
+                metrics = await loop.take(step, sampled, groups, batch, _summed(now.result, now.updates), reused)
             finally:
                 if loop.done > step:  # committed, whatever failed then
-                    self._committed(groups)
+                    self._committed(groups, batch)
             loop.reporter.step(step, metrics, time.monotonic() - began)
             return metrics
 
@@ -243,14 +258,19 @@ class Session:
             self._loop.begin_step()
         return self._now
 
-    def _committed(self, groups: Sequence[Group]) -> None:
-        bound, trained = self._loop.stack.config.trainer.max_staleness, {group.id for group in groups}
+    def _committed(self, groups: Sequence[Group], batch: Batch) -> None:
+        trainer = self._loop.stack.config.trainer
         self._now, self._batches = None, {}
+        self._taken.update(group.id for group in groups)
+        trained = self._trained.union(rollout.id for rollout in batch.used)
         self._groups = {
             name: group
             for name, group in self._groups.items()
-            if name not in trained and all(self.step - member.rollout.step <= bound for member in group.trajectories)
+            if self._taken[name] <= trainer.max_reuse
+            and all(self.step - member.rollout.step <= trainer.max_staleness for member in group.trajectories)
         }
+        kept = (member.rollout.id for group in self._groups.values() for member in group.trajectories)
+        self._trained = trained.intersection(kept)
 
 
 def _places(rows: Sequence[Sample], batch: Batch) -> set[int]:

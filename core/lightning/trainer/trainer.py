@@ -162,6 +162,11 @@ class Trainer(RunOpening):
             raise DataError("the list of training tasks is empty: give fit() at least one task in `train`")
         if train and self.recorded is not None:
             raise DataError("tasks to train on were given, and a record, which has its own: give one of both")
+        if self.config.trainer.max_reuse:
+            raise ConfigError(
+                "Trainer.fit trains each rollout in one step and does not use trainer.max_reuse: leave it away, or write a "
+                "loop of your own with a replay buffer (Trainer.session)"
+            )
         if isinstance(self.algorithm, SearchAlgorithm):
             self.algorithm.check(val)
             _say_unused(self.config)
@@ -207,6 +212,11 @@ class Trainer(RunOpening):
             raise ConfigError(
                 "trainer.order = learnable, engine.minibatches and engine.epochs belong to Trainer.fit: your own loop chooses "
                 "its tasks, and takes as many updates as it calls optim_step()"
+            )
+        if trainer.max_reuse and not trainer.max_staleness:
+            raise ConfigError(
+                f"trainer.max_reuse = {trainer.max_reuse} with trainer.max_staleness = 0: after a step its rollouts are too "
+                "old for another one. Set trainer.max_staleness to the age in steps at which a replay buffer drops them"
             )
         check_held_out(self.config, held_out)
         unused = ("tasks_per_step", "eval_every", "patience", "max_waves", "checkpoint_every")

@@ -1,6 +1,7 @@
 """Runs, committed steps, metrics, what attempts were completed with, and small state.
 
-The invariant: a step and the marks of the rollouts it trained are written together or not at all, and a rollout is marked once.
+The invariant: a step and the marks of the rollouts it trained are written together or not at all, and a rollout is marked once:
+with its first step. Of further ones, which have to declare it, its standing has the count.
 """
 
 from __future__ import annotations
@@ -124,12 +125,15 @@ def _attempt(rollout: str, attempt: int, text: bytes | None) -> Attempt:
 
 async def commit_step(link: Link, record: StepRecord) -> None:
     """See `Store.commit_step`. A record without a time of its own is committed now."""
-    text = json_text.dump(rows.STEPS.values(record, without=("run", "step", "at")))
+    text, reuse = (
+        json_text.dump(rows.STEPS.values(record, without=("run", "step", "at"))),
+        rollout_state.reuse_of(record),
+    )
     word, *rest = await link.run(
         lua_scripts.COMMIT,
         [link.keys("standing"), *(link.keys(name, record.run) for name in ("steps", "proofs", "changes"))],
-        *(record.run, record.step, record.digest, time_text(record.at), text, len(record.rollouts)),
-        *(part for trained in record.rollouts for part in trained),
+        *(record.run, record.step, record.digest, time_text(record.at), text, len(record.rollouts), reuse.limit),
+        *(part for name, attempt in record.rollouts for part in (name, attempt, int(name in reuse.rollouts))),
     )
     if word == "conflict":
         raise ConflictError(
@@ -139,19 +143,24 @@ async def commit_step(link: Link, record: StepRecord) -> None:
     if word == "unknown":
         raise rollout_state.unknown_rollout(rest[0].decode())
     if word == "untrainable":
-        raise _untrainable(record, *record.rollouts[int(rest[0])], rest[1])
+        raise _untrainable(record, *record.rollouts[int(rest[0])], rest[1], reuse)
     if word != "ok":
         raise unexpected([word, *rest])
 
 
-def _untrainable(record: StepRecord, rollout: str, attempt: int, standing: bytes) -> StoreError:
+def _untrainable(
+    record: StepRecord, rollout: str, attempt: int, standing: bytes, reuse: rollout_state.Reuse
+) -> StoreError:
     found = stand(standing, rollout)
     what = f"step {record.step} of run {record.run!r} cannot train rollout {rollout!r}"
     if found["run"] != record.run:
         return StoreError(f"{what}: it belongs to run {found['run']!r}")
     if not rollout_state.may_train(found["status"], found.get("fault", "")) or found["attempt"] != attempt:
         return StaleAttemptError(f"{what} by attempt {attempt}: it is {found['status']} at attempt {found['attempt']}")
-    return ConflictError(f"{what}: step {found['trained']} trained it already, and a rollout enters exactly one step")
+    steps, declared = int(found.get("steps", 1)), rollout in reuse.rollouts
+    if declared and steps > reuse.limit:
+        return rollout_state.used_up(record, rollout, steps, reuse.limit)
+    return rollout_state.not_new(record, rollout, found.get("trained"), declared=declared)
 
 
 async def steps(link: Link, run: str, after: int, limit: int | None, brief: bool) -> list[StepRecord]:

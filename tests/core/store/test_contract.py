@@ -785,6 +785,57 @@ async def test_a_step_with_one_wrong_rollout_changes_nothing(
     assert untouched.trained_at_step is None
 
 
+def reusing(step: int, *names: str, limit: int = 1, trained: str = "ab", **changes: object) -> StepRecord:
+    """A record of a step that declares what it reuses."""
+    context = {"reuse": {"limit": limit, "rollouts": [*names]}}
+    return record(step, tuple((name, 1) for name in trained), context=context, **changes)
+
+
+@everywhere
+async def test_a_declared_reuse_enters_as_many_steps_as_its_limit_says(trained: Store) -> None:
+    await trained.commit_step(record(0, (("a", 1),)))
+    both = reusing(1, "a", digest="digest-0")  # the same rows in another step are another step
+    await trained.commit_step(both)
+    await trained.commit_step(both)
+    assert (await trained.steps("run"))[1] == both
+    marks = [(r.id, r.trained_at_step) for r in (await trained.list_rollouts("run")).rollouts]
+    assert marks == [("a", 0), ("b", 1), ("f", None), ("p", None)]  # the first step of each
+    with pytest.raises(ConflictError, match=r"it was in 2 steps already, and trainer.max_reuse = 1"):
+        await trained.commit_step(reusing(2, "a", "b"))
+    await trained.commit_step(reusing(2, "b", trained="b"))
+    await trained.commit_step(reusing(3, "a", "b", limit=2))
+    assert [each.step for each in await trained.steps("run")] == [0, 1, 2, 3]
+
+
+@everywhere
+async def test_a_reuse_that_is_not_so_is_refused_and_changes_nothing(trained: Store) -> None:
+    await trained.commit_step(record(5, (("a", 1),)))
+    wrong = {
+        "reuse is declared": record(6),  # not declared
+        "no step before has trained it": reusing(6, "a", "b"),  # b was never trained
+        "'a': it is declared as reused, and no step before": reusing(5 - 1, "a"),  # before its first step
+        "which it does not train": reusing(6, "b", trained="a"),
+        "says not which rollouts": record(6, context={"reuse": {"rollouts": ["a"]}}),
+        "max_reuse = 0": reusing(6, "a", limit=0, trained="a"),
+    }
+    for problem, refused in wrong.items():
+        with pytest.raises((ConflictError, DataError), match=problem):
+            await trained.commit_step(refused)
+    assert [each.step for each in await trained.steps("run")] == [5]
+    kept = await trained.get_rollout("b")
+    assert kept is not None
+    assert kept.trained_at_step is None
+
+
+@everywhere
+async def test_of_two_steps_that_reuse_a_rollout_at_once_one_is_refused(trained: Store) -> None:
+    await trained.commit_step(record(0, (("a", 1),)))
+    records = [reusing(step, "a", trained="a") for step in (1, 2, 3)]
+    ended = await asyncio.gather(*map(trained.commit_step, records), return_exceptions=True)
+    assert [type(each) for each in ended if each is not None] == [ConflictError] * 2
+    assert len(await trained.steps("run")) == 2
+
+
 @everywhere
 async def test_a_rollout_enters_one_step_only(trained: Store) -> None:
     await trained.commit_step(record(0, (("a", 1),)))

@@ -67,6 +67,7 @@ class Model:
     expired: bool = False
     reward: float | None = None
     trained: int | None = None
+    uses: int = 0
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     calls: dict[tuple[int, int], Transition] = field(default_factory=dict)
     spans: dict[tuple[int, str], Span] = field(default_factory=dict)
@@ -234,8 +235,8 @@ class StoreMachine(RuleBasedStateMachine):
             model.spans.setdefault((attempt, span.span_id), span)
 
     @precondition(lambda self: self.models)
-    @rule(data=st.data(), again=st.booleans(), ready=st.booleans())
-    def commit(self, data: st.DataObject, again: bool, ready: bool) -> None:
+    @rule(data=st.data(), again=st.booleans(), ready=st.booleans(), limit=st.integers(0, 2))
+    def commit(self, data: st.DataObject, again: bool, ready: bool, limit: int) -> None:
         if again and self.steps:
             self.runner.run(self.store.commit_step(data.draw(st.sampled_from(self.steps))))
             return
@@ -245,12 +246,18 @@ class StoreMachine(RuleBasedStateMachine):
         step = len(self.steps)
         rollouts = tuple((m.id, m.attempt) for m in models)
         groups = tuple(sorted({m.group for m in models}))
-        made = StepRecord("run", step, step, rollouts, ("d",) * len(models), f"digest {step}", at=1.0, groups=groups)
-        if all(m.status is Status.SUCCEEDED and m.trained is None for m in models):
+        declared = data.draw(st.sampled_from([[], *([name] for name in chosen), chosen]))
+        context = {"reuse": {"limit": limit, "rollouts": declared}} if declared else {}
+        made = StepRecord(
+            "run", step, step, rollouts, ("d",) * len(models), f"digest {step}", at=1.0, groups=groups, context=context
+        )
+        fits = all(0 < m.uses <= limit if m.id in declared else m.uses == 0 for m in models)
+        if fits and all(m.status is Status.SUCCEEDED for m in models):
             self.runner.run(self.store.commit_step(made))
             self.steps.append(made)
             for model in models:
-                model.trained = step
+                model.uses += 1
+                model.trained = step if model.trained is None else model.trained
         else:
             with pytest.raises((StaleAttemptError, ConflictError)):
                 self.runner.run(self.store.commit_step(made))

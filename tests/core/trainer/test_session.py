@@ -130,7 +130,7 @@ async def test_what_no_step_can_be_made_of_is_refused_by_name(bench: Open, tmp_p
             await session.evaluate()
         await session.optim_step()
         await session.publish()
-        with pytest.raises(DataError, match=r"is no group of rollout.* in a step before"):
+        with pytest.raises(DataError, match=r"in a step before \(1 in all\), and trainer.max_reuse = 0"):
             await session.batch(groups)
         with pytest.raises(DataError, match=r"not made by session.batch"):
             await session.forward_backward(batch)

@@ -1,12 +1,15 @@
 """Runs, committed steps, metrics, events, small state, and tokens of the control API.
 
-The invariant: a step and the marks of the rollouts it trained are written together or not at all, and a rollout is marked once.
-A token is kept by the digest of its secret and never deleted, and one that was revoked stays revoked.
+The invariant: a step and the marks of the rollouts it trained are written together or not at all, and a rollout is marked once:
+with its first step. It enters another one only where that declares it, and only so often (`rollout_state.Reuse`). A token is
+kept by the digest of its secret and never deleted, and one that was revoked stays revoked.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -81,23 +84,27 @@ async def commit_step(transaction: Transaction, record: StepRecord) -> None:
                 f"not {record.digest!r}): is another trainer working on this run?"
             )
         return
-    trained = sorted(record.rollouts)
+    trained, reuse, first = sorted(record.rollouts), rollout_state.reuse_of(record), record.step
     for start in range(0, len(trained), IDS_AT_ONCE):
         some = trained[start : start + IDS_AT_ONCE]
         names = list(dict.fromkeys(rollout for rollout, _ in some))
-        places = sql.places(len(names))
-        locked = await transaction.locked(sql.SELECT_TRAINABLE + places + sql.ORDER_IDS, names)
+        locked = await transaction.locked(sql.SELECT_TRAINABLE + sql.places(len(names)) + sql.ORDER_IDS, names)
         standing = {row[0]: row[1:] for row in locked}
         for rollout, attempt in some:
-            _check_trainable(record, rollout, attempt, standing.get(rollout))
+            first = min(first, _check_trainable(record, rollout, attempt, standing.get(rollout), reuse))
             standing[rollout] = (*standing[rollout][:4], record.step)
-        await transaction.run(sql.MARK_TRAINED + places, (record.step, *names))
+        if new := [name for name in names if name not in reuse.rollouts]:
+            await transaction.run(sql.MARK_TRAINED + sql.places(len(new)), (record.step, *new))
+    await _check_uses(transaction, record, reuse, first)
     committed = replace(record, at=record.at or await transaction.now())
     await transaction.run(sql.INSERT_STEP, rows.STEPS.values(committed))
     await transaction.changed(record.run)
 
 
-def _check_trainable(record: StepRecord, rollout: str, attempt: int, found: Row | None) -> None:
+def _check_trainable(
+    record: StepRecord, rollout: str, attempt: int, found: Row | None, reuse: rollout_state.Reuse
+) -> int:
+    """The first step that trained it, this one or the one before that a reuse is of."""
     if found is None:
         raise rollout_state.unknown_rollout(rollout)
     run, status, fault, current, trained = found
@@ -106,8 +113,22 @@ def _check_trainable(record: StepRecord, rollout: str, attempt: int, found: Row 
         raise StoreError(f"{what}: it belongs to run {run!r}")
     if not rollout_state.may_train(status, fault) or current != attempt:
         raise StaleAttemptError(f"{what} by attempt {attempt}: it is {status} at attempt {current}")
-    if trained is not None:
-        raise ConflictError(f"{what}: step {trained} trained it already, and a rollout enters exactly one step")
+    declared = rollout in reuse.rollouts
+    if declared != (trained is not None and trained < record.step) or (not declared and trained is not None):
+        raise rollout_state.not_new(record, rollout, trained, declared=declared)
+    return trained if declared else record.step
+
+
+async def _check_uses(transaction: Transaction, record: StepRecord, reuse: rollout_state.Reuse, first: int) -> None:
+    """Refuse a reuse beyond its limit. Steps before `first` trained none of what is reused."""
+    if not reuse.rollouts:
+        return
+    uses = Counter[str]()
+    for (text,) in await transaction.all(sql.SELECT_TRAINED, (record.run, first)):
+        uses.update(name for name, _ in json.loads(text) if name in reuse.rollouts)
+    for rollout, steps in sorted(uses.items()):
+        if steps > reuse.limit:
+            raise rollout_state.used_up(record, rollout, steps, reuse.limit)
 
 
 async def steps(transaction: Transaction, run: str, after: int, limit: int | None, brief: bool) -> list[StepRecord]:

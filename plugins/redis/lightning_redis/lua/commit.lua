@@ -1,6 +1,7 @@
 -- keys: standing steps proofs changes
--- arguments: run step digest at text count
--- Then rollout and attempt of each that was trained. The digest of the step tells a call that comes again.
+-- arguments: run step digest at text count limit
+-- Then rollout, attempt and '1' where it is declared as reused, of each that was trained; `limit` is in how many steps beyond
+-- its first. The digest of the step tells a call that comes again.
 
 local known = redis.call('HGET', proofs, step)
 if known == digest then return {'ok'} end
@@ -8,14 +9,16 @@ if known then return {'conflict', known} end
 
 local found = {}
 for i = 0, tonumber(count) - 1 do
-  local rollout, attempt = ARGV[REST + i * 2 + 1], ARGV[REST + i * 2 + 2]
+  local rollout, attempt, again = ARGV[REST + i * 3 + 1], ARGV[REST + i * 3 + 2], ARGV[REST + i * 3 + 3] == '1'
   local position = found[rollout] or stand(standing, rollout)
   if not position then return {'unknown', rollout} end
   local trainable = position.status == 'succeeded' or (position.status == 'failed' and position.fault == 'policy')
-  if position.run ~= run or not trainable or position.attempt ~= tonumber(attempt) or position.trained then
+  local before = position.trained and tonumber(position.trained) < tonumber(step) and not found[rollout]
+  local fits = again and before and (position.steps or 1) <= tonumber(limit) or not again and not position.trained
+  if position.run ~= run or not trainable or position.attempt ~= tonumber(attempt) or not fits then
     return {'untrainable', i, cjson.encode(position)}
   end
-  position.trained = step
+  if again then position.steps = (position.steps or 1) + 1 else position.trained = step end
   found[rollout] = position
 end
 for rollout, position in pairs(found) do
