@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from lightning.cli.locate import with_store
 from lightning.errors import ConfigError
+from lightning.gateway.replay.divergence import first_difference
 from lightning.server.projects import of_project
 from lightning.store import exchanges
 from lightning.store.protocol import Store
@@ -23,7 +24,6 @@ from lightning.trainer.checkpoints import WEIGHTS_NAME, weights_content
 from lightning.trainer.summary import Reporter
 from lightning.types import Fault, Json, Resource, ResourceKind, Rollout, Task
 
-from lightning_debug.divergence import first_difference
 from lightning_debug.evaluate import Evaluator, Setup, Variant, check_any_scored
 from lightning_debug.statistics import SequentialTest
 from lightning_debug.transcript import text_of, tool_calls_of, with_numbered_ids

@@ -19,6 +19,7 @@ from lightning.cli.locate import load_agent, locate, with_store
 from lightning.cli.output import escape, say
 from lightning.cli.runs import answers
 from lightning.errors import ConfigError, DataError, LightningError
+from lightning.gateway.replay.recorded import RecordedRollout, read_rollout
 from lightning.runner.protocol import Agent
 from lightning.server.agents import HowToCall
 from lightning.server.projects import of_project
@@ -26,7 +27,6 @@ from lightning.store.protocol import Store
 from lightning.store.resource_ref import run_id_of, store_in
 from lightning.types import DEFAULT_PROJECT, Json, Run
 
-from lightning_debug.recorded import RecordedRollout, read_rollout
 from lightning_debug.replay import ReplayResult, replay_agent, result_of
 from lightning_debug.replay_server import ReplayServer
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from lightning.asyncio_utils import outside_of_loops
 from lightning.errors import DataError
+from lightning.gateway.replay.divergence import Divergence
+from lightning.gateway.replay.recorded import RecordedRollout
 from lightning.instrument import emit, install_tap
 from lightning.instrument.recorded_tools import answer_tools, can_answer
 from lightning.plugins import plugins
@@ -23,8 +25,6 @@ from lightning.runner.seeding import seed_process
 from lightning.runner.worker import run_agent
 from lightning.types import Fault, Json, Outcome, ToolEvent
 
-from lightning_debug.divergence import Divergence
-from lightning_debug.recorded import RecordedRollout
 from lightning_debug.replay_server import ReplayServer
 
 

@@ -17,12 +17,11 @@ from typing import Any, Final, Self
 
 from aiohttp import web
 from lightning.errors import ConfigError
+from lightning.gateway.replay.divergence import Divergence, diverged
+from lightning.gateway.replay.recorded import RecordedCall, RecordedCalls, RecordedRollout
+from lightning.gateway.replay.streams import STREAMS, stream_of
 from lightning.store import exchanges
 from lightning.types import LLM, Caller, CallStatus, Transition
-
-from lightning_debug.divergence import Divergence, diverged
-from lightning_debug.recorded import RecordedCall, RecordedRollout
-from lightning_debug.replay_streams import STREAMS, stream_of
 
 MODEL: Final = "policy"
 CALLER: Final = "x-lightning-caller"
@@ -52,9 +51,7 @@ class ReplayServer:
     """Whether a call came after the last that was to be answered."""
 
     def __post_init__(self) -> None:
-        self._left: dict[tuple[str, bytes], list[RecordedCall]] = {}
-        for call in self.recorded.calls:
-            self._left.setdefault(call.key, []).append(call)
+        self._calls = RecordedCalls(self.recorded.calls)
         self._refusals: list[Transition] = list(self.recorded.refusals)
         self._key = f"replay-{secrets.token_urlsafe(16)}"
         self._url = ""
@@ -74,8 +71,7 @@ class ReplayServer:
     @property
     def left(self) -> Sequence[RecordedCall]:
         """The recorded calls that have not been asked for, but for those that broke off when they were recorded."""
-        left = [call for calls in self._left.values() for call in calls if call.exchange.status]
-        return sorted(left, key=lambda call: call.number)
+        return [call for call in self._calls.left if call.exchange.status]
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -137,7 +133,7 @@ class ReplayServer:
             self.stopped = True
             self.end()
             return _refuse(path, 409, "replay_ended", f"The replay ends after {self.until} calls, as it was asked to.")
-        call = self._take(caller, path, exchanges.canonical(body))
+        call = self._calls.take(caller, path, exchanges.canonical(body))
         if call is None:
             return self._unknown(caller, path, body)
         if not call.exchange.status:
@@ -151,15 +147,6 @@ class ReplayServer:
     def _end_if_done(self) -> None:
         if len(self.served) == self.until or not self.missing:
             self.end()
-
-    def _take(self, caller: str, path: str, request: bytes) -> RecordedCall | None:
-        """The recorded call of this request: of the same caller if there is one, else the first."""
-        same = self._left.get((path, request))
-        if not same:
-            return None
-        found = next((call for call in same if call.caller == caller), same[0])
-        same.remove(found)
-        return found
 
     async def _broken_off(self, call: RecordedCall, path: str) -> web.Response:
         """A call that was not answered: the policy server failed, or its agent lost patience, and does so again."""
@@ -179,8 +166,7 @@ class ReplayServer:
             self._end_if_done()
             return _refuse(path, 400, refused.finish_reason, refused.error)
         threads = threading.active_count() > self._threads or self._overlap()
-        left = [call for calls in self._left.values() for call in calls]
-        found = diverged(body, caller, path, sorted(left, key=lambda call: call.number), threads=threads)
+        found = diverged(body, caller, path, self._calls.left, threads=threads)
         self._diverge(found)
         return _refuse(path, 409, "not_recorded", str(found))
 

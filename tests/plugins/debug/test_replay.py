@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import lightning
 import pytest
+from lightning.gateway.replay.recorded import RecordedRollout, recorded_rollout
 from lightning.instrument import emit, recorded_tools
 from lightning.testing import Reply, ToolCall, rollout
 from lightning.types import LLM, Task, ToolEvent
-from lightning_debug.recorded import RecordedRollout, recorded_rollout
 from lightning_debug.replay import ReplayResult, replay_agent, result_of
 from lightning_debug.replay_server import ReplayServer
 

@@ -9,9 +9,9 @@ import anthropic
 import openai
 import pytest
 from lightning.gateway.exchanges import WholeReply
+from lightning.gateway.replay.recorded import recorded_rollout
 from lightning.testing import Reply, ToolCall, rollout
 from lightning.types import LLM, Task
-from lightning_debug.recorded import recorded_rollout
 from lightning_debug.replay import replay_agent
 
 pytestmark = pytest.mark.framework

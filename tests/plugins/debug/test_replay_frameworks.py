@@ -9,9 +9,9 @@ from typing import Annotated, Any, TypedDict
 import agents
 import httpx
 import pytest
+from lightning.gateway.replay.recorded import recorded_rollout
 from lightning.testing import Reply, ToolCall, rollout
 from lightning.types import LLM, Task
-from lightning_debug.recorded import recorded_rollout
 from lightning_debug.replay import ReplayResult, replay_agent
 
 pytestmark = pytest.mark.framework

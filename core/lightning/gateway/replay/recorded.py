@@ -5,7 +5,7 @@ The invariant: a rollout whose record is not whole is refused with the reason, n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning.errors import DataError
@@ -46,6 +46,29 @@ class RecordedRollout:
     tool_events: tuple[ToolEvent, ...]
     step_rewards: tuple[StepReward, ...] = ()
     has_outcome: bool = True
+
+
+class RecordedCalls:
+    """The recorded calls that have not been asked for yet: each is given once, equal ones in their order."""
+
+    def __init__(self, calls: Iterable[RecordedCall]) -> None:
+        self._left: dict[tuple[str, bytes], list[RecordedCall]] = {}
+        for call in calls:
+            self._left.setdefault(call.key, []).append(call)
+
+    def take(self, caller: str, path: str, request: bytes) -> RecordedCall | None:
+        """The recorded call of this request: of the same caller if there is one, else the first; None without one."""
+        same = self._left.get((path, request))
+        if not same:
+            return None
+        found = next((call for call in same if call.caller == caller), same[0])
+        same.remove(found)
+        return found
+
+    @property
+    def left(self) -> list[RecordedCall]:
+        """Those that have not been asked for, in their order."""
+        return sorted((call for calls in self._left.values() for call in calls), key=lambda call: call.number)
 
 
 async def read_rollout(

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from lightning.gateway.replay.recorded import RecordedCall
 from lightning.store.exchanges import written
-
-from lightning_debug.recorded import RecordedCall
 
 SHOWN: Final = 160
 """Characters of a text that are shown around its first difference."""
