@@ -48,6 +48,7 @@ from lightning.gateway.policy import LiveCall, Policy
 from lightning.gateway.policy_registry import Policies
 from lightning.gateway.providers import Providers
 from lightning.gateway.recorder import NOTHING, Recorder, Ticket, described
+from lightning.gateway.replay.branches import Branch, Branches, recorded_answer
 from lightning.gateway.sampling import (
     apply_sampling,
     call_seed,
@@ -58,7 +59,7 @@ from lightning.gateway.sampling import (
 )
 from lightning.gateway.upstream.client import Forwarder, Watch
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
-from lightning.types import CallStatus, Conversation
+from lightning.types import BRANCH_VOID, CallStatus, Conversation
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Call:
     live: LiveCall
     headers: list[tuple[str, str]]
     translator: Translator | None = None
+    branch: Branch | None = None
     started: bool = False
     streamed: WholeReply = field(default_factory=WholeReply)
 
@@ -137,6 +139,7 @@ class Calls:
     history: History
     providers: Providers
     conversations: Conversations
+    branches: Branches
 
 
 class CallEndpoint:
@@ -150,7 +153,7 @@ class CallEndpoint:
             parts.policies,
         )
         self._forwarder, self._recorder, self._history = parts.forwarder, parts.recorder, parts.history
-        self._providers, self._conversations = parts.providers, parts.conversations
+        self._providers, self._conversations, self._branches = parts.providers, parts.conversations, parts.branches
         self._told: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -165,7 +168,10 @@ class CallEndpoint:
             if (provider := self._providers.of_model(_model_in(body, scope))) is not None:
                 await self._providers.pass_on(provider, self._dialect.path[1:], payload, scope, receive, send)
                 return
-            call = await self._admit(claims, scope, body, len(payload))
+            branch = await self._branches.of(claims) if claims.branch else None
+            if branch is not None and await self._answer_recorded(branch, scope, body, send):
+                return
+            call = await self._admit(claims, scope, body, len(payload), branch)
             await self._serve(call, receive, send)
         except ExpiredTokenError as refusal:
             await self._record_refused(scope, refusal.claims, refusal)
@@ -173,7 +179,11 @@ class CallEndpoint:
         except RefusalError as refusal:
             if refusal.code in NO_SERVER:
                 await self._record_failure(call, CallStatus.ERROR, unserved=True)
-            elif call is None and claims is not None and refusal.status in REQUEST_ERRORS:
+            elif (
+                claims is not None
+                and (call is None or refusal.code == BRANCH_VOID)
+                and refusal.status in REQUEST_ERRORS
+            ):
                 await self._record_refused(scope, claims, refusal)
             await self._refuse(call, send, refusal)
         except ClientGoneError:
@@ -188,7 +198,17 @@ class CallEndpoint:
             log.exception("the gateway failed on a call")
             await self._refuse(call, send, RefusalError(500, "gateway_fault", "The gateway failed; see its log."))
 
-    async def _admit(self, claims: Claims, scope: Scope, body: Body, size: int) -> Call:
+    async def _answer_recorded(self, branch: Branch, scope: Scope, body: Body, send: Send) -> bool:
+        """Answer a call of a branch from the record, if that has it."""
+        caller = self._identity.caller(scope, _model_in(body, scope))
+        found = await branch.answer(caller.name, self._dialect.path, body)
+        if found is not None:
+            status, kind, answer = recorded_answer(found, body)
+            header = (b"x-request-id", found.transition.id.encode())
+            await send_bytes(send, status, answer, [(b"content-type", kind), header])
+        return found is not None
+
+    async def _admit(self, claims: Claims, scope: Scope, body: Body, size: int, branch: Branch | None) -> Call:
         asked = self._recorder.exchanges.asked(self._dialect.path, body, size)
         policy, model = self._policies.of(claims.run), _model_in(body, scope)
         await self._policies.asked.look(claims.run, policy, model)
@@ -197,7 +217,10 @@ class CallEndpoint:
         claims = await self._conversations.of(claims, scope, body, previous, policy.book.current)
         request_id = f"{mark_of(claims.rollout)}{PROCESS}{next(NUMBERS):x}"
         capture = Capture(self._dialect.id_prefix + request_id)
-        before = () if previous is None else await self._history.before((claims.rollout, claims.attempt), previous)
+        attempt = (claims.rollout, claims.attempt)
+        if branch is not None and previous in branch.recorded_ids:
+            attempt = branch.owner
+        before = () if previous is None else await self._history.before(attempt, previous)
         if self._config.hosted_tools == "drop":
             body = self._without_hosted_tools(body)
         body, translator = self._dialect.translate(body, before, capture.id)
@@ -207,7 +230,7 @@ class CallEndpoint:
         plan.requested_model = model[:LONGEST_NAME] if isinstance(model, str) else ""
         live = LiveCall(request_id, plan.choices, plan.n, policy.book.current, capture)
         ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller, asked)
-        return Call(self._dialect, claims, policy, plan, ticket, live, forwarded_headers(scope), translator)
+        return Call(self._dialect, claims, policy, plan, ticket, live, forwarded_headers(scope), translator, branch)
 
     def _without_hosted_tools(self, body: Body) -> Body:
         """The request without tools that nobody here can run; each type of them is said once."""
@@ -355,6 +378,10 @@ class CallEndpoint:
 
     async def _finish(self, call: Call, answer: Answer, send: Send) -> None:
         """Make the call durable, then let go of the answer's last bytes."""
+        if call.branch is not None and call.ticket.asked is not None and answer.outcome is CallStatus.OK:
+            asked, first = call.ticket.asked, call.capture.choice(0)
+            request = b"".join(piece.text for piece in asked.pieces)
+            call.branch.check_prompt(asked.path, request, first.prompt_ids or call.capture.prompt_ids or ())
         if call.live.unsure:
             log.warning("call %s is not trained on: its tokens' policy version is not known", call.capture.id)
         entry: Entry | None = None

@@ -24,6 +24,7 @@ from lightning.gateway.policy import Policy
 from lightning.gateway.policy_registry import Policies
 from lightning.gateway.providers import Providers, read_providers
 from lightning.gateway.recorder import Recorder
+from lightning.gateway.replay.branches import Branches
 from lightning.gateway.routes import OWN_PATHS, build_front
 from lightning.gateway.traces import TraceBook, TraceEndpoint
 from lightning.gateway.upstream.client import MODEL, Forwarder
@@ -92,6 +93,7 @@ class Gateway:
             self._history,
             self._providers,
             self.conversations,
+            Branches(store),
         )
         self._front = build_front(calls, traces, self.feedback)
         self.app = self._front.app
@@ -126,8 +128,8 @@ class Gateway:
         """Sign the API key of one attempt. `sampling` overrides what the agent asks for; `ttl` is in seconds.
 
         `run` says whose policy it is for; empty: the gateway's own. With a `session`, a run, the key is of many conversations,
-        each of which becomes a rollout of that run; requests that are refused are recorded with `rollout`. In a `branch` the first
-        calls are answered from the record of the rollout's parent.
+        each of which becomes a rollout of that run; requests that are refused are recorded with `rollout`. In a `branch` the
+        first calls are answered from the record of the rollout's parent.
         """
         ttl = self._config.token_ttl if ttl is None else ttl
         token = self._signer.issue(rollout, attempt, ttl, sampling, run, session, branch=branch)

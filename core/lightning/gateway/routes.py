@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import aiohttp
 import orjson
@@ -41,6 +42,7 @@ from lightning.gateway.identity import Claims, Identity
 from lightning.gateway.policy_registry import Policies
 from lightning.gateway.providers import Providers
 from lightning.gateway.recorder import Recorder
+from lightning.gateway.replay.branches import Branches
 from lightning.gateway.traces import PATH, TraceEndpoint
 from lightning.gateway.upstream.client import Forwarder
 
@@ -52,9 +54,10 @@ PREFIXES = tuple(f"{root}{version}" for root in ("", "/r/{token}") for version i
 OWN_PATHS = frozenset({"v1", "r", "openai", "health"})
 """What paths of the gateway begin with."""
 MODELS = "/models"
+TOOL_RUNS = "/tool_runs"
 COUNT_PATH = f"{Messages.path}/count_tokens"
 POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_PATH, PATH, FEEDBACK_PATH)
-LISTED = ", ".join([*(f"POST /v1{path}" for path in POSTS), "GET /v1/models", "GET /health"])
+LISTED = ", ".join([*(f"POST /v1{path}" for path in POSTS), "GET /v1/models", "GET /v1/tool_runs", "GET /health"])
 OTHERS = (
     " Other calls of a provider's API go to the provider from the agent's process, if its runner was started with a key for it "
     "(OPENAI_API_KEY, ANTHROPIC_API_KEY) and the client is based on httpx, or from the gateway, if gateway.providers has one "
@@ -105,6 +108,20 @@ class CountTokens:
             raise RefusalError(502, "upstream_failed", message) from error
 
 
+class ToolRuns:
+    """`GET /v1/tool_runs`: the runs of tools that are answered in a branch, for whoever runs its agent; of another attempt
+    none."""
+
+    def __init__(self, identity: Identity, branches: Branches) -> None:
+        self._identity, self._branches = identity, branches
+
+    async def __call__(self, request: Request) -> Response:
+        """Serve one request."""
+        claims = self._identity.claims(request.scope)
+        runs = await self._branches.tool_runs(claims) if claims.branch else []
+        return Response(orjson.dumps({"tool_runs": [asdict(run) for run in runs]}), media_type=JSON)
+
+
 class Others:
     """What stands below a version and is no route of the gateway's: a provider answers it, or nobody does."""
 
@@ -114,7 +131,7 @@ class Others:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. What an agent asks for and does not get is recorded as a refused call."""
         route, unknown = scope["path_params"]["route"], unknown_route(scope["method"], without_token(scope["path"]))
-        if f"/{route}" in (*POSTS, MODELS):
+        if f"/{route}" in (*POSTS, MODELS, TOOL_RUNS):
             raise HTTPException(405)
         try:
             claims = self._identity.claims(scope)
@@ -179,7 +196,7 @@ class Front:
 def build_front(parts: Calls, traces: TraceEndpoint, feedback: FeedbackEndpoint) -> Front:
     """The routes, tied to the parts that serve them."""
     config, identity, providers = parts.config, parts.identity, parts.providers
-    info = Info(identity, parts.policies, parts.forwarder)
+    info, tool_runs = Info(identity, parts.policies, parts.forwarder), ToolRuns(identity, parts.branches)
     endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect(), parts) for dialect in DIALECTS}
     endpoints[COUNT_PATH] = CountTokens(config, identity, parts.policies, parts.forwarder, providers)
     endpoints[PATH] = traces
@@ -188,6 +205,7 @@ def build_front(parts: Calls, traces: TraceEndpoint, feedback: FeedbackEndpoint)
     for prefix in PREFIXES:
         routes += [Route(f"{prefix}{path}", endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
         routes.append(Route(f"{prefix}{MODELS}", info.models, methods=["GET"]))
+        routes.append(Route(f"{prefix}{TOOL_RUNS}", tool_runs.__call__, methods=["GET"]))
     others = Others(config, identity, parts.recorder, providers)
     routes += [Route(f"{prefix}/{{route:path}}", others) for prefix in PREFIXES]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, RefusalError: _refusal})

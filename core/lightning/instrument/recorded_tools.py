@@ -11,7 +11,8 @@ import asyncio
 import builtins
 import inspect
 import json
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from lightning.errors import DataError
@@ -41,6 +42,28 @@ def recorded_run(api_key: str, name: str, arguments: Json, function: object) -> 
     """The recorded run that answers this one; None where the tool is to run."""
     find = _finds.get(api_key) if _finds else None
     return None if find is None else find(name, arguments, function)
+
+
+class RecordedRuns:
+    """Recorded runs of tools, each given once: in their order for equal arguments."""
+
+    def __init__(self, events: Sequence[ToolEvent]) -> None:
+        # A framework that runs a `lightning.tool` tells of it as well, under the call's id and without the whole result.
+        self._left = [event for event in events if not event.call_id]
+        self._lock = threading.Lock()
+        self.answered: list[ToolEvent] = []
+
+    def take(self, name: str, arguments: Json, function: object) -> ToolEvent | None:
+        """The first run of this tool with these arguments that has not been given; None without one."""
+        wanted = (name, json.dumps(arguments, sort_keys=True))
+        with self._lock:
+            for event in self._left:
+                same = (event.name, json.dumps(event.arguments, sort_keys=True)) == wanted
+                if same and can_answer(event, function):
+                    self._left.remove(event)
+                    self.answered.append(event)
+                    return event
+        return None
 
 
 def can_answer(event: ToolEvent, function: object) -> bool:

@@ -18,7 +18,18 @@ from lightning.instrument.texts import number
 from lightning.runner.policy_faults import cause_in_record, described
 from lightning.spans.derive import with_spans
 from lightning.store.protocol import Store
-from lightning.types import EXPIRED, TOO_LONG, UNSERVED, CallStatus, Fault, Outcome, Rollout, Status, Transition
+from lightning.types import (
+    BRANCH_VOID,
+    EXPIRED,
+    TOO_LONG,
+    UNSERVED,
+    CallStatus,
+    Fault,
+    Outcome,
+    Rollout,
+    Status,
+    Transition,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +93,10 @@ def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
     or ran out of time, after the policy server had failed under it is not at fault: the attempt counts as an infrastructure
     failure and may be retried. So does one that made a reward of it (`except Exception: return 0.0`), its last call unserved,
     and one that outlived its API key and called the model after that. What the model did wrong itself is a fault of the
-    policy's (`lightning.runner.outcomes`).
+    policy's (`lightning.runner.outcomes`). A branch that does not begin as its parent did has no reward, whatever it came to.
     """
+    if why := next((call.error for call in calls if call.finish_reason == BRANCH_VOID), ""):
+        return replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=why)
     if outcome.fault is not Fault.INFRASTRUCTURE and any(map(_is_expired, calls)):
         message = f"{OUTLIVED}; the agent ended with: {outcome.error}" if outcome.error else OUTLIVED
         return replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=message)

@@ -105,7 +105,8 @@ def _end(text: str, length: int) -> str:
 def encode_request(task: Task, llm: LLM) -> bytes:
     """One attempt to run, as JSON."""
     fields = {"input": task.input, "expected": task.expected, "metadata": dict(task.metadata), "id": task.id}
-    return _dump({"task": fields, "llm": [llm.base_url, llm.api_key, llm.model, dict(llm.prompts), llm.seed]})
+    call = [llm.base_url, llm.api_key, llm.model, dict(llm.prompts), llm.seed, llm.branch]
+    return _dump({"task": fields, "llm": call})
 
 
 def decode_request(data: bytes) -> tuple[Task, LLM]:
@@ -156,7 +157,7 @@ def decode_outcome(data: bytes) -> Outcome:
             fault=None if fields["fault"] is None else Fault(fields["fault"]),
             error=str(fields["error"]),
             seconds=float(fields["seconds"]),
-            tool_events=tuple(_tool_event(event) for event in fields["tool_events"]),
+            tool_events=tuple(read_tool_event(event) for event in fields["tool_events"]),
             step_rewards=tuple(
                 StepReward(
                     number(step["value"], "a step reward"),
@@ -181,7 +182,8 @@ def decode_outcome(data: bytes) -> Outcome:
     return outcome
 
 
-def _tool_event(fields: dict[str, Any]) -> ToolEvent:
+def read_tool_event(fields: dict[str, Any]) -> ToolEvent:
+    """A tool event from its fields. Raises `KeyError`, `TypeError` or `AttributeError` for what is none."""
     caller = fields["caller"]
     return ToolEvent(
         name=str(fields["name"]),

@@ -11,7 +11,7 @@ import contextvars
 import itertools
 import json
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Attempt
 from lightning.testing.contract_script import ReplyFormat, play
 from lightning.testing.fake_vllm import FakeVLLM
-from lightning.types import LLM, Lease, Outcome, Rollout, Run, Task, ToolEvent, Transition
+from lightning.types import LLM, Json, Lease, Outcome, Rollout, Run, Task, ToolEvent, Transition
 
 T = TypeVar("T")
 
@@ -106,14 +106,22 @@ class House:
         """Run agents on their loop, in a context that ends with them."""
         return self._agents.run(agents, context=contextvars.copy_context())
 
-    def lease(self, task: Task | None = None) -> tuple[Lease, LLM]:
-        """A new rollout, leased, and what its agent needs."""
+    def lease(
+        self,
+        task: Task | None = None,
+        *,
+        parent: tuple[str, int, int] | None = None,
+        config: Mapping[str, Json] | None = None,
+    ) -> tuple[Lease, LLM]:
+        """A new rollout, leased, and what its agent needs; with a `parent` a branch, of a run with this configuration."""
         name = f"contract-{next(self._numbers)}"
-        return self.do(self._lease(name, task or Task(input=name)))
+        return self.do(self._lease(name, task or Task(input=name), parent, config or {}))
 
-    async def _lease(self, name: str, task: Task) -> tuple[Lease, LLM]:
-        await self._store.put_run(Run(name, name))
-        await self._store.create_rollouts([Rollout(id=name, run=name, task=task, group=name)])
+    async def _lease(
+        self, name: str, task: Task, parent: tuple[str, int, int] | None, config: Mapping[str, Json]
+    ) -> tuple[Lease, LLM]:
+        await self._store.put_run(Run(name, name, config))
+        await self._store.create_rollouts([Rollout(id=name, run=name, task=task, group=name, parent=parent)])
         (lease,) = await self._store.lease(name, "contract", ttl=3600.0)
         assert self._gateway is not None, "the house has been started"
         return lease, self._gateway.llm(lease)

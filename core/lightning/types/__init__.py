@@ -15,6 +15,7 @@ from enum import StrEnum
 
 from lightning.errors import DataError
 from lightning.types.recorded import (
+    BRANCH_VOID,
     EXPIRED,
     TOO_LONG,
     UNSERVED,
@@ -31,6 +32,7 @@ from lightning.types.recorded import (
 from lightning.types.values import Json, LogProbs, TokenIds, logprobs, not_json, token_ids
 
 __all__ = [
+    "BRANCH_VOID",
     "DEFAULT_PROJECT",
     "EXPIRED",
     "LLM",

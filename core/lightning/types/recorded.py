@@ -40,6 +40,9 @@ TOO_LONG = "context_length_exceeded"
 EXPIRED = "expired_token"
 """The finish reason of a call that was refused because the agent's API key had expired; one is recorded for each key."""
 
+BRANCH_VOID = "branch_void"
+"""The finish reason of a call that was refused because its branch does not begin as its parent did."""
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:

@@ -18,7 +18,7 @@ from lightning.errors import DataError
 from lightning.gateway.replay.divergence import Divergence
 from lightning.gateway.replay.recorded import RecordedRollout
 from lightning.instrument import emit, install_tap
-from lightning.instrument.recorded_tools import answer_tools, can_answer
+from lightning.instrument.recorded_tools import RecordedRuns, answer_tools
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent
 from lightning.runner.seeding import seed_process
@@ -199,30 +199,22 @@ def _text(value: Json) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-class _Tools:
-    """The recorded runs of tools, each given once: in their order for equal arguments."""
+class _Tools(RecordedRuns):
+    """The recorded runs of tools; one that is not there is refused, or runs."""
 
     def __init__(self, events: Sequence[ToolEvent], *, run_unrecorded: bool) -> None:
-        # A framework that runs a `lightning.tool` tells of it as well, under the call's id and without the whole result.
-        self._left, self._run_unrecorded = [event for event in events if not event.call_id], run_unrecorded
-        self._lock = threading.Lock()
-        self.answered: list[ToolEvent] = []
+        super().__init__(events)
+        self._run_unrecorded = run_unrecorded
 
     def take(self, name: str, arguments: Json, function: object) -> ToolEvent | None:
-        """The first run of this tool with these arguments that has not been given. Raises `DataError` where there is none."""
-        wanted = (name, _text(arguments))
-        with self._lock:
-            for event in self._left:
-                if (event.name, _text(event.arguments)) == wanted and can_answer(event, function):
-                    self._left.remove(event)
-                    self.answered.append(event)
-                    return event
-        if self._run_unrecorded:
-            return None
-        raise DataError(
-            f"the tool {name} has no recorded run with the arguments {wanted[1][:200]} left, and was not run: --yes "
-            "(run_unrecorded) runs it"
-        )
+        """See `RecordedRuns.take`. Raises `DataError` where there is none."""
+        found = super().take(name, arguments, function)
+        if found is None and not self._run_unrecorded:
+            raise DataError(
+                f"the tool {name} has no recorded run with the arguments {_text(arguments)[:200]} left, and was not run: --yes "
+                "(run_unrecorded) runs it"
+            )
+        return found
 
 
 def _counted(callers: Sequence[str]) -> str:

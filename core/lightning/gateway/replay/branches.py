@@ -1,0 +1,255 @@
+"""The calls of branches that are answered from the record of the rollouts that they branch from.
+
+The invariant: nothing of a branch is sampled before all that its parent was answered, before the call at which it branches was
+sent, has been asked again exactly as it is recorded, and has been answered alike. A branch that asks anything else is void: its
+calls are refused with where they differ, and the store is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import orjson
+
+from lightning.errors import DataError, StoreError
+from lightning.gateway.http import RefusalError
+from lightning.gateway.identity import NO_RETRY, Claims
+from lightning.gateway.replay.divergence import diverged
+from lightning.gateway.replay.recorded import RecordedCall, RecordedCalls, RecordedRollout, read_rollout
+from lightning.gateway.replay.streams import stream_of
+from lightning.store import exchanges
+from lightning.store.protocol import Store
+from lightning.types import BRANCH_VOID, Json, Rollout, ToolEvent
+
+REMEMBERED: Final = 1024
+"""Branches at work whose prefixes are at hand."""
+PATIENCE: Final = 30.0
+"""Seconds within which the calls of a prefix have to be asked again while one that follows them waits."""
+CHANGES: Final = "branch"
+"""Where the configuration of a run says what its branches change: `{"edit": text, "prompts": true}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What of a rollout's record comes again in its branches at the call `at`. `answered` are the calls that were answered
+    before it was sent; `beside` are all others, which are made anew as it is: what of them did not know its answer may come
+    before it."""
+
+    answered: tuple[RecordedCall, ...]
+    at: RecordedCall
+    beside: tuple[RecordedCall, ...]
+    tool_events: tuple[ToolEvent, ...]
+
+
+def prefix_of(recorded: RecordedRollout, seq: int) -> Prefix:
+    """What comes before the call with this `seq`. Raises `DataError` where there is none, or no answer is kept."""
+    name = recorded.rollout.id
+    at = next((call for call in recorded.calls if call.transition.seq == seq), None)
+    if at is None or not at.transition.status.answered:
+        count = len(recorded.calls)
+        raise DataError(
+            f"the rollout {name} has no answered call {seq}: its calls are 1 to {count}, counted as they began"
+        )
+    if recorded.rollout.parent is not None:
+        parent, _, _ = recorded.rollout.parent
+        raise DataError(f"the rollout {name} is a branch of {parent}: branch that one")
+    sent = at.transition.started_at
+    answered = tuple(call for call in recorded.calls if call is not at and call.transition.ended_at <= sent)
+    if broken := next((call for call in answered if not call.exchange.status), None):
+        raise DataError(
+            f"the rollout {name} cannot branch at call {at.number}: call {broken.number} broke off, and its answer is not "
+            "kept"
+        )
+    if refused := next((call for call in recorded.refusals if call.started_at <= sent), None):
+        raise DataError(
+            f"the rollout {name} cannot branch at call {at.number}: a call before it was refused ({refused.finish_reason}), "
+            "and its request is not kept"
+        )
+    beside = tuple(call for call in recorded.calls if call is not at and call not in answered)
+    ids = {call.transition.id for call in answered}
+    events = (event for event in recorded.tool_events if _is_before(event, ids, sent))
+    return Prefix(answered, at, beside, tuple(events))
+
+
+def _is_before(event: ToolEvent, answered: set[str], sent: float) -> bool:
+    """Whether a tool ran before the call that was sent then. Its clock may be another machine's: ids of calls say more."""
+    return event.response_id in answered if event.response_id else event.at <= sent
+
+
+class Branch:
+    """One attempt of a branch. With `changed` the call at which it branches may ask something else than it did; with an `edit`
+    it is answered with that text instead of being sampled."""
+
+    def __init__(
+        self, prefix: Prefix, owner: tuple[str, int], *, changed: bool = False, edit: str | None = None
+    ) -> None:
+        self.prefix, self.owner, self._changed = prefix, owner, changed
+        answered = (*prefix.answered, edited(prefix.at, edit)) if edit is not None else prefix.answered
+        self._calls = RecordedCalls(answered)
+        self._open = {call.key for call in (prefix.at, *prefix.beside)}
+        self._missing, self._ids = len(answered), frozenset(call.transition.id for call in answered)
+        self._begun, self._whole = asyncio.Event(), asyncio.Event()
+        self._beside, self._void = False, ""
+        if not answered:
+            self._whole.set()
+        self._edited = edit is not None
+
+    async def answer(self, caller: str, path: str, body: Mapping[str, Any]) -> RecordedCall | None:
+        """The recorded call that answers a request; None for one that is to be sampled, when it may be. Raises `RefusalError`
+        (409) for what makes the branch void, and in a void one."""
+        self._check()
+        request = exchanges.canonical(body)
+        if (found := self._calls.take(caller, path, request)) is not None:
+            self._missing -= 1
+            if not self._missing:
+                self._whole.set()
+                if self._edited:
+                    self._begun.set()
+            return found
+        if self._begun.is_set():
+            return None
+        key = (path, request)
+        known = key in self._open
+        if not known and (not self._whole.is_set() or not (self._changed or self._beside)):
+            candidates = [*self._calls.left, self.prefix.at]
+            self.refuse(str(diverged(body, caller, path, candidates)))
+        await self._wait(self._whole)
+        if key == self.prefix.at.key or (self._changed and not known):
+            self._begun.set()
+        elif known:
+            self._beside = True
+        else:
+            await self._wait(self._begun)  # what follows from a call beside it comes after it
+        return None
+
+    @property
+    def recorded_ids(self) -> frozenset[str]:
+        """The ids of the answers that come from the record."""
+        return self._ids
+
+    def check_prompt(self, path: str, request: bytes, prompt_ids: Sequence[int]) -> None:
+        """The policy server has read a call: that at which it branches has to have the recorded prompt, token for token. Raises
+        `RefusalError` (409)."""
+        at = self.prefix.at
+        if self._changed or (path, request) != at.key:
+            return
+        recorded = at.transition.prompt_ids
+        if list(prompt_ids) != list(recorded):
+            pairs = zip(prompt_ids, recorded, strict=False)
+            place = next((n for n, (now, then) in enumerate(pairs) if now != then), min(len(prompt_ids), len(recorded)))
+            self.refuse(
+                f"the prompt of call {at.number} has other tokens than were recorded, from token {place} on: the chat template "
+                "or the tokenizer has changed"
+            )
+
+    def refuse(self, why: str) -> None:
+        """The branch is void. Raises `RefusalError`."""
+        self._void = why
+        self._whole.set()
+        self._begun.set()
+        self._check()
+
+    def _check(self) -> None:
+        if self._void:
+            raise void(self._void)
+
+    async def _wait(self, event: asyncio.Event) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await event.wait()
+        except TimeoutError:
+            left = self._calls.left
+            first = left[0] if left else self.prefix.at
+            self.refuse(f"call {first.number} of {first.caller} was not asked for again within {PATIENCE:g} s")
+        self._check()
+
+
+def void(why: str) -> RefusalError:
+    """The refusal (409) of a call in a branch that is no branch."""
+    return RefusalError(409, BRANCH_VOID, f"This branch is void: {why}", [NO_RETRY])
+
+
+def edited(call: RecordedCall, text: str) -> RecordedCall:
+    """The call as if the model had said this text, and called no tool."""
+    path, reply = call.exchange.path, call.exchange.reply
+    if not isinstance(reply, dict):
+        raise DataError(f"call {call.number} has no answer that could be edited")
+    whole: dict[str, Any] = dict(reply)
+    if path == "/messages":
+        whole |= {"content": [{"type": "text", "text": text}], "stop_reason": "end_turn"}
+    elif path == "/responses":
+        part = {"type": "output_text", "text": text, "annotations": []}
+        item = {"type": "message", "id": f"msg_{whole.get('id', '')}", "role": "assistant", "status": "completed"}
+        whole |= {"output": [{**item, "content": [part]}]}
+    else:
+        chat = path == "/chat/completions"
+        said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        kept = {"index": 0, "finish_reason": "stop", "logprobs": None}
+        whole |= {"choices": [{**kept, **said}]}
+    return replace(call, exchange=replace(call.exchange, reply=whole))
+
+
+@dataclass(slots=True)
+class Branches:
+    """The branches that this gateway answers, by attempt."""
+
+    store: Store
+    _known: OrderedDict[tuple[str, int], Branch] = field(default_factory=OrderedDict)
+    _reading: dict[tuple[str, int], asyncio.Task[Branch]] = field(default_factory=dict)
+
+    async def of(self, claims: Claims) -> Branch:
+        """The branch of an attempt. Raises `RefusalError`: 409 where it is void from the beginning, 503 when the store cannot
+        tell."""
+        key = (claims.rollout, claims.attempt)
+        if (known := self._known.get(key)) is not None:
+            self._known.move_to_end(key)
+            return known
+        reading = self._reading.get(key)
+        if reading is None:  # one reading for all calls that come at once: they share what is left of the prefix
+            reading = self._reading[key] = asyncio.ensure_future(self._read(claims.rollout))
+            reading.add_done_callback(lambda _: self._reading.pop(key, None))
+        try:
+            branch = await asyncio.shield(reading)
+        except DataError as error:
+            raise void(str(error)) from error
+        except StoreError as error:
+            message = f"The store does not say what the branch begins with: {error}. Send the call again."
+            raise RefusalError(503, "store_failed", message) from error
+        self._known[key] = branch
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return branch
+
+    async def tool_runs(self, claims: Claims) -> list[ToolEvent]:
+        """The runs of tools that are answered in a branch. Raises as `of` does."""
+        return list((await self.of(claims)).prefix.tool_events)
+
+    async def _read(self, name: str) -> Branch:
+        rollout = await self.store.get_rollout(name)
+        if rollout is None or rollout.parent is None:
+            raise DataError(f"the rollout {name} is no branch")
+        parent, attempt, seq = rollout.parent
+        recorded = await read_rollout(self.store, parent, attempt)
+        changes = await self._changes(rollout)
+        edit = changes.get("edit")
+        changed = bool(changes.get("prompts"))
+        return Branch(
+            prefix_of(recorded, seq), (parent, attempt), changed=changed, edit=None if edit is None else str(edit)
+        )
+
+    async def _changes(self, rollout: Rollout) -> Mapping[str, Json]:
+        run = await self.store.get_run(rollout.run)
+        found = run.config.get(CHANGES) if run is not None else None
+        return found if isinstance(found, Mapping) else {}
+
+
+def recorded_answer(call: RecordedCall, body: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
+    """Status, content type and body of a recorded answer, as a stream where one is asked for."""
+    reply: Any = call.exchange.reply
+    if body.get("stream") is True and call.exchange.status == 200:
+        return 200, b"text/event-stream; charset=utf-8", b"".join(stream_of(call.exchange.path, reply, body))
+    return call.exchange.status, b"application/json", orjson.dumps(reply)

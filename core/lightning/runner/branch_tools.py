@@ -1,0 +1,55 @@
+"""The tools of a branch: those that ran before the call at which it branches give what they gave, and do not run again.
+
+The invariant: only a run with the recorded arguments is answered; any other tool runs.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from lightning.errors import RunnerError
+from lightning.instrument.recorded_tools import RecordedRuns, answer_tools
+from lightning.runner.outcomes import read_tool_event
+from lightning.types import LLM, ToolEvent
+
+TIMEOUT: Final = 60.0
+_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Straight to the gateway: it is no proxy's to reach."""
+
+
+@contextmanager
+def branch_tools(llm: LLM) -> Iterator[None]:
+    """Inside the block, in a branch, recorded runs of `lightning.tool` are answered. Raises `RunnerError` when the gateway does
+    not tell them."""
+    if not llm.branch:
+        yield
+        return
+    with answer_tools(llm.api_key, RecordedRuns(_recorded(llm)).take):
+        yield
+
+
+def _recorded(llm: LLM) -> list[ToolEvent]:
+    request = urllib.request.Request(  # noqa: S310 — the gateway's own address
+        f"{llm.base_url}/tool_runs", headers={"authorization": f"Bearer {llm.api_key}"}
+    )
+    try:
+        with _OPENER.open(request, timeout=TIMEOUT) as answer:
+            return [read_tool_event(event) for event in json.load(answer)["tool_runs"]]
+    except urllib.error.HTTPError as error:
+        with error:
+            raise RunnerError(_message(error.read())) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunnerError(f"the gateway does not say which tools ran before the branch: {error}") from error
+
+
+def _message(body: bytes) -> str:
+    """What an error object says."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")[:1000]

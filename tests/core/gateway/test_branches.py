@@ -1,0 +1,317 @@
+"""A branch begins as its parent did, from the record alone, and is sampled from a call on; one that does not is void."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import lightning
+import pytest
+from lightning.gateway.replay import branches
+from lightning.server.agents import HowToCall
+from lightning.testing import Reply
+from lightning.types import LLM, CallStatus, Fault, Rollout, Status, Task
+
+from tests.core.gateway.branching import Brancher, brancher, numbered
+
+
+@pytest.fixture
+def made() -> Iterator[Brancher]:
+    with brancher(numbered()) as found:
+        yield found
+
+
+def ask(llm: LLM, content: str, **more: Any) -> str:
+    body = {"model": llm.model, "messages": [{"role": "user", "content": content}], **more}
+    reply = httpx.post(
+        f"{llm.base_url}/chat/completions", json=body, headers={"authorization": f"Bearer {llm.api_key}"}, timeout=60
+    )
+    if reply.is_error:
+        raise RuntimeError(reply.json()["error"]["message"])
+    return str(reply.json()["choices"][0]["message"]["content"])
+
+
+def chain(length: int = 4) -> Callable[[Task, LLM], float]:
+    """Each call asks with all that was said."""
+
+    def agent(task: Task, llm: LLM) -> float:
+        said = str(task.input)
+        for _ in range(length):
+            said += f" | {ask(llm, said)}"
+        return float(said.rpartition(" ")[2])
+
+    return agent
+
+
+def test_only_what_follows_is_sampled_and_recorded(made: Brancher) -> None:
+    parent = made.run(chain())
+    assert [call.status for call in parent.calls] == [CallStatus.OK] * 4
+    before = made.sampled
+    found = [made.run(chain(), parent=parent.key(3)) for _ in range(8)]
+    assert made.sampled - before == 8 * 2
+    for each in found:
+        assert each.rollout.status is Status.SUCCEEDED, each.rollout.error
+        assert each.rollout.parent == parent.key(3)
+        assert [call.seq for call in each.calls] == [0, 1]
+        assert list(each.calls[0].prompt_ids) == list(parent.calls[2].prompt_ids)  # bit for bit the same state
+    assert len({each.rollout.reward for each in found}) == 8
+
+
+def test_a_branch_at_the_first_call_is_another_rollout(made: Brancher) -> None:
+    parent = made.run(chain(2))
+    found = made.run(chain(2), parent=parent.key(1))
+    assert len(found.calls) == 2
+    assert list(found.calls[0].prompt_ids) == list(parent.calls[0].prompt_ids)
+
+
+def test_streams_are_answered_as_streams(made: Brancher) -> None:
+    import openai
+
+    def agent(task: Task, llm: LLM) -> float:
+        client = openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key, max_retries=0)
+        said = str(task.input)
+        for _ in range(3):
+            messages: Any = [{"role": "user", "content": said}]
+            parts = client.chat.completions.create(model=llm.model, messages=messages, stream=True)
+            said += " | " + "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+        return 1.0
+
+    parent = made.run(agent)
+    found = made.run(agent, parent=parent.key(3))
+    assert found.rollout.error == ""
+    assert list(found.calls[0].prompt_ids) == list(parent.calls[2].prompt_ids)
+
+
+def test_a_clock_in_a_prompt_makes_the_branch_void_by_name(made: Brancher) -> None:
+    clock = itertools.count(1_790_000_000, 7)
+
+    def agent(task: Task, llm: LLM) -> float:
+        now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(next(clock)))
+        first = ask(llm, f"It is {now}. {task.input}")
+        return float(len(ask(llm, f"And then? {first}")))
+
+    parent = made.run(agent)
+    before = made.sampled
+    found = made.run(agent, parent=parent.key(2))
+    assert made.sampled == before  # nothing was sampled for it
+    assert (found.rollout.status, found.rollout.fault, found.rollout.reward) == (Status.FAILED, Fault.AGENT, None)
+    assert "void" in found.rollout.error
+    assert "the clock" in found.rollout.error
+    assert [call.finish_reason for call in found.calls] == ["branch_void"]
+
+
+def test_one_that_hides_that_it_is_void_has_no_reward(made: Brancher) -> None:
+    marks = itertools.count()
+
+    def agent(task: Task, llm: LLM) -> float:
+        for question in (f"attempt {next(marks)}", "second"):
+            try:
+                ask(llm, question)
+            except RuntimeError:
+                continue
+        return 1.0
+
+    parent = made.run(agent)
+    before = made.sampled
+    found = made.run(agent, parent=parent.key(2))
+    assert made.sampled == before
+    assert found.rollout.reward is None
+    assert "void" in found.rollout.error
+
+
+def test_a_state_that_differs_at_the_branching_call_is_void(made: Brancher) -> None:
+    weather = itertools.count()
+
+    def agent(task: Task, llm: LLM) -> float:
+        first = ask(llm, "one")
+        return float(len(ask(llm, f"{first}, weather {next(weather)}")))
+
+    parent = made.run(agent)
+    before = made.sampled
+    found = made.run(agent, parent=parent.key(2))
+    assert made.sampled == before
+    assert "void" in found.rollout.error
+    assert "weather" in found.rollout.error
+
+
+def test_an_agent_that_leaves_a_call_out_is_void(made: Brancher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(branches, "PATIENCE", 0.2)
+    turns = itertools.count()
+
+    def agent(task: Task, llm: LLM) -> float:
+        if next(turns) == 0:
+            ask(llm, "aside")
+        return float(len(ask(llm, "main")))
+
+    parent = made.run(agent)
+    found = made.run(agent, parent=parent.key(2))
+    assert "was not asked for again" in found.rollout.error
+    assert found.rollout.reward is None
+
+
+def test_one_that_ends_before_it_branches_has_no_reward(made: Brancher) -> None:
+    turns = itertools.count()
+
+    def agent(task: Task, llm: LLM) -> float:
+        ask(llm, "first")
+        if next(turns) == 0:
+            ask(llm, "second")
+        return 1.0
+
+    parent = made.run(agent)
+    found = made.run(agent, parent=parent.key(2))
+    assert (found.rollout.reward, found.rollout.status) == (None, Status.FAILED)
+
+
+def test_calls_at_the_same_time_are_answered_or_made_anew_by_when_they_were_sent() -> None:
+    """Three writers at once, then a joiner: a branch at the joiner has the three from the record; one at a writer has them
+    anew, since none of them knew the others."""
+    barrier = threading.Barrier(3)
+
+    def agent(task: Task, llm: LLM) -> float:
+        def write(part: int) -> str:
+            barrier.wait(10)
+            return ask(llm, f"part {part}")
+
+        plan = ask(llm, "plan")
+        with ThreadPoolExecutor(3) as pool:
+            texts = list(pool.map(write, range(3)))
+        return float(len(ask(llm, f"{plan}: {' '.join(texts)}")))
+
+    count = itertools.count()
+
+    def script(body: Any) -> Reply:
+        together = "part" in body["messages"][0]["content"]
+        return Reply(f"said {next(count)}", delay=0.3 if together else 0.0)  # so that the three are under way together
+
+    with brancher(script) as made:
+        parent = made.run(agent)
+        assert len(parent.calls) == 5
+        at_joiner = made.run(agent, parent=parent.key(5))
+        assert at_joiner.rollout.error == ""
+        assert len(at_joiner.calls) == 1
+        at_writer = made.run(agent, parent=parent.key(3))
+        assert at_writer.rollout.error == ""
+        assert len(at_writer.calls) == 4
+
+
+def test_tools_of_the_prefix_do_not_run_again(made: Brancher) -> None:
+    ran: list[str] = []
+
+    @lightning.tool
+    def look(place: str) -> str:
+        """Look somewhere."""
+        ran.append(place)
+        return f"{place} {len(ran)}"
+
+    def agent(task: Task, llm: LLM) -> float:
+        seen = look("door")
+        first = ask(llm, f"I see {seen}")
+        seen = look("window")
+        second = ask(llm, f"I see {seen} after {first}")
+        look("exit")
+        return float(len(second))
+
+    parent = made.run(agent)
+    assert ran == ["door", "window", "exit"]
+    found = made.run(agent, parent=parent.key(2))
+    assert found.rollout.error == ""
+    assert ran[3:] == ["exit"]  # what follows the branch runs
+    assert [event.name for event in found.attempt.tool_events] == ["look"] * 3
+
+
+def test_it_is_random_as_its_parent_was() -> None:
+    """Seeds are the trainer's: a branch has its parent's."""
+    parent = Rollout("run/0/1/2", "run", Task("q"), "run/0/1", attempt=2)
+    branch = replace(parent, id="run/0/1/8", index=8, attempt=1, parent=("run/0/1/2", 2, 3))
+    elsewhere = replace(branch, id="other/0", run="other", group="other")
+    how = HowToCall(seed=3)
+    assert how.agent_seed(branch) == how.agent_seed(elsewhere) == how.agent_seed(parent)
+    assert how.agent_seed(replace(branch, parent=None)) != how.agent_seed(parent)
+
+
+def test_an_edited_answer_is_what_the_agent_goes_on_with(made: Brancher) -> None:
+    parent = made.run(chain(3))
+    before = made.sampled
+    found = made.run(chain(3), parent=parent.key(2), config={"branch": {"edit": "another word"}})
+    assert found.rollout.error == ""
+    assert made.sampled - before == 1
+    assert "another word" in made.house.fake.requests[-1].body["messages"][0]["content"]
+
+
+def test_a_changed_prompt_is_no_divergence_where_it_is_meant(made: Brancher) -> None:
+    style = ["plain"]
+
+    def agent(task: Task, llm: LLM) -> float:
+        first = ask(llm, "one")
+        return float(len(ask(llm, f"{style[0]}: {first}")))
+
+    parent = made.run(agent)
+    style[0] = "in rhymes"
+    found = made.run(agent, parent=parent.key(2), config={"branch": {"prompts": True}})
+    assert found.rollout.error == ""
+    assert len(found.calls) == 1
+
+
+def test_a_branch_of_a_branch_is_refused(made: Brancher) -> None:
+    parent = made.run(chain(3))
+    branch = made.run(chain(3), parent=parent.key(2))
+    found = made.run(chain(3), parent=branch.key(1))
+    assert "is a branch of" in found.rollout.error
+    assert found.rollout.reward is None
+
+
+@pytest.mark.parametrize("seq", [-1, 2, 99])
+def test_a_call_that_is_not_there_is_refused(made: Brancher, seq: int) -> None:
+    parent = made.run(chain(2))
+    found = made.run(chain(2), parent=(parent.rollout.id, 1, seq))
+    assert "has no answered call" in found.rollout.error
+    assert found.rollout.reward is None
+
+
+def test_a_rollout_with_a_credential_in_its_record_is_refused(made: Brancher) -> None:
+    key = "sk-proj-" + "a1B2c3D4e5F6g7H8" * 3
+
+    def agent(task: Task, llm: LLM) -> float:
+        return float(len(ask(llm, f"my key is {key}") + ask(llm, "next")))
+
+    parent = made.run(agent)
+    found = made.run(agent, parent=parent.key(2))
+    assert "a credential was left out" in found.rollout.error
+
+
+def test_responses_go_on_with_what_their_parent_was_answered() -> None:
+    import openai
+
+    def agent(task: Task, llm: LLM) -> float:
+        client = openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key, max_retries=0)
+        reply = client.responses.create(model=llm.model, input=str(task.input))
+        for question in ("more", "and more"):
+            reply = client.responses.create(model=llm.model, input=question, previous_response_id=reply.id)
+        return float(len(reply.output_text))
+
+    with brancher(numbered()) as made:
+        parent = made.run(agent)
+        assert parent.rollout.error == ""
+        found = made.run(agent, parent=parent.key(2))
+        assert found.rollout.error == ""
+        assert list(found.calls[0].prompt_ids) == list(parent.calls[1].prompt_ids)
+        assert len(found.calls) == 2
+
+
+def test_no_more_is_stored_than_its_own_calls(made: Brancher) -> None:
+    from lightning.store.exchanges import flags_of
+
+    parent = made.run(chain(6))
+    found = made.run(chain(6), parent=parent.key(5))
+    assert [call.seq for call in found.calls] == [0, 1]
+    assert sum(len(call.exchange or b"") for call in found.calls) <= sum(
+        len(call.exchange or b"") for call in parent.calls
+    )
+    assert all(not flags_of(call) for call in found.calls)
