@@ -6,6 +6,7 @@ that has one can be left out before anything is computed from its group.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +44,34 @@ class Group:
 
     id: str
     trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BranchedAt:
+    """Where a branch left its parent: at the call `call` of the trajectory `parent`."""
+
+    parent: Trajectory
+    call: Transition
+
+    @property
+    def prefix(self) -> tuple[Transition, ...]:
+        """The parent's calls that the branch was answered from the record. The branch's own calls come after them."""
+        return tuple(call for call in self.parent.transitions if is_prefix(call, self.call))
+
+
+def is_prefix(call: Transition, at: Transition) -> bool:
+    """Whether a branch at the call `at` is answered another call of the same rollout from the record: it had been answered
+    when `at` was sent. Calls that were still under way are sampled anew."""
+    return call.seq < at.seq and call.ended_at <= at.started_at
+
+
+def branched_at(trajectories: Iterable[Trajectory]) -> dict[str, BranchedAt]:
+    """Where each branch left its parent, by the branch's rollout id. Branches whose parent is not among the trajectories
+    are absent."""
+    known = list(trajectories)
+    calls = {call.key: (member, call) for member in known for call in member.transitions}
+    found = ((member.rollout.id, calls.get(parent)) for member in known if (parent := member.rollout.parent))
+    return {branch: BranchedAt(*place) for branch, place in found if place is not None}
 
 
 @dataclass(frozen=True, slots=True)
