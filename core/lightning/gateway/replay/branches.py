@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import orjson
 
+from lightning.batch.trajectory import is_prefix
 from lightning.errors import DataError, StoreError
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import NO_RETRY, Claims
@@ -58,7 +59,7 @@ def prefix_of(recorded: RecordedRollout, seq: int) -> Prefix:
         parent, _, _ = recorded.rollout.parent
         raise DataError(f"the rollout {name} is a branch of {parent}: branch that one")
     sent = at.transition.started_at
-    answered = tuple(call for call in recorded.calls if call is not at and call.transition.ended_at <= sent)
+    answered = tuple(call for call in recorded.calls if is_prefix(call.transition, at.transition))
     if broken := next((call for call in answered if not call.exchange.status), None):
         raise DataError(
             f"the rollout {name} cannot branch at call {at.number}: call {broken.number} broke off, and its answer is not "
