@@ -13,6 +13,7 @@ from lightning._version import __version__
 if TYPE_CHECKING:
     from lightning_command.agent import command
     from lightning_debug.judge import Judge
+    from lightning_finetuning.distill import Distill
     from lightning_finetuning.dpo import DPO
     from lightning_finetuning.sft import SFT
     from lightning_prompts.apo import APO
@@ -31,6 +32,7 @@ __all__ = [
     "LLM",
     "SFT",
     "Caller",
+    "Distill",
     "Judge",
     "LightningError",
     "LightningRL",
@@ -58,6 +60,7 @@ _HOME = {
     "LLM": "lightning.types",
     "SFT": "lightning_finetuning.sft",
     "Caller": "lightning.types",
+    "Distill": "lightning_finetuning.distill",
     "Judge": "lightning_debug.judge",
     "LightningError": "lightning.errors",
     "LightningRL": "lightning.algorithms.lightning_rl",

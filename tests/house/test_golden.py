@@ -32,7 +32,8 @@ def golden(name: str, text: str) -> None:
 
 def test_public_names() -> None:
     assert set(lightning.__all__) == {
-        *("Task", "LLM", "Transition", "Rollout", "Trainer", "Session", "LightningRL", "DPO", "SFT", "APO", "Judge"),
+        *("Task", "LLM", "Transition", "Rollout", "Trainer", "Session", "LightningRL", "DPO", "SFT", "Distill"),
+        *("APO", "Judge"),
         *("component", "tool", "reward", "label", "command", "state", "StepState", "Caller", "ToolEvent", "hookimpl"),
         *("LightningError", "MissingExtraError", "__version__"),
     }

@@ -87,6 +87,12 @@ class SearchAlgorithm(Protocol):
         `time.monotonic`."""
 
 
+def teacher_of(algorithm: Algorithm) -> str:
+    """What an algorithm learns from, where it has a `teacher`: a run's step (RUN@STEP), or a model's folder or hub name. The
+    engine's reference model is that one then."""
+    return str(getattr(algorithm, "teacher", ""))
+
+
 def needs_critic(algorithm: Algorithm) -> bool:
     """Whether an algorithm wants a critic's values (`Trajectory.values`) and trains it: it has `critic = True`."""
     return bool(getattr(algorithm, "critic", False))

@@ -59,10 +59,13 @@ class Engine(Protocol):
     """Holds the trained weights and their optimizer. Methods are synchronous and may take long: call them off the event
     loop. All raise `EngineError` with the cause, or `DataError` for samples that cannot be computed on."""
 
-    def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
+    def open(
+        self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False, reference: Path | None = None
+    ) -> None:
         """Load a `transformers` causal LM folder and make a fresh optimizer; with `critic`, also a head that values states.
 
-        The folder is also the reference model of losses that compare with one.
+        The folder is also the reference model of losses that compare with one, unless `reference` is another's (a teacher's),
+        whose vocabulary is the same. It is given only where there is one.
         """
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:

@@ -80,7 +80,12 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.runner.outcomes",
             "lightning.runner.process",
         ),
-        "an algorithm": ("lightning.algorithms.chat_model", "lightning.algorithms.intake"),
+        "an algorithm": (
+            "lightning.algorithms.chat_model",
+            "lightning.algorithms.intake",
+            "lightning.losses.correction",
+            "lightning.losses.policy_gradient",
+        ),
         "an engine": (
             "lightning.engines.critic",
             "lightning.engines.export",

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +30,8 @@ from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.replay import Rewinder
 from lightning.trainer.runs import changes_of, describe_algorithm, not_loadable, plan_epochs
 from lightning.trainer.summary import Reporter
-from lightning.types import Json, Run
+from lightning.trainer.teacher import Teacher
+from lightning.types import Json, Run, StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,61 @@ async def fork(parent: str, into: Path, described: Mapping[str, Json], config: C
     RUN is a folder, or the name of one beside the new run's. `store` is the URL of its store where its folder has none.
     Raises `ConfigError`, naming what there is, for a run or a step that is not there or cannot be made again.
     """
+    async with _opened(parent, into, store) as theirs:
+        return await _fork(theirs, into, described, config)
+
+
+async def export_step(parent: str, into: Path, target: Path, config: Config, store: str) -> None:
+    """Write the model that the run `parent` (as of `fork`) had at its step to the folder `target`; `into` is the folder of the
+    run that asks. Raises what `fork` does."""
+    async with _opened(parent, into, store) as theirs:
+        between = into / BETWEEN
+        try:
+            await theirs.rewinder(theirs.base, config, between).bring_to(
+                theirs.step, lambda brought: brought.export(target)
+            )
+        except (AuditError, StoreError, ConfigError, OSError) as error:
+            raise theirs.lost(error) from error
+        finally:
+            shutil.rmtree(between, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _RunAt:
+    """A run that somebody begins with, at a step, with its opened store."""
+
+    store: Store
+    run: Run
+    step: int
+    folder: Path
+    records: Sequence[StepRecord]
+    epochs: Sequence[Epoch]
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Its training states."""
+        return Checkpoints(self.folder / "checkpoints", keep=1)
+
+    @property
+    def base(self) -> Path:
+        """The folder of the model that it began with."""
+        return self.folder / MODEL if (self.folder / MODEL).is_dir() else Path(str(self.run.config["model"]))
+
+    def rewinder(self, model: Path, config: Config, between: Path) -> Rewinder:
+        """What brings an engine to its step."""
+        make_engine = plugins().engine(str(self.run.config.get("engine", "torch")))
+        return Rewinder(
+            self.store, self.records, self.epochs, self.checkpoints, make_engine, model, config, between=between
+        )
+
+    def lost(self, error: Exception) -> ConfigError:
+        """What to raise where that cannot be done."""
+        there = ", ".join(f"{self.run.id}@{saved}" for saved in self.checkpoints.steps()) or "none"
+        return ConfigError(f"{self.run.id}@{self.step} cannot be made again ({error}). Checkpoints: {there}")
+
+
+@asynccontextmanager
+async def _opened(parent: str, into: Path, store: str) -> AsyncIterator[_RunAt]:
     name, at, text = parent.rpartition("@") if "@" in parent else (parent, "", "")
     if at and not text.isdecimal():
         raise ConfigError(
@@ -61,25 +118,18 @@ async def fork(parent: str, into: Path, described: Mapping[str, Json], config: C
         run = await opened.get_run(run_id_of(folder))
         if run is None:
             raise ConfigError(f"the store of {folder} does not know its run: give the --store that it was trained with")
-        return await _fork(opened, run, int(text) if text else None, folder, into, described, config)
+        records, epochs = await opened.steps(run.id), await read_epochs(opened, run)
+        step = int(text) if text else len(records)
+        if step > len(records):
+            raise ConfigError(f"run {run.id} has {len(records)} committed steps: there is no {run.id}@{step}")
+        yield _RunAt(opened, run, step, folder, records, epochs)
     finally:
         await opened.close()
 
 
-async def _fork(
-    store: Store,
-    run: Run,
-    step: int | None,
-    folder: Path,
-    into: Path,
-    described: Mapping[str, Json],
-    config: Config,
-) -> str:
-    records, epochs = await store.steps(run.id), await read_epochs(store, run)
-    step = len(records) if step is None else step
-    if step > len(records):
-        raise ConfigError(f"run {run.id} has {len(records)} committed steps: there is no {run.id}@{step}")
-    theirs = Checkpoints(folder / "checkpoints", keep=1)
+async def _fork(parent: _RunAt, into: Path, described: Mapping[str, Json], config: Config) -> str:
+    run, step, folder, records, epochs = parent.run, parent.step, parent.folder, parent.records, parent.epochs
+    theirs = parent.checkpoints
     target = Checkpoints(into / "checkpoints", keep=1).path(0)
     theirs_then = epoch_at(epochs, max(0, step - 1)).config
     lost = await not_loadable(theirs_then, described, records[:step])
@@ -88,9 +138,8 @@ async def _fork(
     model = Path(str(run.config["model"] if "model" in lost else described["model"]))
     if (folder / MODEL).is_dir():  # a fork itself, of a model that is in no other folder
         model, lost = folder / MODEL, [*lost, "model"]
-    make_engine = plugins().engine(str(run.config.get("engine", "torch")))
     between = into / BETWEEN
-    rewinder = Rewinder(store, records, epochs, theirs, make_engine, model, config, between=between)
+    rewinder = parent.rewinder(model, config, between)
     for old in (target, into / MODEL):  # of a start that broke off
         shutil.rmtree(old, ignore_errors=True)
     try:
@@ -108,8 +157,7 @@ async def _fork(
         else:
             await rewinder.bring_to(step, lambda brought: brought.save(target))
     except (AuditError, StoreError, ConfigError, OSError) as error:
-        there = ", ".join(f"{run.id}@{saved}" for saved in theirs.steps()) or "none"
-        raise ConfigError(f"{run.id}@{step} cannot be made again ({error}). Checkpoints: {there}") from error
+        raise parent.lost(error) from error
     finally:
         shutil.rmtree(between, ignore_errors=True)
     return f"{run.id}@{step}"
@@ -139,6 +187,7 @@ class Beginning:
     make_engine: Callable[[Config], Engine]
     url: str
     reporter: Reporter
+    teacher: Teacher | None = None
 
     async def prepare(self, run: Run, described: dict[str, Json], parent: str | None) -> tuple[Run, list[Epoch], Path]:
         """The run, its epochs, and the folder of the model that it begins with. `parent` is the run to fork, if any.
@@ -164,7 +213,17 @@ class Beginning:
                 changed = "\n  ".join(changes_of(epochs, epoch.number))
                 self.reporter.say(f"config epoch {epoch.number} begins with step {committed}:\n  {changed}")
         given = [algorithm for _, algorithm in phases]
-        again = Rewinder(self.store, records, epochs, self._checkpoints, self.make_engine, model, self.config, given)
+        again = Rewinder(
+            self.store,
+            records,
+            epochs,
+            self._checkpoints,
+            self.make_engine,
+            model,
+            self.config,
+            given,
+            teacher=self.teacher,
+        )
         if again.needed(committed):
             self.reporter.phase("taking steps again under the settings that they were taken with")
             await again.bring_to(committed, lambda engine: engine.save(self._checkpoints.path(committed)))

@@ -36,6 +36,7 @@ from lightning.trainer.replay import OWN_LOOP, take_again
 from lightning.trainer.rollout_collection import Sampled, Sampler, TurnSampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import NAMED, Evaluation, Reporter, evaluate_rollouts, evaluations
+from lightning.trainer.teacher import TEACHER, Teacher
 from lightning.trainer.training_data import all_rollouts, count_drift, fresh_values, record_step
 from lightning.trainer.weight_sync import HELD_SECONDS, Publisher, bound_of, exceeds
 from lightning.types import Json, Rollout, Status, Task
@@ -64,6 +65,8 @@ class Loop:
     record: Record | None = None
     own_loop: bool = False
     """Whether steps are taken by a loop of somebody's own (`Session`), which only its own code can take again."""
+    teacher: Teacher | None = None
+    """What the engine has for a reference model, where that is another one than the run began with."""
     done: int = 0
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -216,6 +219,7 @@ class Loop:
         numeric = numeric_context(self.engine, settings, result.metrics)
         named: dict[str, Json] = {"epoch": epoch, "weights": served, "base": self.base}
         named |= {OWN_LOOP: True} if self.own_loop else {}
+        named |= {TEACHER: self.teacher.described()} if self.teacher else {}
         return named | numeric
 
     def finished(self, rollout: Rollout) -> None:
@@ -333,7 +337,7 @@ class Loop:
         if start < committed:
             async with self.stack.resting():  # as when they were taken: with less memory they would be cut otherwise
                 for record in records[start:]:
-                    await take_again(self.stack.store, record, self.epochs, given, self.engine)
+                    await take_again(self.stack.store, record, self.epochs, given, self.engine, self.teacher)
         self.done = committed
         self.writer.restored(start, committed)
         await self.publisher.recall(records[-1])

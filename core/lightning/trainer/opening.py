@@ -39,6 +39,7 @@ from lightning.trainer.replay import optimizer_of
 from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder
 from lightning.trainer.stack import Stack, one_by_one, open_stack, together
 from lightning.trainer.summary import Evaluation, Reporter, Summary, summarize
+from lightning.trainer.teacher import Teacher, find_teacher
 from lightning.types import Json, Run, Task
 
 
@@ -56,6 +57,7 @@ class Prepared:
     train: list[Task]
     record: Record | None
     computed: Config
+    teacher: Teacher | None
     began: float
 
 
@@ -143,14 +145,19 @@ class RunOpening:
             if not isinstance(self.algorithm, SearchAlgorithm):
                 check_disk(self.out, self.model, self.config)
             computed = with_dtypes(self.config, self.model, self.engine)
+            url, teacher = self._store_url or "", None
+            if isinstance(self.schedule, AlgorithmSchedule):
+                teacher = await find_teacher(self.schedule, self.model, self.out, computed, url)
             beginning = Beginning(
-                store, self.out, self.model, self.schedule, computed, self._make_engine, self._store_url or "", reporter
+                store, self.out, self.model, self.schedule, computed, self._make_engine, url, reporter, teacher
             )
             run, epochs, self._base = await beginning.prepare(run, described, self.from_run)
             seen = of_project(store, run.project)
             prompts = await resolve_prompts(seen, run.id, self.config.runner.prompts, project=run.project)
             reporter.phase("starting the policy server and loading the model")
-            yield Prepared(resources, reporter, store, run, epochs, prompts, runner, train, record, computed, began)
+            yield Prepared(
+                resources, reporter, store, run, epochs, prompts, runner, train, record, computed, teacher, began
+            )
 
     async def _open_loop(self, made: Prepared, val: list[Task], *, own_loop: bool = False) -> Loop:
         """What samples and what trains, opened, and the loop over them."""
@@ -159,9 +166,7 @@ class RunOpening:
         made.resources.callback(engine.close)
         await check_model(engine, self.model, made.reporter)
         critic = bool(made.epochs[-1].config.get("critic"))
-        stack, base = await self._open_both(
-            made.resources, made.run, made.store, made.runner, made.prompts, engine, critic=critic
-        )
+        stack, base = await self._open_both(made, engine, critic=critic)
         trackers = await self._begin(made.resources, stack, made.epochs)
         await stack.tell_how_to_call()
         say_how_to_join(stack, made.reporter)
@@ -178,6 +183,7 @@ class RunOpening:
             base,
             made.record,
             own_loop,
+            made.teacher,
         )
 
     async def _finished(self, made: Prepared, loop: Loop, kept: Evaluation | None) -> Summary:
@@ -212,18 +218,9 @@ class RunOpening:
         )
         return record
 
-    async def _open_both(
-        self,
-        resources: AsyncExitStack,
-        run: Run,
-        store: Store,
-        runner: Runner,
-        prompts: Prompts,
-        engine: Engine,
-        *,
-        critic: bool,
-    ) -> tuple[Stack, str]:
+    async def _open_both(self, made: Prepared, engine: Engine, *, critic: bool) -> tuple[Stack, str]:
         """What samples and what trains, opened; and the digest of the model's folder."""
+        run, store = made.run, made.store
         # A server of our own has the weights of a run without steps; everything else is given its weights by the loop.
         restores = bool(
             self.config.policy_server.attach or await store.last_step(run.id) or self._checkpoints.newest(0) == 0
@@ -232,8 +229,10 @@ class RunOpening:
         # On one GPU vLLM measures what is free while it starts: nothing may be loaded there meanwhile.
         open_in_order = one_by_one if shares_gpu(self.config) else together
         return await open_in_order(
-            self._open_stack(resources, self.out, run, store, runner, prompts, restores=restores, sender=sender),
-            asyncio.to_thread(self._open_engine, engine, critic=critic),
+            self._open_stack(
+                made.resources, self.out, run, store, made.runner, made.prompts, restores=restores, sender=sender
+            ),
+            asyncio.to_thread(self._open_engine, engine, made.teacher, critic=critic),
         )
 
     async def _open_stack(
@@ -272,9 +271,10 @@ class RunOpening:
             raise ConfigError("there is no agent: give one, or runner='remote' and start `lightning runner` elsewhere")
         return runner
 
-    def _open_engine(self, engine: Engine, *, critic: bool) -> str:
+    def _open_engine(self, engine: Engine, teacher: Teacher | None, *, critic: bool) -> str:
         """Open it, and return the digest of the model's folder, which is read while the policy server starts."""
-        engine.open(self._base, optimizer_of(self.config), seed=self.config.trainer.seed, critic=critic)
+        other = {} if teacher is None else {"reference": teacher.folder}
+        engine.open(self._base, optimizer_of(self.config), seed=self.config.trainer.seed, critic=critic, **other)
         return base_digest(self._base, self.out / "base.json")
 
     @property

@@ -25,6 +25,7 @@ from lightning.store.protocol import Store
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import Numeric, machine
 from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm
+from lightning.trainer.teacher import Teacher, recorded_teacher, teacher_again
 from lightning.trainer.training_data import PolicyFault, batch_digest, load_groups, recorded_values, rollouts_of
 from lightning.types import Json, StepRecord
 
@@ -124,6 +125,8 @@ class Rewinder:
     here: Config
     given: Sequence[Algorithm] = ()
     between: Path | None = None
+    teacher: Teacher | None = None
+    """The one at hand."""
     machine_at: Callable[[int], Mapping[str, object]] | None = None
     """The settings of the section `engine` with which a step was computed, in place of those of `here`."""
 
@@ -142,11 +145,11 @@ class Rewinder:
             config = self._config_at(last)
             engine = self.make_engine(config)
             try:
-                await asyncio.to_thread(self._open, engine, config, state)
+                await asyncio.to_thread(self._open, engine, config, state, self._teacher_at(last) if part else None)
                 for record in part:
                     if watch is not None:
                         await asyncio.to_thread(watch, engine, record)
-                    await take_again(self.store, record, self.epochs, self.given, engine)
+                    await take_again(self.store, record, self.epochs, self.given, engine, self._teacher_at(last))
                 if part is (alike or [part])[-1]:
                     await asyncio.to_thread(use, engine)
                 else:
@@ -155,23 +158,27 @@ class Rewinder:
             finally:
                 await asyncio.to_thread(engine.close)
 
-    def _open(self, engine: Engine, config: Config, state: Path | None) -> None:
+    def _open(self, engine: Engine, config: Config, state: Path | None, recorded: Teacher | None) -> None:
         critic = self.epochs[0].config.get("critic")
         if critic is None:  # a release that did not note it
             critic = needs_critic(algorithm_of(self.epochs[0], self.given))
-        engine.open(self.model, optimizer_of(config), seed=config.trainer.seed, critic=bool(critic))
+        other = {} if recorded is None else {"reference": teacher_again(recorded, self.teacher).folder}
+        engine.open(self.model, optimizer_of(config), seed=config.trainer.seed, critic=bool(critic), **other)
         if state is not None:
             engine.load(state)
 
     def needed(self, step: int) -> bool:
         """Whether some of the steps that lead from the newest checkpoint to `step` were taken by an engine that was opened
         otherwise than one is `here`."""
-        present = _opened_with(self.here)
+        present = _opened_with(self.here, self.teacher)
         return any(self._training(taken) != present for taken in range(self.checkpoints.newest(step) or 0, step))
 
     def _training(self, step: int) -> object:
         """What an engine is opened with for a step."""
-        return _opened_with(self._config_at(step))
+        return _opened_with(self._config_at(step), self._teacher_at(step))
+
+    def _teacher_at(self, step: int) -> Teacher | None:
+        return recorded_teacher(self.records[step]) if step < len(self.records) else None
 
     def _config_at(self, step: int) -> Config:
         """The settings that a step was taken with, on this machine. A dtype that was left to lightning is the one it chose."""
@@ -194,20 +201,34 @@ class Rewinder:
         return config.model_copy(update={"engine": engine})
 
 
-def _opened_with(config: Config) -> object:
+def _opened_with(config: Config, teacher: Teacher | None) -> object:
     """What an engine is opened with; the number of steps only where the learning rate falls until the last of them."""
     falls = config.engine.lr_schedule != "constant"
-    return config.engine, config.trainer.seed, config.trainer.steps if falls else None
+    digest = None if teacher is None else teacher.digest
+    return config.engine, config.trainer.seed, config.trainer.steps if falls else None, digest
 
 
 async def take_again(
-    store: Store, record: StepRecord, epochs: Sequence[Epoch], given: Sequence[Algorithm], engine: Engine
+    store: Store,
+    record: StepRecord,
+    epochs: Sequence[Epoch],
+    given: Sequence[Algorithm],
+    engine: Engine,
+    teacher: Teacher | None = None,
 ) -> None:
-    """Take a committed step again on the engine, which has the state before it."""
+    """Take a committed step again on the engine, which has the state before it and this teacher. Raises `AuditError` where the
+    step was taken by a loop of its own, or with another teacher."""
     if record.context.get(OWN_LOOP):
         raise AuditError(
             f"step {record.step} of {record.run} was taken by a loop of its own (Trainer.session), and only that can take it "
             "again: begin at its checkpoint (--from RUN@STEP)"
+        )
+    then = recorded_teacher(record)
+    if (then and then.digest) != (teacher and teacher.digest):
+        named = [f"the teacher {one.name} ({one.digest[:12]}...)" if one else "no teacher" for one in (then, teacher)]
+        raise AuditError(
+            f"step {record.step} of {record.run} was taken with {named[0]} and cannot be taken again with {named[1]}: give the "
+            "one that it had"
         )
     epoch = epoch_at(epochs, record.step)
     algorithm = algorithm_of(epoch, given)

@@ -1,4 +1,4 @@
-"""DPO and SFT, as a plugin."""
+"""DPO, SFT and distillation, as a plugin."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_algorithms(register: Callable[[str, Callable[..., Algorithm]], None]) -> None:
-    """`dpo` and `sft`."""
+    """`dpo`, `sft` and `distill`."""
+    from lightning_finetuning.distill import Distill
     from lightning_finetuning.dpo import DPO
     from lightning_finetuning.sft import SFT
 
     register("dpo", DPO)
     register("sft", SFT)
+    register("distill", Distill)

@@ -32,7 +32,7 @@ from lightning.losses.protocol import Loss
 from lightning.types import Json
 
 from lightning_verl.device import choose
-from lightning_verl.megatron_settings import layout, refuse_critic
+from lightning_verl.megatron_settings import layout, refuse_critic, refuse_teacher
 from lightning_verl.sender import FirstWorker
 from lightning_verl.shard_rows import deal, share
 from lightning_verl.state import Taken, check_seen, read_state, write_state
@@ -57,6 +57,8 @@ class _Opened:
     vocab_size: int
     trunk: Trunk | None
     """Of the critic, if there is one."""
+    reference: Path | None
+    """A teacher's folder, if there is one."""
 
 
 class VerlEngine:
@@ -95,16 +97,20 @@ class VerlEngine:
             raise ConfigError(f"the weights in {model} are FP8, which verl does not train: {UNTRAINABLE}")
         return found.remark()
 
-    def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
+    def open(
+        self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False, reference: Path | None = None
+    ) -> None:
         """Start the workers and load a model folder, which every machine of the cluster must see."""
         if self._config.engine.step == "tree":
             logger.info("rows are computed one by one, not as a tree: verl's models take packed rows")
         self.close()
         if critic and self._config.engine.verl.strategy == "megatron":
             raise refuse_critic()
+        if reference is not None and self._config.engine.verl.strategy == "megatron":
+            raise refuse_teacher()
         self._device = choose(self._config.engine.device)
         trunk: Trunk | None = self._config.engine.critic_trunk if critic else None
-        self._opened = _Opened(model, optimizer, seed, _vocab_size(model), trunk)
+        self._opened = _Opened(model, optimizer, seed, _vocab_size(model), trunk, reference)
         self._taken, self._saved = Taken(), None
         self._driver.begin(optimizer, seed)
         self._start()
@@ -273,15 +279,18 @@ class VerlEngine:
 
     def _start(self, *, again: bool = False) -> None:
         """Make the workers, and bring them to where the run is. Raises `EngineError` when no checkpoint is of there."""
-        from lightning_verl.settings import refuse_holes, worker_config
+        from lightning_verl.settings import refuse_holes, teacher_config, worker_config
         from lightning_verl.worker_group import Alone, OnRay, connect
 
         opened, engine = self._ready(), self._config.engine
         made = worker_config(self._config, opened.model, opened.optimizer, seed=opened.seed, device=self._device)
-        if not again:
-            refuse_holes(made)
+        teacher = opened.reference and teacher_config(self._config, opened.reference, opened.optimizer, self._device)
+        for each in (made, teacher):
+            if each is not None and not again:
+                refuse_holes(each)
         arguments = {
             "seed": opened.seed, "threads": engine.threads, "optimizer": opened.optimizer, "trunk": opened.trunk,
+            "teacher": teacher,
         }  # fmt: skip
         group: Group | None = None
         try:

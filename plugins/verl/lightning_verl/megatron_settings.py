@@ -127,6 +127,14 @@ def refuse_critic() -> ConfigError:
     )
 
 
+def refuse_teacher() -> ConfigError:
+    """What to raise for a reference model that is another one than is trained."""
+    return ConfigError(
+        "Megatron has the trained model's own weights alone for a reference, and a teacher is another model: set "
+        "engine.verl.strategy = fsdp2 to distill it"
+    )
+
+
 def layout(config: Config) -> dict[str, object]:
     """How a training state is cut: it is read by a job that is cut alike. FSDP2's are read by any number of ranks."""
     verl = config.engine.verl

@@ -111,6 +111,17 @@ def worker_config(config: Config, model: Path, optimizer: OptimizerConfig, *, se
     )
 
 
+def teacher_config(config: Config, teacher: Path, optimizer: OptimizerConfig, device: str) -> Any:
+    """verl's `TrainingWorkerConfig` of a teacher, which is read beside the trained model and never trained: all of its weights,
+    without adapters, on the CPU between passes where there is a GPU."""
+    verl, engine = config.engine.verl, config.engine
+    sharding = {**verl.sharding, **({"param_offload": True} if device != "cpu" else {})}
+    plain = engine.model_copy(
+        update={"lora": None, "gradient_checkpointing": False, "verl": verl.model_copy(update={"sharding": sharding})}
+    )
+    return worker_config(config.model_copy(update={"engine": plain}), teacher, optimizer, seed=0, device=device)
+
+
 def refuse_holes(made: Any) -> None:
     """Raises `EngineError` naming the folder where it does not hold all weights of the model as the settings have it, which
     verl's workers would make up: they read the folder the same way, and do not look at what was missing."""

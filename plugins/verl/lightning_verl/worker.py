@@ -37,10 +37,18 @@ MODULES = {"fsdp2": "fsdp", "megatron": "megatron"}
 
 class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has no types
     """Holds this rank's shard of the model and of its optimizer, and a critic where one is told on which `trunk`. `seed` is
-    that of new adapters, the same on all ranks; `optimizer` is how a critic learns, `config` says so of the model."""
+    that of new adapters, the same on all ranks; `optimizer` is how a critic learns, `config` says so of the model. `teacher` is
+    the configuration of another reference model, where there is one."""
 
     def __init__(
-        self, config: Any, *, seed: int, threads: int, optimizer: OptimizerConfig, trunk: Trunk | None
+        self,
+        config: Any,
+        *,
+        seed: int,
+        threads: int,
+        optimizer: OptimizerConfig,
+        trunk: Trunk | None,
+        teacher: Any | None = None,
     ) -> None:
         if api.get_device_name() == "cpu":
             if threads:
@@ -61,6 +69,7 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         self._learner = None if trunk is None else Learner(self._part.trained, trunk, optimizer)
         if self._learner is not None:
             self.engine.attach(self._learner.critic)
+        self._teacher = None if teacher is None else _read_beside(teacher)
 
     def place(self) -> tuple[int, bool]:
         """The rank's place among those that share out rows, and whether it is the one of its place that answers."""
@@ -101,18 +110,23 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         return norms
 
     def logprobs(self, samples: Sequence[Sample], budget: int, *, reference: bool) -> list[FloatArray]:
-        """Logprobs (T,) of this rank's rows, by the model or by the one that training began with; index 0 is NaN."""
+        """Logprobs (T,) of this rank's rows, by the model or by the reference, which is the teacher or the model that training
+        began with; index 0 is NaN."""
         data = self._data(samples, budget, calculate_entropy=False, values="none")
+        if reference and self._teacher is not None:
+            with self._teacher.eval_mode(), torch.no_grad():
+                found = _infer(self._teacher, data, "log_probs")
+            return [] if found is None else _rows(found)
         first = self._first_weights() if reference else None
         with self.engine.eval_mode(), torch.no_grad(), self._other_weights(first):
-            found = self._infer(data, "log_probs")
+            found = _infer(self.engine, data, "log_probs")
         return [] if found is None else _rows(found)
 
     def values(self, samples: Sequence[Sample], budget: int) -> list[FloatArray]:
         """What the states before the calls (spans,) of each of this rank's rows are worth to the critic."""
         data = self._data(samples, budget, calculate_entropy=False, values="only")
         with self.engine.eval_mode(), torch.no_grad():
-            found = self._infer(data, "values")
+            found = _infer(self.engine, data, "values")
         assert found is not None, "all ranks of FSDP2 have the last layer, and others no critic"
         columns = [[span.start - 1 for span in sample.spans] for sample in samples]
         return [own[at].cpu().numpy() for own, at in zip(found.unbind(), columns, strict=True)]
@@ -166,12 +180,6 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
     def _other_weights(self, other: ReferenceWeights | None) -> AbstractContextManager[None]:
         return nullcontext() if other is None else other.in_place(self._part.trained)
 
-    def _infer(self, data: Any, name: str) -> torch.Tensor | None:
-        """None on a rank that has not the last layer."""
-        output = self.engine.forward_backward_batch(data, loss_function=None, forward_only=True)
-        found: torch.Tensor | None = output["model_output"][name] if output else None
-        return found
-
     def _data(self, samples: Sequence[Sample], budget: int, *, calculate_entropy: bool, values: Wanted) -> Any:
         """Rows in verl's form: packed ids, with a number for each row by which its tokens are found."""
         lengths = [len(sample) for sample in samples]
@@ -204,6 +212,31 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
             **{WANTED: values},
         )
         return data
+
+
+def _read_beside(config: Any) -> Any:
+    """Another model than the worker's own, as verl's engine, sharded over the same ranks. All of them must call it."""
+    config.model_config.model_type = config.model_type
+    config.engine_config.use_remove_padding = True
+    engine = api.EngineRegistry.new(
+        model_type=config.model_type,
+        backend=config.engine_config.strategy,
+        model_config=config.model_config,
+        engine_config=config.engine_config,
+        optimizer_config=config.optimizer_config,
+        checkpoint_config=config.checkpoint_config,
+    )
+    engine.initialize()
+    part: Strategy = engine
+    part.begin()
+    return engine
+
+
+def _infer(engine: Any, data: Any, name: str) -> torch.Tensor | None:
+    """What a model says of rows; None on a rank that has not the last layer."""
+    output = engine.forward_backward_batch(data, loss_function=None, forward_only=True)
+    found: torch.Tensor | None = output["model_output"][name] if output else None
+    return found
 
 
 def _jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:

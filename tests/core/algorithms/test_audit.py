@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from lightning import DPO, SFT
+from lightning import DPO, SFT, Distill
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.presets import PRESETS
 from lightning.algorithms.protocol import Algorithm, needs_critic
@@ -27,6 +27,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "critic-object": LightningRL("ppo", group_size=3, credit=Critic(gamma=0.9, lam=0.5)),
     "dpo": DPO(group_size=3, pairs="all", tool_reward={"error": -0.25}),
     "sft": SFT(group_size=3, best=2, threshold=0.1),
+    "distill": Distill("nowhere@3", group_size=3),  # an audit asks no teacher
 }
 
 

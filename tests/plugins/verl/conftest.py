@@ -40,6 +40,7 @@ def open_verl(model: Path) -> Iterator[OpenVerl]:
         optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3),  # noqa: B008 — it is frozen
         seed: int = 0,
         critic: bool = False,
+        reference: Path | None = None,
         **settings: object,
     ) -> Engine:
         plain = {
@@ -49,7 +50,7 @@ def open_verl(model: Path) -> Iterator[OpenVerl]:
         config = with_settings(Config(), {"engine.device": "cpu", "engine.verl.world_size": world_size, **names})
         engine = verl_engine(config)
         opened.append(engine)
-        engine.open(folder, optimizer, seed=seed, critic=critic)
+        engine.open(folder, optimizer, seed=seed, critic=critic, reference=reference)
         return engine
 
     yield make

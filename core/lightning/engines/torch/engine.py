@@ -91,7 +91,9 @@ class TorchEngine:
         """See `lightning.engines.protocol.ChecksModel`."""
         return contents(model).remark()
 
-    def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
+    def open(
+        self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False, reference: Path | None = None
+    ) -> None:
         """Load a model folder and make a fresh optimizer. Sets torch's CPU threads and random seed for the process."""
         device = resolve_device(self._device_name)
         if device.type == "cpu":
@@ -106,7 +108,7 @@ class TorchEngine:
                 lora=self._lora,
                 gradient_checkpointing=self._gradient_checkpointing,
             )
-        self._reference = Reference(self._lm, lora=self._lora is not None)
+        self._reference = Reference(self._lm, lora=self._lora is not None, folder=reference)
         self._critic = ValueHead(self._lm.model, self._trunk, dtype=self._lm.dtype, device=device) if critic else None
         self._parameters = self._lm.trainable()
         self._optimizer = _adamw(self._parameters, self._critic, optimizer)
@@ -320,6 +322,10 @@ class TorchEngine:
         """Logprobs (N,) of a layout's tokens in the order of the rows, by the reference model or by the one that is trained."""
         lm, source = self._opened(), self._reference
         with source.model() if reference and source is not None else nullcontext(lm) as model:
+            if reference and source is not None and isinstance(layout, Forest):
+                if source.takes_trees is None:
+                    source.takes_trees = not why_no_tree(model)
+                layout = layout if source.takes_trees else layout.by_rows()
             return self._within_memory(layout, lambda: read_logprobs(layout, model, self._budget))
 
     def _step_layout(self, samples: Sequence[Sample]) -> Layout:

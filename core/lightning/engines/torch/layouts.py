@@ -21,7 +21,18 @@ import torch
 from lightning.batch.radix import Node, PrefixTree, build_tree
 from lightning.batch.sample import Sample
 from lightning.engines.failures import ran_out
-from lightning.engines.rows import Entries, Ints, States, Tokens, name, plan, reordered, trained_tokens
+from lightning.engines.rows import (
+    Entries,
+    Ints,
+    States,
+    Tokens,
+    name,
+    plan,
+    reordered,
+    row_order,
+    states_of,
+    trained_tokens,
+)
 from lightning.engines.torch.model import CausalLM
 from lightning.engines.torch.tree import TreeWalk
 from lightning.errors import EngineError
@@ -217,6 +228,11 @@ class Forest:
         tokens = trained_tokens(samples)
         tokens, places = _placed(self.tree, tokens, tokens.columns - 1)
         return replace(self, samples=samples, tokens=tokens, token_places=places)
+
+    def by_rows(self) -> Linear:
+        """The same tokens for a model that is computed row by row, without states."""
+        tokens = reordered(self.tokens, row_order(self.tokens))
+        return Linear(self.samples, self.lengths, tokens, states_of((), every=True))
 
     def walk(self, lm: CausalLM, budget: int, visit: Visit) -> int:
         """One pass over the nodes that have entries at or below them."""

@@ -231,11 +231,14 @@ logger = logging.getLogger(__name__)
 
 
 class Reference:
-    """The reference of a trained model. Under LoRA it is that model without its adapters and costs no memory; otherwise it
-    is a second copy, which is loaded when it is first asked for."""
+    """The reference of a trained model: the model of a `folder`, or what the trained one was at first. Under LoRA that is the
+    trained one without its adapters and costs no memory; otherwise it is a second model, which is loaded when it is first
+    asked for."""
 
-    def __init__(self, trained: CausalLM, *, lora: bool) -> None:
-        self._trained, self._lora = trained, lora
+    def __init__(self, trained: CausalLM, *, lora: bool, folder: Path | None = None) -> None:
+        self._trained, self._lora, self._folder = trained, lora and folder is None, folder or trained.folder
+        self.takes_trees: bool | None = True if folder is None else None
+        """Whether it can be computed over a tree where the trained one can; None while nobody has tried."""
         self._copy: CausalLM | None = None
 
     @contextmanager
@@ -249,9 +252,12 @@ class Reference:
 
     def _loaded(self) -> CausalLM:
         if self._copy is None:
-            folder, device = self._trained.folder, self._trained.device
+            folder, device = self._folder, self._trained.device
             logger.info("loading the reference model from %s", folder)
             doing = "loading the reference model, which without adapters is a second copy beside the trained one"
+            doing = (
+                doing if folder == self._trained.folder else f"loading the teacher {folder} beside the trained model"
+            )
             with needing_room(doing), torch.random.fork_rng([device] if device.type == "cuda" else []):
                 self._copy = load_model(
                     folder,

@@ -1,0 +1,180 @@
+"""The teacher that a run distills: which model it is, that its tokens are the student's, and the digest of its files.
+
+The invariant: a teacher is known by the digest of its weights. A step is taken, and taken again, with that one or not at all;
+a model whose tokens mean something else is refused before anything is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning.algorithms.protocol import teacher_of
+from lightning.config import Config
+from lightning.errors import ConfigError, MissingExtraError
+from lightning.losses.protocol import needs_reference
+from lightning.store.resource_ref import store_in
+from lightning.trainer.context import base_digest
+from lightning.trainer.model import resolve_model
+from lightning.types import Json, StepRecord
+
+if TYPE_CHECKING:
+    from lightning.trainer.algorithm import AlgorithmSchedule
+
+logger = logging.getLogger(__name__)
+
+TEACHER: Final = "teacher"
+"""The key of a step's context that names the teacher, and the folder in a run's own of teachers that were a run's step."""
+SHOWN: Final = 3
+"""Tokens that an error names at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """The model of a `folder`, as it was asked for (`name`), and `base_digest` of it."""
+
+    name: str
+    folder: Path
+    digest: str
+
+    def described(self) -> dict[str, Json]:
+        """For the context of a step."""
+        return {"name": self.name, "model": str(self.folder), "sha256": self.digest}
+
+
+def teacher_named(schedule: AlgorithmSchedule) -> str:
+    """The teacher that the algorithms ask for; empty for none. Raises `ConfigError` where they want several reference models,
+    of which an engine has one."""
+    algorithms = [algorithm for _, algorithm in schedule.phases]
+    names = sorted({name for algorithm in algorithms if (name := teacher_of(algorithm))})
+    if len(names) > 1:
+        raise ConfigError(
+            f"a run has one teacher, and the schedule has {' and '.join(names)}: begin another run with the weights of the "
+            "first (--from RUN@STEP)"
+        )
+    others = [other.name for other in algorithms if names and not teacher_of(other) and needs_reference(other.loss)]
+    if others:
+        raise ConfigError(
+            f"{others[0]} compares with the model that training began with, and in this schedule the reference model is the "
+            f"teacher {names[0]}: leave the KL penalty away, or begin another run for it (--from RUN@STEP)"
+        )
+    return names[0] if names else ""
+
+
+async def find_teacher(
+    schedule: AlgorithmSchedule, student: Path, into: Path, config: Config, url: str
+) -> Teacher | None:
+    """The teacher of a run in the folder `into`, found and compared with its student; None for a run without.
+
+    A run's step is written below `into`, once. `url` is that of a store where the teacher's run has none in its folder. Raises
+    `ConfigError` for a teacher that is not there, and for one of other tokens.
+    """
+    name = await asyncio.to_thread(teacher_named, schedule)
+    if not name:
+        return None
+    folder = await _folder_of(name, into, config, url)
+    await asyncio.to_thread(check_same_tokens, student, folder)
+    return Teacher(name, folder, await asyncio.to_thread(base_digest, folder, into / f"{TEACHER}.json"))
+
+
+async def _folder_of(name: str, into: Path, config: Config, url: str) -> Path:
+    from lightning.trainer.beginning import export_step
+
+    run, at, step = name.rpartition("@")
+    if at and step.isdecimal():
+        known = hashlib.sha256(name.encode()).hexdigest()[:8]
+        made = into / TEACHER / f"{Path(run).name}@{step}-{known}"
+        if not (made / "config.json").is_file():  # it is written whole or not at all
+            await export_step(name, into, made, config, url)
+        return made.resolve()
+    if any(store_in(folder) for folder in (Path(name), into.parent / name)):
+        raise ConfigError(f"the teacher {name} is a run: say which step of it, as {name}@20")
+    try:
+        return await asyncio.to_thread(resolve_model, name)
+    except ConfigError as error:
+        raise ConfigError(f"the teacher {name} is not there: {error}; a run's step is written RUN@STEP") from error
+
+
+def recorded_teacher(record: StepRecord) -> Teacher | None:
+    """The teacher that a step was taken with."""
+    found = record.context.get(TEACHER)
+    if not isinstance(found, Mapping):
+        return None
+    return Teacher(str(found.get("name")), Path(str(found.get("model"))), str(found.get("sha256")))
+
+
+def teacher_again(recorded: Teacher, here: Teacher | None) -> Teacher:
+    """The teacher of a step that is to be taken again: the one that is `here`, where it is the same, or that in its folder.
+    Raises `ConfigError` where its files are gone, or are another's."""
+    if here is not None and here.digest == recorded.digest:
+        return here
+    if not (recorded.folder / "config.json").is_file():
+        problem = f"which is not at {recorded.folder} any more: bring it back there"
+    elif base_digest(recorded.folder) != recorded.digest:
+        problem = f"and the files in {recorded.folder} are another model's by now: bring back those that it had"
+    else:
+        return recorded
+    raise ConfigError(
+        f"the step was taken with the teacher {recorded.name} (SHA-256 {recorded.digest[:12]}...), {problem}"
+    )
+
+
+def check_same_tokens(student: Path, teacher: Path) -> None:
+    """Refuse a teacher whose tokens are not the student's. Raises `ConfigError` naming what differs."""
+    ours, theirs = _tokenizer(student), _tokenizer(teacher)
+    own, other = ours.get_vocab(), theirs.get_vocab()
+    different = sorted((index, token) for token, index in own.items() if other.get(token) != index)
+    if different or len(own) != len(other):
+        extra = sorted((index, token) for token, index in other.items() if token not in own)
+        told = [
+            f"{token!r} is {index} to the student and {other.get(token, 'nothing')} to the teacher"
+            for index, token in different
+        ]
+        told += [f"{token!r} is {index} to the teacher and nothing to the student" for index, token in extra]
+        more = f", and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+        raise ConfigError(
+            f"the teacher in {teacher} has another vocabulary than the student in {student} ({len(other)} tokens, not "
+            f"{len(own)}: {'; '.join(told[:SHOWN])}{more}), so that its logprobs would be of other texts: take a teacher of "
+            "the student's family"
+        )
+    rows, needed = _vocab_size(teacher), _vocab_size(student)
+    if rows < needed:
+        raise ConfigError(
+            f"the teacher in {teacher} has logits for {rows} token ids and the student in {student} for {needed}: it cannot "
+            "say how likely the others are. Take a teacher of the student's family"
+        )
+    if ours.eos_token != theirs.eos_token:
+        logger.warning(
+            "the student ends an answer with %s and the teacher in %s with %s: the student is taught that its own end is "
+            "unlikely. Give both the same end (eos_token of tokenizer_config.json)",
+            ours.eos_token,
+            teacher,
+            theirs.eos_token,
+        )
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingExtraError("torch", "transformers") from error
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"the tokenizer in {folder} cannot be read ({error}): teacher and student are compared by it"
+        ) from error
+
+
+def _vocab_size(folder: Path) -> int:
+    from transformers import AutoConfig
+
+    try:
+        return int(AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config().vocab_size)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"the model's configuration in {folder} cannot be read: {error}") from error

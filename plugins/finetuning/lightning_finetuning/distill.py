@@ -1,0 +1,91 @@
+"""Distillation on the student's own rollouts: a teacher says of each sampled token how likely it would have been.
+
+The invariant: rows are a pure function of the finished groups and of the fields below. Neither rewards nor the teacher are in
+them: what the teacher says is asked while a step is computed, so an audit derives the batch without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import numpy as np
+from lightning.algorithms.intake import Intake, reason_to_skip
+from lightning.algorithms.protocol import Batch
+from lightning.batch import Group, Normalization, Trajectory
+from lightning.errors import ConfigError
+from lightning.losses.correction import Correction, CorrectionKind
+from lightning.losses.protocol import Loss
+
+
+@dataclass(frozen=True, slots=True)
+class Distill:
+    """On-policy distillation: the student samples, and each trained token is rewarded with log p_teacher - log p_student.
+
+    In expectation that is the gradient of the reverse KL divergence KL(student, teacher) at the states that the student
+    reaches (https://thinkingmachines.ai/blog/on-policy-distillation; GKD, arXiv 2306.13649, and MiniLLM, arXiv 2306.08543).
+    `lightning_finetuning.distillation_loss.DistillationLoss` has the formula.
+
+    `teacher` is a run's step (`RUN@STEP`), or a model's folder or hub name. It has the student's vocabulary; its size and
+    architecture may differ. It takes the place of the reference model, in the engine's process.
+
+    Rewards are recorded and not used: groups whose rewards are equal teach, and `group_size` may be 1. `normalization` is as
+    of `LightningRL`, but for `constant`; so is `correction`, but for its levels of whole calls.
+    """
+
+    teacher: str = ""
+    group_size: int = 4
+    normalization: Normalization = "token-mean"
+    correction: Correction | CorrectionKind = "mask"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "teacher", str(self.teacher))
+        if not self.teacher:
+            raise ConfigError(
+                "distillation needs a teacher: write distill:teacher=RUN@STEP, or the folder or hub name of a model"
+            )
+        if self.group_size < 1:
+            raise ConfigError(f"group_size={self.group_size} must be positive")
+        if self.normalization == "constant" or self.normalization not in get_args(Normalization):
+            raise ConfigError(
+                f"normalization {self.normalization!r} is not one of token-mean, rollout-mean, sequence-mean"
+            )
+        if not isinstance(self.correction, Correction):
+            if self.correction not in get_args(CorrectionKind):
+                raise ConfigError(
+                    f"unknown correction {self.correction!r}: use one of {', '.join(get_args(CorrectionKind))}"
+                )
+            object.__setattr__(self, "correction", Correction(self.correction))
+        if isinstance(self.correction, Correction) and self.correction.level != "token":
+            raise ConfigError(
+                f"a correction of the level {self.correction.level!r} weighs whole calls, and a teacher speaks of tokens: "
+                "leave correction.level away"
+            )
+
+    @property
+    def name(self) -> str:
+        """The plugin name that makes this algorithm again from its fields."""
+        return "distill"
+
+    @property
+    def loss(self) -> Loss:
+        """The policy gradient with the teacher's advantages."""
+        from lightning_finetuning.distillation_loss import DistillationLoss
+
+        assert isinstance(self.correction, Correction)
+        return DistillationLoss(correction=self.correction)
+
+    def batch(self, groups: Sequence[Group]) -> Batch:
+        """The rows of all rollouts with something to train; their advantages are 0, since the teacher's are the loss's. Raises
+        `DataError` for a reward that no store accepts."""
+        intake = Intake()
+        members: list[Trajectory] = []
+        for group in groups:
+            whole = intake.sound(group)
+            if reason := reason_to_skip(group, whole, least=1):
+                intake.skip(reason)
+            else:
+                members.extend(whole.trajectories)
+        advantages = [np.zeros(len(member.transitions)) for member in members]
+        return replace(intake.batch(members, advantages, normalization=self.normalization), algorithm=self)

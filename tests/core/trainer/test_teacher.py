@@ -1,0 +1,172 @@
+"""A run with a teacher: it is named in each step, found again by its digest, and refused by name where it does not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning import Distill, LightningRL
+from lightning.audit import audit
+from lightning.cli.locate import locate, with_store
+from lightning.errors import AuditError, ConfigError
+from lightning.testing.tiny_models import make_tiny_model
+from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
+from lightning.trainer.context import base_digest
+from lightning.trainer.replay import take_again
+from lightning.trainer.teacher import Teacher, check_same_tokens, teacher_again, teacher_named
+from lightning.types import StepRecord
+from lightning_debug.retrain import retrain
+
+from .test_fork import equal, model
+from .test_fork import train as train
+
+
+def steps_of(folder: Path) -> list[StepRecord]:
+    url, run = locate(str(folder), folder.parent)
+    return asyncio.run(with_store(url, lambda store: store.steps(run)))
+
+
+def test_a_runs_step_teaches_and_each_step_names_it(train: Any) -> None:
+    parent = train("parent", 2)
+    folder = train("student", 2, algorithm=Distill("parent@1", group_size=1))
+    (made,) = (folder / "teacher").iterdir()
+    assert not equal(model(made), model(parent / "model"))  # the first step's, and not the last one's
+    records = steps_of(folder)
+    digest = base_digest(made)
+    named = {"name": "parent@1", "model": str(made.resolve()), "sha256": digest}
+    assert [record.context["teacher"] for record in records] == [named, named]
+    assert all(record.metrics["teacher_kl"] for record in records)
+    assert [len(record.rollouts) for record in records] == [2, 2]
+    assert digest != records[0].context["base"] == base_digest(parent.parent / "folder")
+    shutil.rmtree(folder / "teacher")  # an audit asks no teacher
+    url, run = locate(str(folder), folder.parent)
+    report = asyncio.run(with_store(url, lambda store: audit(store, run)))
+    assert (report.ok, report.rederived) == (True, True)
+
+
+def test_it_is_trained_again_to_the_same_weights_and_not_with_another_teacher(train: Any) -> None:
+    train("parent", 2)
+    folder = train("student", 2, algorithm=Distill("parent@2", group_size=2))
+    url, run = locate(str(folder), folder.parent)
+    assert asyncio.run(with_store(url, lambda store: retrain(store, run, folder))).equal
+    (made,) = (folder / "teacher").iterdir()
+    weights = next(made.glob("*.safetensors"))
+    kept = weights.read_bytes()
+    shutil.copyfile(folder.parent / "folder" / "model.safetensors", weights)
+    found = asyncio.run(with_store(url, lambda store: retrain(store, run, folder)))
+    assert found.equal is None
+    assert "taken with the teacher parent@2" in found.why
+    assert "are another model's by now" in found.why
+    weights.write_bytes(kept)
+    (record, *_) = steps_of(folder)
+    for other in (None, Teacher("other", folder, "0" * 64)):
+        with pytest.raises(AuditError, match=r"was taken with the teacher parent@2 .* cannot be taken again with"):
+            asyncio.run(with_store(url, lambda store, other=other: take_again(store, record, [], [], None, other)))  # type: ignore[misc, arg-type]
+
+
+def test_a_run_goes_on_with_its_teacher_and_begins_an_epoch_with_another(train: Any) -> None:
+    train("parent", 2)
+    sparse = {"trainer__checkpoint_every": 9}
+    folder = train("student", 1, algorithm=Distill("parent@1", group_size=2), **sparse)
+    straight = train("straight", 3, algorithm=Distill("parent@1", group_size=2), **sparse)
+    shutil.rmtree(folder.parent / "parent")  # the step that was written is kept
+    train("student", 3, resume=True, algorithm=Distill("parent@1", group_size=2), **sparse)
+    assert len(steps_of(folder)) == len(steps_of(straight)) == 3
+    for file in (folder / "checkpoints").iterdir():
+        shutil.rmtree(file)  # so that its steps are taken again, with the teacher that they had
+    train("student", 4, resume=True, algorithm=Distill(str(folder.parent / "folder"), group_size=2), **sparse)
+    teachers = [record.context["teacher"]["name"] for record in steps_of(folder)]  # type: ignore[index, call-overload]
+    assert teachers == ["parent@1"] * 3 + [str(folder.parent / "folder")]
+    url, run = locate(str(folder), folder.parent)
+    assert asyncio.run(with_store(url, lambda store: retrain(store, run, folder))).equal
+
+
+@pytest.mark.parametrize(
+    ("teacher", "problem"),
+    [
+        ("parent@9", "parent has 1 committed steps: there is no parent@9"),
+        ("nobody@1", "no run 'nobody'"),
+        ("parent", "the teacher parent is a run: say which step of it, as parent@20"),
+        ("no/such/folder", "the teacher no/such/folder is not there: the model folder .* does not exist"),
+    ],
+)
+def test_a_teacher_that_is_not_there_is_named_before_anything_is_started(
+    train: Any, tmp_path: Path, teacher: str, problem: str
+) -> None:
+    train("parent", 1)
+    with pytest.raises(ConfigError, match=problem):
+        train("student", 1, algorithm=Distill(teacher))
+    assert not (tmp_path / "student" / "run.json").exists()
+
+
+def test_a_teacher_of_other_tokens_is_refused_by_name(train: Any, tmp_path: Path) -> None:
+    other = make_tiny_model(tmp_path / "other", vocab=400)
+    with pytest.raises(ConfigError, match=f"the teacher in {other} has another vocabulary than the student in"):
+        train("student", 1, algorithm=Distill(str(other)))
+    assert not (tmp_path / "student" / "run.json").exists()
+
+
+def test_what_differs_of_two_vocabularies_is_told(tmp_path: Path, warnings_of: Any) -> None:
+    student = make_tiny_model(tmp_path / "student", vocab=320)
+    same = make_tiny_model(tmp_path / "same", vocab=320, hidden=128, architecture="llama", seed=3)
+    check_same_tokens(student, same)
+    assert not warnings_of()
+    larger = make_tiny_model(tmp_path / "larger", vocab=330)
+    with pytest.raises(
+        ConfigError, match=r"\(330 tokens, not 320: .* is 316 to the student and 326 to the teacher; .*, and 11 more"
+    ):
+        check_same_tokens(student, larger)
+    swapped = shutil.copytree(same, tmp_path / "swapped")
+    text = json.loads((swapped / "tokenizer.json").read_text())
+    text["model"]["vocab"]["a"], text["model"]["vocab"]["b"] = text["model"]["vocab"]["b"], text["model"]["vocab"]["a"]
+    (swapped / "tokenizer.json").write_text(json.dumps(text))
+    with pytest.raises(ConfigError, match=r"'a' is \d+ to the student and \d+ to the teacher; 'b' is"):
+        check_same_tokens(student, swapped)
+    narrow = shutil.copytree(same, tmp_path / "narrow")
+    config = json.loads((narrow / "config.json").read_text())
+    (narrow / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    with pytest.raises(ConfigError, match=r"has logits for 300 token ids and the student in .* for 320"):
+        check_same_tokens(student, narrow)
+    ends = shutil.copytree(same, tmp_path / "ends")
+    settings = json.loads((ends / "tokenizer_config.json").read_text())
+    (ends / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|endoftext|>"}))
+    check_same_tokens(student, ends)
+    assert any("its own end is unlikely" in text for text in warnings_of())
+    for file in narrow.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"the tokenizer in .* cannot be read"):
+        check_same_tokens(student, narrow)
+
+
+def test_a_schedule_has_one_reference_model() -> None:
+    assert teacher_named(_schedule("distill:3:teacher=a@1,grpo:2")) == "a@1"
+    assert not teacher_named(_schedule("grpo"))
+    with pytest.raises(ConfigError, match="a run has one teacher, and the schedule has a@1 and b@1"):
+        teacher_named(_schedule("distill:3:teacher=a@1,distill:2:teacher=b@1"))
+    with pytest.raises(
+        ConfigError, match=r"lightning_rl compares with the model .* reference model is the teacher a@1"
+    ):
+        teacher_named(_schedule("distill:3:teacher=a@1,grpo:2:kl_coefficient=0.1"))
+    with pytest.raises(ConfigError, match="dpo compares with the model that training began with"):
+        teacher_named(_schedule("distill:3:teacher=a@1,dpo:2"))
+    assert not teacher_named(AlgorithmSchedule.of(LightningRL(kl_coefficient=0.1)))
+
+
+def _schedule(text: str) -> AlgorithmSchedule:
+    made = resolve_schedule(text)
+    assert isinstance(made, AlgorithmSchedule)
+    return made
+
+
+def test_a_teacher_is_known_by_its_digest_wherever_it_lies(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "teacher")
+    then = Teacher("a@1", tmp_path / "before", base_digest(folder))
+    here = replace(then, folder=folder)
+    assert teacher_again(then, here) == here
+    with pytest.raises(ConfigError, match=r"which is not at .*before any more: bring it back there"):
+        teacher_again(then, replace(here, digest="0" * 64))
