@@ -139,6 +139,7 @@ async def _step(
     except StoreError as error:
         return [Finding(record.step, "", f"cannot be read: {error}")], {}
     findings = _compare(record, epoch, members, groups, algorithm, reused)
+    findings += _no_branches(record, groups)
     findings += _too_stale(record, groups, epoch.max_staleness)
     used = {name for name, _ in record.rollouts}
     trajectories = [member for group in groups for member in group.trajectories if member.rollout.id in used]
@@ -261,6 +262,25 @@ def _problem_of(before: Sequence[int], limit: int, *, declared: bool) -> str:
 
 def _listed(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps))
+
+
+def _no_branches(record: StepRecord, groups: Sequence[Group]) -> list[Finding]:
+    """Branches of which the record does not show that they begin as their parent did: one of their calls has the prompt of the
+    call that they branch at, token for token."""
+    findings = []
+    for group in groups:
+        calls = {call.key: call for member in group.trajectories for call in member.transitions}
+        for member in group.trajectories:
+            if member.rollout.parent is None:
+                continue
+            at, name = calls.get(member.rollout.parent), member.rollout.id
+            if at is None:
+                problem = f"branches at a call that its group does not have: {member.rollout.parent}"
+                findings.append(Finding(record.step, name, problem))
+            elif not any(call.prompt_ids == at.prompt_ids for call in member.transitions):
+                problem = f"has no call with the prompt of that at which it branches, {member.rollout.parent}"
+                findings.append(Finding(record.step, name, problem))
+    return findings
 
 
 def _too_stale(record: StepRecord, groups: Sequence[Group], bound: int | None) -> list[Finding]:

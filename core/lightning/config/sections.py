@@ -202,6 +202,7 @@ class LimitsConfig(Section):
 
 FixedOrder = Literal["shuffled", "given"]
 TaskOrder = FixedOrder | Literal["learnable"]
+BranchBy = Literal["random", "entropy", "variance"]
 
 
 class TrainerConfig(Section):
@@ -224,6 +225,15 @@ class TrainerConfig(Section):
     """Order of the training tasks in each pass: `shuffled` (by the seed, differently in each pass) or `given` (the order
     of the list, for a curriculum). `learnable` takes no passes: each step takes the tasks whose rollouts will probably differ
     in reward, by what earlier steps and past runs of the project earned; solved and hopeless ones come again now and then."""
+    sampling: Literal["independent", "tree"] = "independent"
+    """How the rollouts of a group are sampled: `independent`, each from the task's beginning, or as a `tree`: some from the
+    beginning (`trunks`), and branches of these, which are sampled from one of their calls on. Branches take as many tokens as
+    the group's other rollouts would; the credit `branch` compares them where they part."""
+    trunks: int | None = Field(default=None, ge=1)
+    """With `sampling = tree`: rollouts of a group that begin at its task. null is half of the algorithm's group size."""
+    branch_by: BranchBy = "random"
+    """With `sampling = tree`: at which calls to branch. `random`; `entropy`, first where the answer to a tool's result was most
+    uncertain; or `variance`, where returns of the first branches differ most."""
     policy_fault: float | Literal["mask", "exclude"] = 0.0
     """What training makes of a rollout that failed by the model's own fault (an invented tool, an answer without end, a
     conversation longer than the context, ...). A number is its reward. `mask` compares the others with it, as with a reward

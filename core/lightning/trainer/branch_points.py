@@ -16,19 +16,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias, get_args
 
 import numpy as np
 
 from lightning.batch.trajectory import Trajectory, is_prefix, is_trained
+from lightning.config.sections import BranchBy
 from lightning.credit.protocol import rollout_return
 from lightning.errors import ConfigError
 from lightning.types import Transition
-
-BranchBy = Literal["random", "entropy", "variance"]
-"""How calls are chosen. `random`: each alike. `entropy`: the most uncertain answers to tool results first, then the most
-uncertain of the others. `variance`: first calls that are spread over the trunks; where branches have returned, those whose
-returns differ most."""
 
 BranchPoint: TypeAlias = tuple[Trajectory, Transition]
 

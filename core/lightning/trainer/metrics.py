@@ -90,17 +90,20 @@ def step_metrics(
     rollouts: Sequence[Rollout], groups: Sequence[Group], batch: Batch, result: StepResult
 ) -> dict[str, float]:
     """What was sampled, what was left out and why, and what the engine says."""
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    calls = [len(member.transitions) for group in groups for member in group.trajectories]
+    begun = [rollout for rollout in rollouts if rollout.parent is None]  # branches begin where somebody chose
+    rewards = [rollout.reward for rollout in begun if rollout.reward is not None]
+    calls = [
+        len(member.transitions) for group in groups for member in group.trajectories if member.rollout.parent is None
+    ]
     trained = trained_calls(groups)
     skipped = sum(batch.skipped.values())
     return {
         **result.metrics,
         **{f"skipped/{reason}": float(count) for reason, count in batch.skipped.items()},
         **{f"dropped/{reason}": float(count) for reason, count in batch.dropped.items()},
-        **{f"{NAMED}{name}": value for name, value in mean_parts(rollouts).items()},
+        **{f"{NAMED}{name}": value for name, value in mean_parts(begun).items()},
         "reward": float(np.mean(rewards)) if rewards else 0.0,
-        "reward_with_failures": sum(rewards) / len(rollouts) if rollouts else 0.0,
+        "reward_with_failures": sum(rewards) / len(begun) if begun else 0.0,
         "reward_std": float(np.std(rewards)) if rewards else 0.0,
         "rollouts": float(len(rollouts)),
         "failed": float(sum(rollout.status is Status.FAILED for rollout in rollouts)),

@@ -14,9 +14,10 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.errors import DataError
-from lightning.types import Fault, Json, Rollout, Status, Task
+from lightning.types import Fault, Json, Rollout, Status, Task, Transition
 
 if TYPE_CHECKING:
+    from lightning.batch.trajectory import Trajectory
     from lightning.config.sections import FixedOrder
 
 TRAIN, VAL = "train", "val"
@@ -130,7 +131,8 @@ def generation(rollouts: Sequence[Rollout], planned: Sequence[Rollout], later: S
     under new ids. So it does where it plans other tasks, or another number of rollouts of each.
     """
     newest = newest_generation(rollouts)
-    mine = of_generation(rollouts, newest)
+    # Branches follow from the others.
+    mine = [rollout for rollout in of_generation(rollouts, newest) if rollout.parent is None]
     meant = {(_place_of(rollout), rollout.task.id) for rollout in (*planned, *later)}
     other = any((_place_of(rollout), rollout.task.id) not in meant for rollout in mine)
     return newest + (other or (len(mine) == len(planned) and is_lost(mine)))
@@ -201,6 +203,25 @@ def train_rollouts(
         )
         for place, task in enumerate(tasks, first)
         for index in range(group_size)
+    ]
+
+
+def branch_rollouts(points: Sequence[tuple[Trajectory, Transition]], first: int) -> list[Rollout]:
+    """A branch of each of these trajectories, all of one group, at the call; numbered in the group from `first` on."""
+    return [
+        Rollout(
+            id=f"{trunk.rollout.group}/{index}",
+            run=trunk.rollout.run,
+            task=trunk.rollout.task,
+            group=trunk.rollout.group,
+            step=trunk.rollout.step,
+            split=trunk.rollout.split,
+            index=index,
+            max_attempts=trunk.rollout.max_attempts,
+            resources=trunk.rollout.resources,
+            parent=call.key,
+        )
+        for index, (trunk, call) in enumerate(points, first)
     ]
 
 

@@ -24,6 +24,7 @@ from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
 from lightning.trainer.task_choice import TaskChoice
 from lightning.trainer.training_data import all_rollouts, load_groups, of_groups
+from lightning.trainer.tree_sampling import Branching
 from lightning.types import Rollout, Status, Task
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Sampler(ABC):
         self.config = stack.config.trainer
         learnable = self.config.order == "learnable"
         self.choice = TaskChoice(tasks, self.config.seed, self.config.policy_fault) if learnable else None
+        self.branching = Branching(self.config) if self.config.sampling == "tree" else None
 
     async def __aenter__(self) -> Self:
         if self.choice is not None:
@@ -114,6 +116,10 @@ class Sampler(ABC):
         known = await all_rollouts(self.stack.store, one.run, split=one.split, step=one.step)
         return of_groups(known, [rollout.group for rollout in planned])
 
+    async def groups_of(self, rollouts: Sequence[Rollout]) -> list[Group]:
+        """The groups of ended rollouts."""
+        return await load_groups(self.stack.store, rollouts, self.agents, self.config.policy_fault)
+
     def check(self, what: str, rollouts: Sequence[Rollout]) -> None:
         """Tell how many failed. Raises `RunnerError` when that leaves nothing to learn from."""
         failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
@@ -159,16 +165,18 @@ class TurnSampler(Sampler):
         groups: list[Group] = []
         teaching, wave = 0, 0
         while teaching < count and wave < waves:
-            planned = plan(wave, number)
-            rollouts += await self.ended(planned, f"{what}, wave {wave + 1}" if wave else what)
+            ended = await self.ended(plan(wave, number), f"{what}, wave {wave + 1}" if wave else what)
+            if self.branching is not None:
+                ended = await self.branching.grow(self, ended, algorithm.group_size, what)
+            rollouts += ended
             self.check(what, rollouts)
-            groups += await load_groups(
-                self.stack.store, rollouts[-len(planned) :], self.agents, self.config.policy_fault
-            )
+            groups += await self.groups_of(ended)
             if samples_dynamically(algorithm):
                 teaching += sum(algorithm.teaches(group) for group in groups[-count:])
             wave += 1
         metrics = {"waves": float(wave), "groups_teaching": float(teaching)} if samples_dynamically(algorithm) else {}
+        if self.branching is not None:
+            metrics |= self.branching.metrics(groups, rollouts)
         return Sampled(rollouts, groups, time.monotonic() - began, metrics)
 
     def _planned(self, step: int, size: int, wave: int, number: int) -> list[Rollout]:
@@ -180,4 +188,5 @@ class TurnSampler(Sampler):
         else:
             assert config.order != "learnable"
             tasks = tasks_of_wave(self.tasks, step, wave, count, config.seed, config.order)
-        return train_rollouts(self.stack.run.id, step, tasks, size, attempts, generation=number, first=first)
+        begun = size if self.branching is None else self.branching.trunks(size)
+        return train_rollouts(self.stack.run.id, step, tasks, begun, attempts, generation=number, first=first)

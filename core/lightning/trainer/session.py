@@ -33,14 +33,16 @@ from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import Engine, StepResult
 from lightning.errors import DataError
+from lightning.gateway.replay.branches import prefix_of
+from lightning.gateway.replay.recorded import read_rollout
 from lightning.losses.protocol import check_updates
 from lightning.store.protocol import Store
 from lightning.trainer.loop import Loop
-from lightning.trainer.plan import TRAIN, as_tasks, newest_generation, train_rollouts
+from lightning.trainer.plan import TRAIN, as_tasks, branch_rollouts, newest_generation, train_rollouts
 from lightning.trainer.rollout_collection import Sampled
 from lightning.trainer.summary import Evaluation
 from lightning.trainer.training_data import all_rollouts, load_groups
-from lightning.types import Json, Rollout, Task
+from lightning.types import Json, Rollout, Task, Transition
 
 
 @dataclass
@@ -141,6 +143,33 @@ class Session:
             fault = loop.stack.config.trainer.policy_fault
             found = await load_groups(self.store, ended, loop.train_agents, fault)
             self._groups |= {group.id: group for group in found}
+            return found
+
+    async def branch(self, group: Group, at: Transition, n: int = 8) -> Group:
+        """Run the agent `n` more times from a call of a rollout of the group on: what that was answered before is answered
+        from its record, the rest is sampled. Returns the group with those branches that are valid, in the place of the given
+        one. Raises `DataError` for a group of another step, or a call that cannot be branched, and `RunnerError` when all are
+        void."""
+        if n < 1:
+            raise DataError(f"n = {n}: give the number of branches, 1 or more")
+        async with self._turn:
+            now, loop = await self._present(), self._loop
+            trunk = next((member for member in group.trajectories if member.rollout.id == at.rollout), None)
+            if trunk is None or self._groups.get(group.id) is not group or trunk.rollout.step != loop.done:
+                raise DataError(f"{group.id} is no group of this step's rollout() that has the call {at.key}")
+            recorded = await read_rollout(self.store, at.rollout, at.attempt)
+            prefix_of(recorded, at.seq)
+            first = 1 + max(member.index for member in now.rollouts if member.group == group.id)
+            planned = branch_rollouts([(trunk, at)] * n, first)
+            what, began = f"branches of step {loop.done + 1}", time.monotonic()
+            with loop.timed("rollout"):
+                ended = await loop.sampler.ended(planned, what)
+            new = {rollout.id for rollout in planned}
+            loop.sampler.check(what, [rollout for rollout in ended if rollout.id in new])
+            now.rollouts += [rollout for rollout in ended if rollout.id in new]
+            now.seconds += time.monotonic() - began
+            (found,) = await load_groups(self.store, ended, loop.train_agents, loop.stack.config.trainer.policy_fault)
+            self._groups[group.id] = found
             return found
 
     async def batch(self, groups: Sequence[Group]) -> Batch:

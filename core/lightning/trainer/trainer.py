@@ -36,6 +36,7 @@ from lightning.trainer.prompts import resolve_prompts
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.session import Session
 from lightning.trainer.summary import Reporter, Summary, summarize
+from lightning.trainer.tree_sampling import check_tree
 from lightning.types import Json, Run, Task
 
 logger = logging.getLogger(__name__)
@@ -172,6 +173,7 @@ class Trainer(RunOpening):
             _say_unused(self.config)
         else:
             check_held_out(self.config, val)
+        check_tree(self.config, recorded=self.recorded is not None, searches=isinstance(self.schedule, SearchAlgorithm))
         async with self._prepared(agent, train, val) as made:
             if isinstance(self.schedule, SearchAlgorithm):
                 stack = await self._open_stack(
@@ -212,6 +214,10 @@ class Trainer(RunOpening):
             raise ConfigError(
                 "trainer.order = learnable, engine.minibatches and engine.epochs belong to Trainer.fit: your own loop chooses "
                 "its tasks, and takes as many updates as it calls optim_step()"
+            )
+        if trainer.sampling == "tree":
+            raise ConfigError(
+                "trainer.sampling = tree belongs to Trainer.fit: your own loop says where with session.branch()"
             )
         if trainer.max_reuse and not trainer.max_staleness:
             raise ConfigError(

@@ -30,8 +30,12 @@ REMEMBERED: Final = 1024
 """Branches at work whose prefixes are at hand."""
 PATIENCE: Final = 30.0
 """Seconds within which the calls of a prefix have to be asked again while one that follows them waits."""
+VOID: Final = "This branch is void:"
+"""How the error of a void branch begins."""
 CHANGES: Final = "branch"
 """Where the configuration of a run says what its branches change: `{"edit": text, "prompts": true}`."""
+EDIT_TAKEN: Final = "edit_taken"
+"""Begins the key of a run's state that says that the agent of a branch was given its edited answer, and all before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,11 @@ class Branch:
         return None
 
     @property
+    def has_edit(self) -> bool:
+        """Whether the agent has been given the edited answer, and all that came before it."""
+        return self._edited and not self._missing and not self._void
+
+    @property
     def recorded_ids(self) -> frozenset[str]:
         """The ids of the answers that come from the record."""
         return self._ids
@@ -171,7 +180,17 @@ class Branch:
 
 def void(why: str) -> RefusalError:
     """The refusal (409) of a call in a branch that is no branch."""
-    return RefusalError(409, BRANCH_VOID, f"This branch is void: {why}", [NO_RETRY])
+    return RefusalError(409, BRANCH_VOID, f"{VOID} {why}", [NO_RETRY])
+
+
+def is_void(rollout: Rollout) -> bool:
+    """Whether an ended rollout is a branch that did not begin as its parent did."""
+    return rollout.parent is not None and rollout.error.startswith(VOID)
+
+
+def edit_key(rollout: str, attempt: int) -> str:
+    """Where a branch's run says that its agent was given the edited answer."""
+    return f"{EDIT_TAKEN}/{rollout}/{attempt}"
 
 
 def edited(call: RecordedCall, text: str) -> RecordedCall:
@@ -224,6 +243,15 @@ class Branches:
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return branch
+
+    async def keep_edit(self, claims: Claims) -> None:
+        """The agent is about to get the edited answer: keep that, since it may make no call of its own after it."""
+        key = edit_key(claims.rollout, claims.attempt)
+        try:
+            await self.store.put_state(claims.run, key, True, once=None)
+        except StoreError as error:
+            message = f"The store does not keep that the edited answer was given: {error}. Send the call again."
+            raise RefusalError(503, "store_failed", message) from error
 
     async def tool_runs(self, claims: Claims) -> list[ToolEvent]:
         """The runs of tools that are answered in a branch. Raises as `of` does."""

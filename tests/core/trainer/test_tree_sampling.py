@@ -1,0 +1,233 @@
+"""Groups that are sampled as trees are trained, audited and resumed as others, at no more tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sqlite3
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import lightning
+import pytest
+from lightning.algorithms.lightning_rl import LightningRL
+from lightning.audit import audit
+from lightning.config import Config, with_settings
+from lightning.errors import ConfigError, DataError
+from lightning.testing.fake_vllm import Reply
+from lightning.trainer.session import Session
+from lightning.trainer.training_data import all_rollouts, load_groups
+from lightning.trainer.tree_sampling import check_tree
+from lightning.types import Status, Task
+
+Open = Callable[..., AbstractAsyncContextManager[Any]]
+TREE = {"trainer__sampling": "tree"}
+BRANCH = LightningRL("rloo", credit="leave-one-out", group_size=4)
+
+
+def script() -> Callable[[Any], Reply]:
+    """Each answer is another one."""
+    count = itertools.count()
+    return lambda body: Reply("x" * (1 + zlib.crc32(str(next(count)).encode()) % 8))
+
+
+async def ask(session: aiohttp.ClientSession, llm: Any, text: str) -> str:
+    body = {"model": llm.model, "messages": [{"role": "user", "content": text}]}
+    async with session.post(f"{llm.base_url}/chat/completions", json=body) as reply:
+        reply.raise_for_status()
+        return str((await reply.json())["choices"][0]["message"]["content"])
+
+
+async def chain(task: Task, llm: Any) -> float:
+    """Four calls, each of which has all that was said before."""
+    said = str(task.input)
+    async with aiohttp.ClientSession(headers={"authorization": f"Bearer {llm.api_key}"}) as session:
+        for _ in range(4):
+            said += "|" + await ask(session, llm, said)
+    return float(len(said) % 3)
+
+
+@pytest.mark.parametrize("by", ["random", "entropy", "variance"])
+async def test_a_run_of_trees_is_trained_and_audited(bench: Open, tmp_path: Path, by: str) -> None:
+    async with bench(
+        tmp_path / "run", chain, algorithm=BRANCH, script=script(), trainer__branch_by=by, trainer__steps=2, **TREE
+    ) as made:
+        await made.loop.run({})
+        report = await audit(made.store, "run")
+        assert (report.steps, report.ok) == (2, True), report.findings
+        metrics = [record.metrics for record in await made.store.steps("run")]
+        assert all(each["branches"] > 2 and each["branches_void"] == 0 for each in metrics)
+        assert all(0.2 < each["branch_tokens"] < 0.7 for each in metrics)
+        every = await all_rollouts(made.store, "run", split="train", step=0)
+        assert all(each.status is Status.SUCCEEDED for each in every), [each.error for each in every]
+        trunks = [each for each in every if each.parent is None]
+        assert len(trunks) == 2 * 2  # tasks, and half of the group size
+        ids = {each.id for each in trunks}
+        assert all(each.parent[0] in ids for each in every if each.parent is not None)
+        assert metrics[0]["calls_per_rollout"] == 4.0
+
+
+async def test_a_group_samples_no_more_tokens_than_without(bench: Open, tmp_path: Path) -> None:
+    words = itertools.cycle(["one word", "two"])
+    async with bench(
+        tmp_path / "run", chain, algorithm=BRANCH, script=lambda body: Reply(next(words)), trainer__steps=1, **TREE
+    ) as made:
+        await made.loop.run({})
+        every = await all_rollouts(made.store, "run", split="train", step=0)
+        for group in await load_groups(made.store, every, ()):
+            tokens = [
+                (member.rollout.parent is not None, sum(len(call.response_ids) for call in member.transitions))
+                for member in group.trajectories
+            ]
+            trunks = [count for is_branch, count in tokens if not is_branch]
+            branches = [count for is_branch, count in tokens if is_branch]
+            assert len(trunks) == 2
+            assert (
+                sum(branches) <= sum(trunks) + 8
+            )  # what branches cost is what their trunks did, give or take a word a call
+
+
+async def test_a_step_goes_on_with_the_branches_that_it_had(bench: Open, tmp_path: Path) -> None:
+    """As a kill -9 in the middle of a step's branches."""
+    folder, turns = tmp_path / "run", itertools.count()
+
+    async def dies(task: Task, llm: Any) -> float:
+        if llm.branch and next(turns) == 2:
+            dead.set()
+            await asyncio.sleep(60)
+        return await chain(task, llm)
+
+    dead = asyncio.Event()
+    async with bench(folder, dies, algorithm=BRANCH, script=script(), trainer__steps=1, **TREE) as made:
+        running = asyncio.create_task(made.loop.run({}))
+        await dead.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        before = [each for each in await all_rollouts(made.store, "run", split="train") if each.status.ended]
+    async with bench(folder, chain, algorithm=BRANCH, script=script(), trainer__steps=1, **TREE) as made:
+        await made.loop.run({})
+        after = {each.id: each for each in await all_rollouts(made.store, "run", split="train")}
+        assert all(after[each.id].reward == each.reward for each in before)
+        (record,) = await made.store.steps("run")
+        assert "~" not in record.groups[0]  # no second try
+        report = await audit(made.store, "run")
+        assert report.ok, report.findings
+
+
+async def test_void_branches_are_counted_and_never_trained(bench: Open, tmp_path: Path) -> None:
+    clock = itertools.count(1_790_000_000)
+
+    async def agent(task: Task, llm: Any) -> float:
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {llm.api_key}"}) as session:
+            said = await ask(session, llm, f"{task.input} at {next(clock)}")
+            said += await ask(session, llm, f"and then {said}")
+        return float(len(said) % 3)
+
+    async with bench(tmp_path / "run", agent, algorithm=BRANCH, script=script(), trainer__steps=1, **TREE) as made:
+        await made.loop.run({})
+        (record,) = await made.store.steps("run")
+        assert record.metrics["branches"] == 0
+        assert record.metrics["branches_void"] >= 4
+        used = {name for name, _ in record.rollouts}
+        every = await all_rollouts(made.store, "run", split="train")
+        void = [each for each in every if each.parent is not None]
+        assert all("the clock" in each.error for each in void)
+        assert not used & {each.id for each in void}
+        assert (await audit(made.store, "run")).ok
+
+
+async def test_agents_of_one_call_are_said_to_have_no_branches(
+    bench: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def once(task: Task, llm: Any) -> float:
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {llm.api_key}"}) as session:
+            return float(len(await ask(session, llm, str(task.input))) % 3)
+
+    async with bench(tmp_path / "run", once, algorithm=BRANCH, script=script(), trainer__steps=1, **TREE) as made:
+        await made.loop.run({})
+    assert "no call can be branched" in caplog.text
+
+
+async def test_the_audit_names_a_branch_that_is_none(bench: Open, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    async with bench(folder, chain, algorithm=BRANCH, script=script(), trainer__steps=1, **TREE) as made:
+        await made.loop.run({})
+        (record,) = await made.store.steps("run")
+        every = await all_rollouts(made.store, "run", split="train")
+        branch = next(each for each in every if each.parent is not None and each.trained_at_step is not None)
+    rollout, attempt, seq = branch.parent
+    for parent, problem in (
+        ((rollout, attempt, 1 + seq % 3), "no call with the prompt"),
+        (("elsewhere", 1, 0), "that its group does not have"),
+    ):
+        database = sqlite3.connect(folder / "lightning.db")
+        with database:
+            database.execute("UPDATE rollouts SET parent = ? WHERE id = ?", (json.dumps(parent), branch.id))
+        database.close()
+        async with bench(folder, chain, algorithm=BRANCH, trainer__steps=1, **TREE) as made:
+            report = await audit(made.store, "run")
+        assert any(found.rollout == branch.id and problem in found.problem for found in report.findings)
+
+
+async def test_a_loop_of_ones_own_branches_where_it_likes(bench: Open, tmp_path: Path) -> None:
+    async with (
+        bench(tmp_path / "run", chain, algorithm=BRANCH, script=script(), own_loop=True) as made,
+        Session(made.loop) as session,
+    ):
+        (group,) = await session.rollout([Task("one")], n=2)
+        trunk = group.trajectories[0]
+        grown = await session.branch(group, trunk.transitions[2], n=3)
+        assert len(grown.trajectories) == 5
+        grown = await session.branch(grown, trunk.transitions[1], n=2)
+        branches = [member for member in grown.trajectories if member.rollout.parent is not None]
+        assert [len(member.transitions) for member in branches] == [2, 2, 2, 3, 3]
+        with pytest.raises(DataError, match="was changed"):
+            await session.batch([group])
+        with pytest.raises(DataError, match="no group of this step"):
+            await session.branch(group, trunk.transitions[2])
+        with pytest.raises(DataError, match="is a branch of"):
+            await session.branch(grown, branches[0].transitions[1])
+        batch = await session.batch([grown])
+        await session.forward_backward(batch)
+        await session.optim_step()
+        metrics = await session.publish()
+        assert metrics["rollouts"] == 7.0
+        report = await audit(made.store, "run")
+        assert report.ok, report.findings
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"trainer.sampling": "tree", "trainer.max_staleness": 1}, "max_staleness to 0"),
+        ({"trainer.sampling": "tree", "gateway.record_requests": False}, "needs gateway.record_requests"),
+        ({"trainer.trunks": 2}, "are for trainer.sampling = tree"),
+        ({"trainer.branch_by": "entropy"}, "are for trainer.sampling = tree"),
+    ],
+)
+def test_settings_that_make_no_trees_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_tree(with_settings(Config(), settings), recorded=False, searches=False)
+
+
+def test_a_record_has_no_trees() -> None:
+    with pytest.raises(ConfigError, match="a record and a search do not"):
+        check_tree(with_settings(Config(), {"trainer.sampling": "tree"}), recorded=True, searches=False)
+
+
+def test_trees_belong_to_fit(tmp_path: Path) -> None:
+    trainer = lightning.Trainer(
+        tmp_path, "grpo", out=tmp_path / "out", config=with_settings(Config(), {"trainer.sampling": "tree"})
+    )
+
+    async def opened() -> None:
+        async with trainer.session(chain):
+            pass
+
+    with pytest.raises(ConfigError, match=r"session\.branch"):
+        asyncio.run(opened())
