@@ -20,6 +20,7 @@ from lightning.audit import audit
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.testing.fake_vllm import Reply
+from lightning.testing.tiny_models import make_tiny_family
 from lightning.trainer.session import Session
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.trainer.tree_sampling import check_tree
@@ -221,9 +222,9 @@ def test_a_record_has_no_trees() -> None:
 
 
 def test_trees_belong_to_fit(tmp_path: Path) -> None:
-    trainer = lightning.Trainer(
-        tmp_path, "grpo", out=tmp_path / "out", config=with_settings(Config(), {"trainer.sampling": "tree"})
-    )
+    model = make_tiny_family(tmp_path / "model", "llama2")
+    config = with_settings(Config(), {"trainer.sampling": "tree"})
+    trainer = lightning.Trainer(model, "grpo", out=tmp_path / "out", config=config)
 
     async def opened() -> None:
         async with trainer.session(chain):
