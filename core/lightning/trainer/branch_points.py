@@ -7,8 +7,9 @@ together cost at most the tokens that may be spent.
 A branch at a call is expected to cost what its trunk sampled from that call on.
 
 Credit from branches (`lightning.credit.Branching`) is unbiased where the choice of a call does not depend on what it was
-answered, nor on what followed. `random` depends on that only by the budget, in which long continuations find less room.
-`entropy` looks at the answers themselves, and `variance` at their returns, once there are any.
+answered, nor on what followed. `random` keeps to it with `per_call`, as long as the tokens suffice. Where it spends all
+tokens, a call of a short rollout gets more branches than one of a long rollout. `entropy` looks at the answers themselves, and
+`variance` at their returns, once there are any.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ def branch_points(
     by: BranchBy = "random",
     seed: int | str = 0,
     branches: Sequence[Trajectory] = (),
+    per_call: float | None = None,
 ) -> list[BranchPoint]:
     """The calls to branch at, in the order in which they were chosen; a call that is there twice gets two branches.
 
     `trunks` are the finished rollouts of a group, `tokens` how many may be sampled for branches. `branches` are those that
     the group has already. The calls without one are taken in an order, and those that there are no tokens left for are passed
-    over; when each was taken once, the order begins again, with all calls.
+    over; when each was taken once, the order begins again, with all calls. `per_call` is how many branches a call gets at most,
+    on average: with 0.3, each call is left out with the probability 0.7. None: what the tokens allow.
 
     - `random`: the order is drawn anew each time, from `seed`.
     - `entropy`: calls that follow a tool run come first (ARPO, arXiv 2507.19849, branches after tool use). Among them the
@@ -52,10 +55,13 @@ def branch_points(
       come before the others: with n returns of variance s² (the trunk's among them) one more takes s² / (n (n + 1)) off the
       variance of their mean, and each next branch goes where that is most for a token.
 
-    Raises `ConfigError` for another `by`, and for a number of tokens that is not finite.
+    Raises `ConfigError` for another `by`, and for numbers that mean nothing.
     """
     if not np.isfinite(tokens):
         raise ConfigError(f"tokens={tokens}: say how many tokens may be sampled for branches")
+    most = np.inf if per_call is None else per_call
+    if not most >= 0:
+        raise ConfigError(f"per_call={per_call} is not a number of branches: use 0 or more, or None")
     if by not in get_args(BranchBy):
         raise ConfigError(f"unknown way to choose branches {by!r}: use one of {', '.join(get_args(BranchBy))}")
     places = [place for trunk in sorted(trunks, key=_order) for place in _places(trunk)]
@@ -63,9 +69,10 @@ def branch_points(
     left = tokens - sum(place.cost for place in taken)
     tried = {branch.rollout.parent for branch in branches}
     turn = 0
-    while any(place.cost <= left for place in places):
+    while turn < most and any(place.cost <= left for place in places):
         for place in _ordered(places, by, seed, turn):
-            if place.cost <= left and (turn or place.call.key not in tried):
+            is_due = turn or place.call.key not in tried
+            if is_due and place.cost <= left and _drawn(place, seed, turn, "left out") < most - turn:
                 taken.append(place)
                 left -= place.cost
         turn += 1
@@ -109,15 +116,16 @@ def _can_branch(trunk: Trajectory, at: Transition) -> bool:
 def _ordered(places: Sequence[_Place], by: BranchBy, seed: int | str, turn: int) -> list[_Place]:
     """The order in which calls are taken for the `turn`-th time."""
     if by == "random":
-        return sorted(places, key=lambda place: _drawn(place, seed, turn))
+        return sorted(places, key=lambda place: _drawn(place, seed, turn, "order"))
     if by == "entropy":
         return sorted(places, key=lambda place: (not _follows_tool(place), _mean_logprob(place.call)))
     return sorted(places, key=lambda place: (*_spread(place.rank, place.among), _order(place.trunk)))
 
 
-def _drawn(place: _Place, seed: int | str, turn: int) -> bytes:
-    """A random number that depends on the call's place in the group alone: run again, a group branches at the same places."""
-    return hashlib.blake2b(f"{seed}/{turn}/{place.trunk.rollout.index}/{place.call.seq}".encode()).digest()
+def _drawn(place: _Place, seed: int | str, turn: int, what: str) -> float:
+    """A random number from 0 to 1 that depends on the call's place in the group alone, so that no resume changes it."""
+    name = f"{seed}/{turn}/{what}/{place.trunk.rollout.index}/{place.call.seq}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) / 2.0**64
 
 
 def _follows_tool(place: _Place) -> bool:

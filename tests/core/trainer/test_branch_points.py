@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.batch.trajectory import Trajectory
+from lightning.config.sections import BranchBy
 from lightning.errors import ConfigError
 from lightning.testing.trajectories import make_trajectory
-from lightning.trainer.branch_points import BranchBy, branch_points
+from lightning.trainer.branch_points import branch_points
 from lightning.types import CallStatus, ToolEvent, logprobs
 
 WAYS: tuple[BranchBy, ...] = ("random", "entropy", "variance")
@@ -118,6 +120,21 @@ def test_a_call_gets_its_second_branch_when_every_call_has_one() -> None:
     assert [call.seq for _, call in others] == [3]
 
 
+def test_branches_for_each_call_are_as_many_as_was_said_on_average() -> None:
+    """A call's number does not depend on what came after it: the trunks begin alike, and are of different lengths."""
+    group = [trunk(0, [1] * 3), trunk(1, [1] * 9)]
+    counts: Counter[tuple[int, int]] = Counter()
+    for seed in range(500):
+        found = Counter(
+            (member.rollout.index, call.seq) for member, call in branch_points(group, 1000, seed=seed, per_call=1.25)
+        )
+        assert set(found.values()) <= {1, 2}
+        assert len(found) == 10
+        counts += found
+    assert all(575 <= count <= 675 for count in counts.values()), counts
+    assert not branch_points(group, 1000, per_call=0)
+
+
 def uncertain(member: Trajectory, certainty: Sequence[float], tools: Sequence[int]) -> Trajectory:
     """The trunk with these logprobs, whose calls `tools` asked for tools."""
     calls = (
@@ -156,7 +173,7 @@ def test_by_variance_the_first_branches_are_spread_over_the_trunks() -> None:
 
 
 def test_by_variance_more_branches_go_where_returns_differ() -> None:
-    """The third return at call 5 takes 1/12 off a variance, the fifth 1/40; the third at call 3 takes 1/1200 for three tokens."""
+    """The third return at call 5 takes 1/12 off a variance, the fifth 1/40; the third at call 3 takes 1/1200, for 3 tokens."""
     member = trunk(0, [1] * 6, reward=1.0)
     known = [branch(member, 2, 0, 1.0), branch(member, 3, 0, 0.9), branch(member, 5, 0, 0.0)]
     found = branch_points([member], 3, "variance", branches=known)
@@ -172,5 +189,7 @@ def test_returns_that_are_all_equal_leave_the_rest_to_calls_without_a_branch() -
 def test_settings_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="'best'"):
         branch_points([], 1, "best")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="per_call=nan"):
+        branch_points([], 1, per_call=float("nan"))
     with pytest.raises(ConfigError, match="tokens=inf"):
         branch_points([], float("inf"))
