@@ -169,7 +169,7 @@ class CallEndpoint:
                 await self._providers.pass_on(provider, self._dialect.path[1:], payload, scope, receive, send)
                 return
             branch = await self._branches.of(claims) if claims.branch else None
-            if branch is not None and await self._answer_recorded(branch, scope, body, send):
+            if branch is not None and await self._answer_recorded(branch, claims, scope, body, send):
                 return
             call = await self._admit(claims, scope, body, len(payload), branch)
             await self._serve(call, receive, send)
@@ -198,11 +198,13 @@ class CallEndpoint:
             log.exception("the gateway failed on a call")
             await self._refuse(call, send, RefusalError(500, "gateway_fault", "The gateway failed; see its log."))
 
-    async def _answer_recorded(self, branch: Branch, scope: Scope, body: Body, send: Send) -> bool:
+    async def _answer_recorded(self, branch: Branch, claims: Claims, scope: Scope, body: Body, send: Send) -> bool:
         """Answer a call of a branch from the record, if that has it."""
         caller = self._identity.caller(scope, _model_in(body, scope))
         found = await branch.answer(caller.name, self._dialect.path, body)
         if found is not None:
+            if branch.has_edit:
+                await self._branches.keep_edit(branch, claims)
             status, kind, answer = recorded_answer(found, body)
             header = (b"x-request-id", found.transition.id.encode())
             await send_bytes(send, status, answer, [(b"content-type", kind), header])

@@ -9,7 +9,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Final
 
 from lightning.errors import RunnerError
@@ -26,10 +26,20 @@ _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def branch_tools(llm: LLM) -> Iterator[None]:
     """Inside the block, in a branch, recorded runs of `lightning.tool` are answered. Raises `RunnerError` when the gateway does
     not tell them."""
-    if not llm.branch:
+    with answered_with(llm, recorded_runs(llm)):
         yield
-        return
-    with answer_tools(llm.api_key, RecordedRuns(_recorded(llm)).take):
+
+
+def recorded_runs(llm: LLM) -> RecordedRuns | None:
+    """The tool runs that are answered in a branch; None outside one. It waits for the gateway: call it in a thread where a loop
+    runs. Raises `RunnerError`."""
+    return RecordedRuns(_recorded(llm)) if llm.branch else None
+
+
+@contextmanager
+def answered_with(llm: LLM, runs: RecordedRuns | None) -> Iterator[None]:
+    """Inside the block these runs are answered, if there are any."""
+    with nullcontext() if runs is None else answer_tools(llm.api_key, runs.take):
         yield
 
 

@@ -23,6 +23,7 @@ from lightning.instrument.providers import own, remember
 from lightning.instrument.tool_slots import limit_tools, unheld
 from lightning.plugins import plugins
 from lightning.runner.agent_serialization import check_agent
+from lightning.runner.branch_tools import answered_with, recorded_runs
 from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
 from lightning.runner.tool_limits import LimitWatch, make_slots
@@ -106,7 +107,9 @@ class InlineRunner:
     async def _guarded(self, task: Task, llm: LLM, session: ActiveAttempt) -> Outcome:
         started = time.monotonic()
         try:
-            return returned(await self._call(task, llm, session), session, time.monotonic() - started)
+            runs = await asyncio.to_thread(recorded_runs, llm) if llm.branch else None
+            with answered_with(llm, runs):
+                return returned(await self._call(task, llm, session), session, time.monotonic() - started)
         except asyncio.CancelledError as error:
             current = asyncio.current_task()
             if current is not None and current.cancelling():

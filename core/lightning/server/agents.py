@@ -43,7 +43,7 @@ class HowToCall:
 
     def agent_seed(self, rollout: Rollout) -> int | None:
         """63 bits for the agent's process: the same for the same rollout of a repeated run, whatever that is called, and others
-        for every other rollout and attempt, also of the same task in a later pass. A branch has its parent's: it begins alike."""
+        for every other rollout and attempt, also of the same task in a later pass. A branch has that of its parent."""
         if self.seed is None:
             return None
         where, attempt = rollout.id.removeprefix(rollout.run), rollout.attempt

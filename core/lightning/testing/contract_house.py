@@ -22,7 +22,7 @@ from lightning.instrument import ActiveAttempt
 from lightning.runner.attempt_completion import report
 from lightning.runner.outcomes import raised, returned
 from lightning.store.memory import MemoryStore
-from lightning.store.protocol import Attempt
+from lightning.store.protocol import Attempt, Store
 from lightning.testing.contract_script import ReplyFormat, play
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import LLM, Json, Lease, Outcome, Rollout, Run, Task, ToolEvent, Transition
@@ -101,6 +101,11 @@ class House:
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the servers' loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(LIMIT)
+
+    @property
+    def store(self) -> Store:
+        """The store, for coroutines that `do` runs."""
+        return self._store
 
     def play(self, agents: Coroutine[Any, Any, T]) -> T:
         """Run agents on their loop, in a context that ends with them."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.asyncio_utils import outside_of_loops
+from lightning.gateway.replay.recorded import RecordedRollout
+from lightning.gateway.replay.whole import read_whole
 from lightning.instrument import emit, install_tap
 from lightning.plugins import plugins
 from lightning.runner.worker import run_agent
@@ -45,6 +47,10 @@ class Brancher:
         with asyncio.Runner() as loop:
             outcome = outside_of_loops(lambda: run_agent(agent, lease.rollout.task, llm, loop))
         return Recorded(*self.house.end(lease, outcome))
+
+    def whole(self, rollout: str) -> RecordedRollout:
+        """What the agent of a rollout saw, with what a branch inherits."""
+        return self.house.do(read_whole(self.house.store, rollout))
 
     @property
     def sampled(self) -> int:

@@ -17,6 +17,7 @@ from lightning.gateway.replay import branches
 from lightning.server.agents import HowToCall
 from lightning.testing import Reply
 from lightning.types import LLM, CallStatus, Fault, Rollout, Status, Task
+from lightning_debug.replay import replay_agent
 
 from tests.core.gateway.branching import Brancher, brancher, numbered
 
@@ -167,6 +168,7 @@ def test_one_that_ends_before_it_branches_has_no_reward(made: Brancher) -> None:
     parent = made.run(agent)
     found = made.run(agent, parent=parent.key(2))
     assert (found.rollout.reward, found.rollout.status) == (None, Status.FAILED)
+    assert "void: the agent ended before it made the call at which it branches" in found.rollout.error
 
 
 def test_calls_at_the_same_time_are_answered_or_made_anew_by_when_they_were_sent() -> None:
@@ -243,6 +245,45 @@ def test_an_edited_answer_is_what_the_agent_goes_on_with(made: Brancher) -> None
     assert found.rollout.error == ""
     assert made.sampled - before == 1
     assert "another word" in made.house.fake.requests[-1].body["messages"][0]["content"]
+
+
+def test_the_last_answer_may_be_an_edited_one(made: Brancher) -> None:
+    parent = made.run(chain(2))
+    before = made.sampled
+    found = made.run(chain(2), parent=parent.key(2), config={"branch": {"edit": "said 77"}})
+    assert (found.rollout.error, found.rollout.reward) == ("", 77.0)
+    assert made.sampled == before
+    assert not found.calls
+
+
+def test_an_edit_that_was_never_asked_for_is_no_success(made: Brancher) -> None:
+    turns = itertools.count()
+
+    def agent(task: Task, llm: LLM) -> float:
+        said = ask(llm, "first")
+        return float(len(said if next(turns) else ask(llm, "second")))
+
+    parent = made.run(agent)
+    found = made.run(agent, parent=parent.key(2), config={"branch": {"edit": "another word"}})
+    assert found.rollout.reward is None
+    assert "the agent ended before it made the call" in found.rollout.error
+
+
+@pytest.mark.parametrize("edit", [None, "said 500"])
+def test_a_branch_is_replayed_as_a_whole(made: Brancher, edit: str | None) -> None:
+    parent = made.run(chain(4))
+    config: dict[str, Any] = {"branch": {"edit": edit}} if edit else {}
+    branch = made.run(chain(4), parent=parent.key(3), config=config)
+    whole = made.whole(branch.rollout.id)
+    assert [call.number for call in whole.calls] == [1, 2, 3, 4]
+    assert len(branch.calls) == (1 if edit else 2)
+    assert whole.calls[1].transition.id == parent.calls[1].id
+    result = replay_agent(whole, chain(4))
+    assert result.same, result
+    assert result.outcome is not None
+    assert result.outcome.reward == branch.rollout.reward != parent.rollout.reward
+    last = made.run(chain(2), parent=parent.key(1), config={"branch": {"edit": "said 9"}})
+    assert len(made.whole(last.rollout.id).calls) == 2
 
 
 def test_a_changed_prompt_is_no_divergence_where_it_is_meant(made: Brancher) -> None:

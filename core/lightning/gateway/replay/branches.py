@@ -244,14 +244,13 @@ class Branches:
             self._known.popitem(last=False)
         return branch
 
-    async def keep_edit(self, claims: Claims) -> None:
-        """The agent is about to get the edited answer: keep that, since it may make no call of its own after it."""
-        key = edit_key(claims.rollout, claims.attempt)
+    async def keep_edit(self, branch: Branch, claims: Claims) -> None:
+        """The agent is about to get the edited answer: keep that, since it may make no call of its own after it. Raises
+        `RefusalError` (409) where the store fails: the answer is given once, so that the branch is void."""
         try:
-            await self.store.put_state(claims.run, key, True, once=None)
+            await self.store.put_state(claims.run, edit_key(claims.rollout, claims.attempt), True, once=None)
         except StoreError as error:
-            message = f"The store does not keep that the edited answer was given: {error}. Send the call again."
-            raise RefusalError(503, "store_failed", message) from error
+            branch.refuse(f"the store does not keep that its edited answer was given: {error}")
 
     async def tool_runs(self, claims: Claims) -> list[ToolEvent]:
         """The runs of tools that are answered in a branch. Raises as `of` does."""

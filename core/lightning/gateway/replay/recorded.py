@@ -72,12 +72,12 @@ class RecordedCalls:
 
 
 async def read_rollout(
-    store: Store, rollout: str, attempt: int | None = None, *, with_tools: bool = True
+    store: Store, rollout: str, attempt: int | None = None, *, with_tools: bool = True, may_be_empty: bool = False
 ) -> RecordedRollout:
-    """What is recorded of a rollout.
+    """What is recorded of a rollout; of a branch its own calls (`lightning.gateway.replay.whole` knows all of them).
 
-    `attempt` None is the current one; `with_tools` says that its tools are to be answered as well. Raises `DataError` for one
-    that is not there or cannot be replayed.
+    `attempt` None is the current one; `with_tools` says that its tools are to be answered as well, `may_be_empty` that it may
+    have no call. Raises `DataError` for one that is not there or cannot be replayed.
     """
     found = await store.get_rollout(rollout)
     if found is None:
@@ -88,7 +88,12 @@ async def read_rollout(
     transitions = await store.transitions(rollout, number)
     (ended,) = await store.attempts_of([(rollout, number)])
     made = recorded_rollout(
-        replace(found, attempt=number), transitions, ended.tool_events, ended.step_rewards, with_tools=with_tools
+        replace(found, attempt=number),
+        transitions,
+        ended.tool_events,
+        ended.step_rewards,
+        with_tools=with_tools,
+        may_be_empty=may_be_empty,
     )
     return made if number == found.attempt else replace(made, has_outcome=False)
 
@@ -100,9 +105,10 @@ def recorded_rollout(
     step_rewards: Sequence[StepReward] = (),
     *,
     with_tools: bool = True,
+    may_be_empty: bool = False,
 ) -> RecordedRollout:
     """The record of an attempt, from its rows. Raises `DataError` for one that cannot be replayed."""
-    if not transitions:
+    if not transitions and not may_be_empty:
         raise DataError(
             f"no call of the rollout {rollout.id} is stored: it made none, or `lightning db prune` removed them"
         )
