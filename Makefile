@@ -13,13 +13,13 @@ CAP ?= 2400
 # vLLM starts twice as slowly without byte code.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-frameworks test-slow test-gpu test-official browser screenshots lint fix bench chaos compare compare-engines compare-correction compare-order ablate docs golden constraints clean
+.PHONY: demo test test-fast test-frameworks test-slow test-gpu test-official browser screenshots lint fix bench chaos compare compare-engines compare-correction compare-order compare-distill ablate docs golden constraints clean
 
 demo: $(READY)
 	$(BIN)/lightning demo
 
 # One thread is fastest with the tiny models; what a real one needs is chosen when it is started.
-test-fast test-frameworks test-slow test-official bench chaos compare compare-engines compare-correction compare-order ablate: export OMP_NUM_THREADS ?= 1
+test-fast test-frameworks test-slow test-official bench chaos compare compare-engines compare-correction compare-order compare-distill ablate: export OMP_NUM_THREADS ?= 1
 
 test: test-fast test-frameworks test-slow
 
@@ -90,6 +90,10 @@ compare-correction: $(READY)
 compare-order: $(READY)
 	$(BIN)/python tests/bench/compare/ablate.py --demos tiny sql --variants grpo learnable --train-tasks 48 --steps 16 \
 		--held-out 100 --eval-every 8 --set trainer.tasks_per_step=8 --out bench/order $(ARGS)
+
+# A student with the trained demonstration as its teacher, and with rewards alone.
+compare-distill: $(READY)
+	$(BIN)/python tests/bench/bench_distill.py $(ARGS)
 
 ablate: $(READY)
 	$(BIN)/python tests/bench/compare/ablate.py $(or $(ARGS),--publish)

@@ -9,6 +9,7 @@ do not, the weights alone are taken, and that is said.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -27,10 +28,12 @@ from lightning.store.resource_ref import run_id_of, store_in
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints
+from lightning.trainer.context import base_digest
+from lightning.trainer.model import resolve_model
 from lightning.trainer.replay import Rewinder
 from lightning.trainer.runs import changes_of, describe_algorithm, not_loadable, plan_epochs
 from lightning.trainer.summary import Reporter
-from lightning.trainer.teacher import Teacher
+from lightning.trainer.teacher import TEACHER, Teacher, check_same_tokens, teacher_named
 from lightning.types import Json, Run, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -173,6 +176,38 @@ def _folder(name: str, into: Path) -> Path:
         f"no run {redacted(name)!r}: neither {tried[0]} nor {tried[1]} is a run's folder; {into.parent} has "
         f"{', '.join(there) or 'none'}"
     )
+
+
+async def find_teacher(
+    schedule: AlgorithmSchedule, student: Path, into: Path, config: Config, url: str
+) -> Teacher | None:
+    """The teacher of a run in the folder `into`, found and compared with its student; None for a run without.
+
+    A run's step is written below `into`, once. `url` is that of a store where the teacher's run has none in its folder. Raises
+    `ConfigError` for a teacher that is not there, and for one of other tokens.
+    """
+    name = await asyncio.to_thread(teacher_named, schedule)
+    if not name:
+        return None
+    folder = await _teacher_folder(name, into, config, url)
+    await asyncio.to_thread(check_same_tokens, student, folder)
+    return Teacher(name, folder, await asyncio.to_thread(base_digest, folder, into / f"{TEACHER}.json"))
+
+
+async def _teacher_folder(name: str, into: Path, config: Config, url: str) -> Path:
+    run, at, step = name.rpartition("@")
+    if at and step.isdecimal():
+        known = hashlib.sha256(name.encode()).hexdigest()[:8]
+        made = into / TEACHER / f"{Path(run).name}@{step}-{known}"
+        if not (made / "config.json").is_file():  # it is written whole or not at all
+            await export_step(name, into, made, config, url)
+        return made.resolve()
+    if any(store_in(folder) for folder in (Path(name), into.parent / name)):
+        raise ConfigError(f"the teacher {name} is a run: say which step of it, as {name}@20")
+    try:
+        return await asyncio.to_thread(resolve_model, name)
+    except ConfigError as error:
+        raise ConfigError(f"the teacher {name} is not there: {error}; a run's step is written RUN@STEP") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from lightning.store.url import parse, sqlite_url
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.agents import hidden_from_agents
 from lightning.trainer.algorithm import AlgorithmSchedule
-from lightning.trainer.beginning import Beginning
+from lightning.trainer.beginning import Beginning, find_teacher
 from lightning.trainer.checkpoints import PROBE, Checkpoints, check_disk, keep_weights
 from lightning.trainer.context import base_digest
 from lightning.trainer.loop import Loop
@@ -39,7 +39,7 @@ from lightning.trainer.replay import optimizer_of
 from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder
 from lightning.trainer.stack import Stack, one_by_one, open_stack, together
 from lightning.trainer.summary import Evaluation, Reporter, Summary, summarize
-from lightning.trainer.teacher import Teacher, find_teacher
+from lightning.trainer.teacher import Teacher
 from lightning.types import Json, Run, Task
 
 

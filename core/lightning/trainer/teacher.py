@@ -6,8 +6,6 @@ a model whose tokens mean something else is refused before anything is started.
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,12 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning.algorithms.protocol import teacher_of
-from lightning.config import Config
 from lightning.errors import ConfigError, MissingExtraError
 from lightning.losses.protocol import needs_reference
-from lightning.store.resource_ref import store_in
 from lightning.trainer.context import base_digest
-from lightning.trainer.model import resolve_model
 from lightning.types import Json, StepRecord
 
 if TYPE_CHECKING:
@@ -64,40 +59,6 @@ def teacher_named(schedule: AlgorithmSchedule) -> str:
             f"teacher {names[0]}: leave the KL penalty away, or begin another run for it (--from RUN@STEP)"
         )
     return names[0] if names else ""
-
-
-async def find_teacher(
-    schedule: AlgorithmSchedule, student: Path, into: Path, config: Config, url: str
-) -> Teacher | None:
-    """The teacher of a run in the folder `into`, found and compared with its student; None for a run without.
-
-    A run's step is written below `into`, once. `url` is that of a store where the teacher's run has none in its folder. Raises
-    `ConfigError` for a teacher that is not there, and for one of other tokens.
-    """
-    name = await asyncio.to_thread(teacher_named, schedule)
-    if not name:
-        return None
-    folder = await _folder_of(name, into, config, url)
-    await asyncio.to_thread(check_same_tokens, student, folder)
-    return Teacher(name, folder, await asyncio.to_thread(base_digest, folder, into / f"{TEACHER}.json"))
-
-
-async def _folder_of(name: str, into: Path, config: Config, url: str) -> Path:
-    from lightning.trainer.beginning import export_step
-
-    run, at, step = name.rpartition("@")
-    if at and step.isdecimal():
-        known = hashlib.sha256(name.encode()).hexdigest()[:8]
-        made = into / TEACHER / f"{Path(run).name}@{step}-{known}"
-        if not (made / "config.json").is_file():  # it is written whole or not at all
-            await export_step(name, into, made, config, url)
-        return made.resolve()
-    if any(store_in(folder) for folder in (Path(name), into.parent / name)):
-        raise ConfigError(f"the teacher {name} is a run: say which step of it, as {name}@20")
-    try:
-        return await asyncio.to_thread(resolve_model, name)
-    except ConfigError as error:
-        raise ConfigError(f"the teacher {name} is not there: {error}; a run's step is written RUN@STEP") from error
 
 
 def recorded_teacher(record: StepRecord) -> Teacher | None:

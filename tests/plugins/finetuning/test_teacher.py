@@ -22,8 +22,8 @@ from lightning.trainer.teacher import Teacher, check_same_tokens, teacher_again,
 from lightning.types import StepRecord
 from lightning_debug.retrain import retrain
 
-from .test_fork import equal, model
-from .test_fork import train as train
+from tests.core.trainer.test_fork import equal, model
+from tests.core.trainer.test_fork import train as train
 
 
 def steps_of(folder: Path) -> list[StepRecord]:
