@@ -66,7 +66,7 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome) -> 
     spans = await store.spans(rollout, attempt)
     if judged or outcome.labels or spans:
         calls = await store.transitions(rollout, attempt)
-        _check_labels(rollout, attempt, outcome, calls)
+        await _check_labels(store, rollout, attempt, outcome, calls)
         if judged:
             edited = False
             if not calls and outcome.reward is not None:
@@ -163,10 +163,12 @@ def _is_expired(call: Transition) -> bool:
     return call.status is CallStatus.ERROR and call.finish_reason == EXPIRED
 
 
-def _check_labels(rollout: str, attempt: int, outcome: Outcome, calls: Sequence[Transition]) -> None:
-    """Say which labels name no call; the store ignores them."""
+async def _check_labels(
+    store: Store, rollout: str, attempt: int, outcome: Outcome, calls: Sequence[Transition]
+) -> None:
+    """Say which labels name no call; the store ignores them. In a branch some are of calls that its parent has."""
     unknown = sorted(set(outcome.labels) - {call.id for call in calls})
-    if unknown:
+    if unknown and (found := await store.get_rollout(rollout)) is not None and found.parent is None:
         logger.warning(
             "rollout %s, attempt %d: lightning.label() named %d responses that are not recorded, such as %.200r: "
             "use the `id` of a reply that the gateway gave to this rollout",

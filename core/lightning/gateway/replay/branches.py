@@ -113,7 +113,7 @@ class Branch:
             if not self._missing:
                 self._whole.set()
                 if self._edited:
-                    self._begun.set()
+                    self._begin()
             return found
         if self._begun.is_set():
             return None
@@ -124,12 +124,18 @@ class Branch:
             self.refuse(str(diverged(body, caller, path, candidates)))
         await self._wait(self._whole)
         if key == self.prefix.at.key or (self._changed and not known):
-            self._begun.set()
+            self._begin()
         elif known:
             self._beside = True
         else:
             await self._wait(self._begun)  # what follows from a call beside it comes after it
         return None
+
+    def _begin(self) -> None:
+        """From here on everything is sampled: what of the record is not needed any more may be megabytes."""
+        self.prefix = replace(self.prefix, answered=(), beside=())
+        self._open = set()
+        self._begun.set()
 
     @property
     def has_edit(self) -> bool:
