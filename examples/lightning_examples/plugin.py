@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 FOLDERS = {
     "calculator": "calculator_autogen",
+    "quest": "quest_python",
     "tiny": "raw_python",
     "sql": "sql_langchain",
     "rag": "rag_openai_agents",
@@ -25,7 +26,7 @@ FOLDERS = {
 
 @hookimpl
 def register_demos(register: Callable[[str, Callable[[], Demo]], None]) -> None:
-    """`lightning demo calculator`, `tiny`, `sql`, `rag` and `math`."""
+    """`lightning demo calculator`, `quest`, `tiny`, `sql`, `rag` and `math`."""
     for name, folder in FOLDERS.items():
         register(name, partial(_demo, folder))
 

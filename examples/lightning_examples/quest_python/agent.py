@@ -1,0 +1,140 @@
+"""An agent on a quest: eight choices of one digit, of which the first two decide what the last two dangers make of it.
+
+Each choice is a prompt of its own that says the quest, what is carried and what is there, and nothing of how it came to that.
+So rollouts of one quest come to the same prompts. Nothing in this file knows that it is being trained: `llm` only says where
+the model is.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import lightning
+from openai import OpenAI
+
+from lightning_examples.quest_python.tasks import quest_of
+from lightning_examples.quest_python.world import (
+    ROOMS,
+    SHELVES,
+    Quest,
+    State,
+    choices,
+    choose,
+    helps,
+    is_over,
+    passed,
+    worth,
+)
+
+if TYPE_CHECKING:
+    from lightning import LLM, Task
+    from openai.types.chat import ChatCompletionMessageParam
+
+SYSTEM = "You are on a quest. Answer with one number: 1, 2 or 3."
+EXAMPLES = (
+    ("Quest: a moat, then a thief.\nYou carry a rope and a sword.\nTower: jewels ahead. 1 left, 2 ahead, 3 right", "2"),
+    ("Quest: a moat, then a thief.\nYou carry a rope.\nPack for the thief: 1 sword, 2 lamp, 3 meat", "3"),
+    ("Quest: a moat, then a thief.\nYou carry nothing.\nPack for the moat: 1 boat, 2 rope, 3 camel", "1"),
+)
+"""One answer with each digit, so that the untrained model answers with digits and prefers none of them much."""
+DIGITS = ("1", "2", "3")
+"""One token each. A is a word as well, and the untrained model often goes on after it."""
+MAX_TOKENS = 2
+"""The digit, and the token that ends the answer."""
+MAX_CALLS = 12
+"""Answers that are no digit are wasted moves: the same is asked again, and after so many answers the quest is over."""
+
+
+def agent(task: Task, llm: LLM) -> dict[str, float]:
+    """Go on one quest. `reached` says whether both dangers were passed, `treasures` which part of the treasures was found."""
+    client, quest, state = _client(llm.base_url).with_options(api_key=llm.api_key), quest_of(task), State()
+    for _ in range(MAX_CALLS):
+        reply = client.chat.completions.create(
+            model=llm.model, messages=messages(quest, state), max_tokens=MAX_TOKENS, temperature=1.0
+        )
+        choice = read(reply.choices[0].message.content or "", state)
+        if choice is not None:
+            state = act(quest, state, choice)
+        if is_over(quest, state):
+            meet_dangers(quest, state)
+            break
+    return {
+        "reward": worth(quest, state),
+        "reached": float(passed(quest, state) == len(quest.dangers)),
+        "treasures": state.treasures / len(quest.rooms),
+    }
+
+
+def messages(quest: Quest, state: State) -> list[ChatCompletionMessageParam]:
+    """The prompt of a state: all that is to be known for the choice, and nothing of the way to it."""
+    shown: list[ChatCompletionMessageParam] = [{"role": "system", "content": SYSTEM}]
+    for question, answer in EXAMPLES:
+        shown += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return [*shown, {"role": "user", "content": ask(quest, state)}]
+
+
+def ask(quest: Quest, state: State) -> str:
+    """A state in words."""
+    carried = " and ".join(f"a {thing}" for thing in state.packed) or "nothing"
+    start = f"Quest: a {quest.danger}, then a {quest.guard}.\nYou carry {carried}.\n"
+    named = ", ".join(f"{digit} {choice}" for digit, choice in zip(DIGITS, choices(state), strict=True))
+    if len(state.packed) < len(SHELVES):
+        return f"{start}Pack for the {quest.dangers[len(state.packed)]}: {named}"
+    room = quest.rooms[state.room]
+    return f"{start}{ROOMS[state.room].capitalize()}: {look(room.treasure, room.side)}. {named}"
+
+
+def read(reply: str, state: State) -> str | None:
+    """The choice that a reply names by its digit; None for any other reply."""
+    digit = reply.strip()
+    return choices(state)[DIGITS.index(digit)] if digit in DIGITS else None
+
+
+def act(quest: Quest, state: State, choice: str) -> State:
+    """Do what was chosen, with the tool for it."""
+    if len(state.packed) < len(SHELVES):
+        pack(choice)
+    else:
+        search(choice, quest.rooms[state.room].side)
+    return choose(quest, state, choice)
+
+
+def meet_dangers(quest: Quest, state: State) -> None:
+    """Pass the dangers, until one cannot be passed."""
+    for danger in quest.dangers:
+        if not face(danger, list(state.packed)):
+            break
+
+
+@functools.cache
+def _client(base_url: str) -> OpenAI:
+    # A new client builds a connection pool (tens of ms); a new key on the same client costs next to nothing.
+    return OpenAI(base_url=base_url, api_key="set per call")
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+@lightning.tool
+def pack(thing: str) -> str:
+    """Take a thing along; the others stay behind for good."""
+    return f"packed: {thing}"
+
+
+@lightning.tool
+def look(treasure: str, side: str) -> str:
+    """What there is to see in a room."""
+    return f"{treasure} {side}"
+
+
+@lightning.tool
+def search(side: str, lies: str) -> bool:
+    """Go to one side of a room, and out of it: whether the treasure lay there."""
+    return side == lies
+
+
+@lightning.tool
+def face(danger: str, packed: list[str]) -> bool:
+    """Whether a danger can be passed with what was packed."""
+    return any(helps(thing, danger) for thing in packed)

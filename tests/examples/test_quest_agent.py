@@ -1,0 +1,253 @@
+"""The quest: its rules, its tasks, its agent against a scripted policy server behind the real gateway, and its demo."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.batch.trajectory import Group, Trajectory
+from lightning.config import Config, GatewayConfig, RunnerConfig, with_settings
+from lightning.credit.assign import state_ids
+from lightning.gateway import Gateway, Upstream
+from lightning.runner.inline import InlineRunner
+from lightning.runner.lease_loop import work
+from lightning.store.memory import MemoryStore
+from lightning.testing.fake_vllm import FakeVLLM, Reply
+from lightning.types import Rollout, Run, Status, Task, ToolEvent, Transition
+from lightning_examples.quest_python import demo as demonstration
+from lightning_examples.quest_python import world
+from lightning_examples.quest_python.agent import DIGITS, EXAMPLES, MAX_CALLS, agent, ask, messages, read
+from lightning_examples.quest_python.tasks import make_task, quest_of, tasks, val_tasks
+from lightning_examples.quest_python.world import ROOMS, SHELVES, SIDES, Quest, State, choices, choose, is_over, worth
+
+CHOICES = len(SHELVES) + len(ROOMS)
+quests = st.integers(0, 2**32).map(lambda seed: quest_of(make_task(random.Random(seed))))
+choosers = st.lists(st.integers(0, 2), min_size=CHOICES, max_size=CHOICES)
+
+
+def go(quest: Quest, chooser: Callable[[State], str], state: State | None = None) -> list[State]:
+    """All states from the given one, or the first, to the last."""
+    states = [state or State()]
+    while not is_over(quest, states[-1]):
+        states.append(choose(quest, states[-1], chooser(states[-1])))
+    return states
+
+
+# --- the rules --------------------------------------------------------------------------------------------------------
+
+
+@given(quests)
+def test_who_knows_the_rules_gets_everything_in_eight_choices(quest: Quest) -> None:
+    states = go(quest, lambda state: world.best(quest, state))
+    assert len(states) - 1 == CHOICES == 8
+    assert CHOICES <= MAX_CALLS <= 12
+    assert worth(quest, states[-1]) == pytest.approx(1.0)
+
+
+@given(quests, choosers)
+def test_what_was_packed_stays_packed_and_rewards_are_from_0_to_1(quest: Quest, numbers: Sequence[int]) -> None:
+    states = go(quest, lambda state: choices(state)[numbers[len(state.packed) + state.room]])
+    for before, after in pairwise(states):
+        assert after.packed[: len(before.packed)] == before.packed
+        assert (len(after.packed), after.room) > (len(before.packed), before.room)
+    assert 0.0 <= worth(quest, states[-1]) <= 1.0
+    assert all(world.passed(quest, state) == 0 for state in states[:-1]), "the dangers come last"
+
+
+@given(quests, st.integers(0, 1), st.integers(0, 1))
+def test_a_wrong_thing_cannot_be_made_good_later(quest: Quest, wrong: int, other: int) -> None:
+    def chooser(state: State) -> str:
+        right = world.best(quest, state)
+        if len(state.packed) == wrong:
+            return [choice for choice in choices(state) if choice != right][other]
+        return right
+
+    states = go(quest, chooser)
+    assert states[-1].treasures == len(ROOMS), "everything after it was as good as can be"
+    assert worth(quest, states[-1]) == pytest.approx(world.TREASURES + world.PASSED[wrong])
+
+
+@given(quests, st.integers(0, len(ROOMS) - 1))
+def test_a_choice_in_a_room_is_worth_its_treasure_and_no_more(quest: Quest, room: int) -> None:
+    def chooser(state: State) -> str:
+        right = world.best(quest, state)
+        return (
+            next(side for side in SIDES if side != right) if choices(state) == SIDES and state.room == room else right
+        )
+
+    assert worth(quest, go(quest, chooser)[-1]) == pytest.approx(1.0 - world.TREASURES / len(ROOMS))
+
+
+@given(quests)
+def test_what_cannot_be_chosen_is_refused(quest: Quest) -> None:
+    for choice in ("left", "sword", ""):
+        with pytest.raises(ValueError, match="cannot be chosen"):
+            choose(quest, State(), choice)
+    with pytest.raises(ValueError, match="cannot be chosen"):
+        choose(quest, State(("boat", "lamp"), len(ROOMS)), "left")
+
+
+def test_each_danger_has_one_thing_against_it() -> None:
+    for shelf, kinds in zip(SHELVES, (world.WAYS, world.WEAPONS), strict=True):
+        for danger in [name for names in kinds.values() for name in names]:
+            assert [world.helps(thing, danger) for thing in shelf].count(True) == 1
+
+
+def test_chance_gets_a_fifth() -> None:
+    """A third of the treasures, the first danger in a third of the quests, and both in a ninth."""
+    rng = random.Random(0)
+    rewards = []
+    for task in tasks(2000, 0):
+        quest = quest_of(task)
+        rewards.append(worth(quest, go(quest, lambda state: rng.choice(choices(state)))[-1]))
+    mean, error = sum(rewards) / len(rewards), math.sqrt(0.25 / len(rewards))
+    assert abs(mean - (0.3 / 3 + 0.2 / 3 + 0.5 / 9)) < 3 * error
+
+
+# --- the tasks --------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**32))
+def test_training_and_held_out_quests_are_never_the_same(seed: int) -> None:
+    train = [str(task.input) for task in tasks(300, seed)]
+    assert len(set(train)) == 300
+    assert train == [task.input for task in tasks(300, seed)]
+    assert not set(train) & {task.input for task in val_tasks(200)}
+
+
+def test_a_demonstration_has_tasks_enough_and_the_examples_are_none() -> None:
+    made = [quest_of(task) for task in [*tasks(4000, 0), *val_tasks(200)]]
+    assert len(set(made)) == 4200
+    shown = " ".join(question for question, _ in EXAMPLES)
+    assert not [quest for quest in made if any(danger in shown for danger in quest.dangers)]
+
+
+# --- the agent --------------------------------------------------------------------------------------------------------
+
+TASK = Task(
+    "A cliff, then a ghost.",
+    metadata={"danger": "cliff", "guard": "ghost", "rooms": [["gems", side] for side in (*SIDES, *SIDES)]},
+)
+BEST = ("2", "2", "1", "2", "3", "1", "2", "3")
+
+
+@dataclass(frozen=True)
+class Played:
+    rollout: Rollout
+    requests: Sequence[dict[str, Any]]
+    calls: Sequence[Transition]
+    events: Sequence[ToolEvent]
+
+
+async def play(*replies: str) -> Played:
+    """One rollout with scripted replies: what it came to, and what the server and the store saw."""
+    config = RunnerConfig(concurrency=1, timeout=60)
+    store, runner = MemoryStore(), InlineRunner(agent, config)
+    await store.open()
+    await store.put_run(Run("run", "run"))
+    await store.create_rollouts([Rollout("r", "run", TASK, "g")])
+    async with FakeVLLM(model="policy") as fake:
+        fake.queue(*(Reply(text) for text in replies))
+        gateway = Gateway(store, [Upstream(fake.url, fake.model)], GatewayConfig(), secret=b"s" * 32)
+        await gateway.start()
+        await runner.start()
+        try:
+            await work(store, runner, "run", gateway.llm, worker="w", config=config)
+        finally:
+            await runner.close()
+            await gateway.close()
+        requests = [dict(request.body) for request in fake.requests]
+    (rollout,) = (await store.list_rollouts("run")).rollouts
+    events = list((await store.attempts_of([("r", None)]))[0].tool_events)
+    played = Played(rollout, requests, await store.transitions("r"), events)
+    await store.close()
+    return played
+
+
+async def test_the_best_answers_get_everything_and_each_is_a_call_and_a_tool() -> None:
+    played = await play(*BEST)
+    assert (played.rollout.status, played.rollout.error) == (Status.SUCCEEDED, "")
+    assert played.rollout.reward == pytest.approx(1.0)
+    assert (played.rollout.rewards["reached"], played.rollout.rewards["treasures"]) == (1.0, 1.0)
+    assert len(played.requests) == len(BEST)
+    assert [event.name for event in played.events] == ["pack"] * 2 + ["look", "search"] * len(ROOMS) + ["face"] * 2
+    assert {event.status for event in played.events} == {"ok"}
+
+
+async def test_the_first_danger_that_cannot_be_passed_ends_it() -> None:
+    played = await play("1", *BEST[1:])
+    assert played.rollout.reward == pytest.approx(world.TREASURES)
+    assert [(event.name, event.result or event.output) for event in played.events][-1] == ("face", "false")
+    assert [event.name for event in played.events].count("face") == 1
+
+
+async def test_an_answer_that_is_no_digit_is_a_wasted_move() -> None:
+    wasted = ["", "12", "left", "4"]
+    played = await play(*BEST[:3], *wasted, *BEST[3:])
+    assert played.rollout.reward == pytest.approx(1.0), "there are as many moves to spare"
+    prompts = [request["messages"] for request in played.requests]
+    assert prompts[3:8] == [prompts[3]] * 5, "the same is asked again"
+    assert len(prompts) == MAX_CALLS
+
+
+async def test_when_all_moves_are_wasted_the_dangers_are_not_met() -> None:
+    played = await play(*BEST[:-1], *["?"] * 5)
+    assert (played.rollout.status, len(played.requests)) == (Status.SUCCEEDED, MAX_CALLS)
+    assert played.rollout.reward == pytest.approx(world.TREASURES * 5 / 6)
+    assert "face" not in [event.name for event in played.events]
+
+
+async def test_rollouts_meet_again_in_the_same_state_for_credit_that_compares_there() -> None:
+    """Two rollouts differ in one room: gigpo's states are the same before it and after it."""
+    ways = [await play(*BEST), await play(*BEST[:4], "1", *BEST[5:])]
+    members = [Trajectory(way.rollout, tuple(way.calls), (True,) * len(way.calls)) for way in ways]
+    first, second = state_ids(Group("g", tuple(members)))
+    assert len(set(first)) == CHOICES
+    assert list(first) == list(second)
+    wrong = await play("1", *BEST[1:])
+    member = Trajectory(wrong.rollout, tuple(wrong.calls), (True,) * CHOICES)
+    first, other = state_ids(Group("g", (members[0], member)))
+    assert [one == two for one, two in zip(first, other, strict=True)] == [True] + [False] * (CHOICES - 1)
+
+
+@given(quests, choosers, choosers)
+def test_a_prompt_tells_all_that_decides_what_can_still_be_earned(
+    quest: Quest, one: Sequence[int], two: Sequence[int]
+) -> None:
+    """Where two rollouts of a quest meet the same prompt, the same choices from there on earn both the same."""
+    states = [
+        go(quest, lambda state, numbers=numbers: choices(state)[numbers[len(state.packed) + state.room]])
+        for numbers in (one, two)
+    ]
+    for first, second in zip(states[0][:-1], states[1][:-1], strict=True):
+        if ask(quest, first) == ask(quest, second):
+            ends = [go(quest, lambda state: world.best(quest, state), start)[-1] for start in (first, second)]
+            earned = [worth(quest, end) - world.TREASURES * start.treasures / len(ROOMS)
+                      for end, start in zip(ends, (first, second), strict=True)]  # fmt: skip
+            assert earned[0] == pytest.approx(earned[1])
+
+
+def test_the_examples_answer_with_each_digit_and_are_right() -> None:
+    assert sorted(answer for _, answer in EXAMPLES) == list(DIGITS)
+    for digit in DIGITS:
+        assert read(f" {digit}\n", State()) == choices(State())[DIGITS.index(digit)]
+    shown = messages(quest_of(TASK), State())
+    assert [message["role"] for message in shown] == ["system", *["user", "assistant"] * 3, "user"]
+
+
+def test_the_demo_s_settings_are_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(demonstration, "model_folder", lambda: tmp_path)
+    demo = demonstration.demo()
+    config = with_settings(Config(), demo.settings)
+    assert (demo.name, demo.measure, demo.model) == ("quest", "reward", tmp_path)
+    assert config.engine.dtype == config.policy_server.dtype, "vLLM and the trainer compute alike"
+    assert demo.source is not None
+    assert demo.source.is_file()
