@@ -69,7 +69,7 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
 )
 FROM_PLUGINS = MappingProxyType(
     {"plan": "planner", "console": "console", "deploy": "deploy", "sweep": "deploy"}
-    | dict.fromkeys(("replay", "reward", "advise", "profile", "eval", "ab"), "debug")
+    | dict.fromkeys(("replay", "branch", "reward", "advise", "profile", "eval", "ab"), "debug")
 )
 """Commands that plugins of this distribution bring, with the extra that installs each."""
 

@@ -296,15 +296,15 @@ class _Asked:
             if differs is not None and differs.where not in ("answer", "calls"):
                 return True
             for variant, rollout in ((self._a, one), (self._b, other)):
-                literal = _longest_literal(variant.prompt[1] if variant.prompt else "")
+                literal = longest_literal(variant.prompt[1] if variant.prompt else "")
                 if literal and any(
-                    literal in text for call in await _calls(store, rollout.id) for text in _texts(call.request)
+                    literal in text for call in await _calls(store, rollout.id) for text in texts_in(call.request)
                 ):
                     return True
         return False
 
 
-def _longest_literal(template: str) -> str:
+def longest_literal(template: str) -> str:
     """The longest part of a template that stays as it is when its fields are filled in."""
     try:
         parts = [literal for literal, *_ in string.Formatter().parse(template)]
@@ -313,15 +313,16 @@ def _longest_literal(template: str) -> str:
     return max(parts, key=len, default=template)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
+    """Every text in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _texts(item)
+            yield from texts_in(item)
     elif isinstance(value, list):
         for item in value:
-            yield from _texts(item)
+            yield from texts_in(item)
 
 
 async def promote(url: str, winner: Variant, alias: str, found: Comparison) -> str:

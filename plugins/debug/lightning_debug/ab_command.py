@@ -153,8 +153,8 @@ def variants(
     if len(temperatures) == 2 and made[0].config == made[1].config:
         raise ConfigError(f"--temperature {temperature}: both are the same")
     if texts:
-        _warn_of_name(name)
-        both = [_text(Path(file)) for file in texts]
+        warn_of_name(name)
+        both = [read_text(Path(file)) for file in texts]
         if both[0] == both[1]:
             raise ConfigError(f"--prompt: the texts in {texts[0]} and {texts[1]} are the same")
         made = [
@@ -164,7 +164,7 @@ def variants(
     return made[0], made[1]
 
 
-def _warn_of_name(name: str) -> None:
+def warn_of_name(name: str) -> None:
     """Say that the agent's module makes other components; it may still make this one later."""
     known = sorted(declared_prompts())
     if known and name not in known:
@@ -175,7 +175,8 @@ def _warn_of_name(name: str) -> None:
         )
 
 
-def _text(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """A prompt's text. Raises `DataError`."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

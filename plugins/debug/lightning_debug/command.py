@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,13 +20,15 @@ from lightning.cli.locate import load_agent, locate, with_store
 from lightning.cli.output import escape, say
 from lightning.cli.runs import answers
 from lightning.errors import ConfigError, DataError, LightningError
-from lightning.gateway.replay.recorded import RecordedRollout, read_rollout
+from lightning.gateway.replay.recorded import RecordedRollout
+from lightning.gateway.replay.whole import read_whole
 from lightning.runner.protocol import Agent
 from lightning.server.agents import HowToCall
 from lightning.server.projects import of_project
+from lightning.store.epochs import epoch_at, read_epochs
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import run_id_of, store_in
-from lightning.types import DEFAULT_PROJECT, Json, Run
+from lightning.types import DEFAULT_PROJECT, Json, Rollout, Run
 
 from lightning_debug.replay import ReplayResult, replay_agent, result_of
 from lightning_debug.replay_server import ReplayServer
@@ -40,13 +43,17 @@ class Tools(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A rollout, and how its agent ran: the prompts and the seed that it was given, its adapters and rerouted hosts."""
+    """A rollout, and how its agent ran: the prompts and the seed that it was given, its adapters and rerouted hosts. `how` is
+    what its run's trainer has kept, and `settings` are the run's when the rollout was made."""
 
     recorded: RecordedRollout
     prompts: dict[str, str]
     seed: int | None
     adapters: tuple[str, ...] | None
     reroute: tuple[str, ...]
+    how: HowToCall
+    run: Run | None
+    settings: Mapping[str, Json]
 
     def replay(self, agent: Agent, **how: Any) -> ReplayResult:
         """Run the agent again, as it ran; `how` are further arguments of `replay_agent`."""
@@ -151,13 +158,14 @@ async def _find(store: Store, rollout: str, attempt: int | None, with_tools: boo
     if await store.get_rollout(rollout) is None:
         return None
     try:
-        return await _found(store, rollout, attempt, with_tools)
+        return await found_in(store, rollout, attempt, with_tools=with_tools)
     except LightningError as error:  # not raised: other stores would be asked then
         return error
 
 
-async def _found(store: Store, rollout: str, attempt: int | None, with_tools: bool) -> Found:
-    recorded = await read_rollout(store, rollout, attempt, with_tools=with_tools)
+async def found_in(store: Store, rollout: str, attempt: int | None, *, with_tools: bool = True) -> Found:
+    """A rollout of this store, of a branch with what it inherits. Raises `DataError` where it cannot be replayed."""
+    recorded = await read_whole(store, rollout, attempt, with_tools=with_tools)
     run = await store.get_run(recorded.rollout.run)
     how = await HowToCall.of_run(store, recorded.rollout.run)
     project = DEFAULT_PROJECT if run is None else run.project
@@ -168,16 +176,25 @@ async def _found(store: Store, rollout: str, attempt: int | None, with_tools: bo
             raise DataError(f"version {version} of the prompt {name!r}, which the rollout ran with, is gone")
         return str(resource.content)
 
-    adapters, reroute = _runner_settings(run)
+    settings = await _settings_of(store, run, recorded.rollout)
+    adapters, reroute = _runner_settings(settings)
     prompts = await how.prompts(recorded.rollout, project, text)
-    return Found(recorded, prompts, how.agent_seed(recorded.rollout), adapters, reroute)
+    seed = how.agent_seed(recorded.rollout)
+    return Found(recorded, prompts, seed, adapters, reroute, how, run, settings)
 
 
-def _runner_settings(run: Run | None) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """`runner.adapters` and `runner.reroute` of a run, as far as it says them."""
-    found: Json = None if run is None else run.config.get("config")
-    runner = found.get("runner") if isinstance(found, dict) else None
-    said = runner if isinstance(runner, dict) else {}
+async def _settings_of(store: Store, run: Run | None, rollout: Rollout) -> Mapping[str, Json]:
+    """The settings of a run when it made a rollout, as far as it says them."""
+    found: Json = None
+    if run is not None:
+        found = epoch_at(await read_epochs(store, run), max(0, rollout.step)).config.get("config")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _runner_settings(settings: Mapping[str, Json]) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """`runner.adapters` and `runner.reroute`, as far as settings say them."""
+    runner = settings.get("runner")
+    said = runner if isinstance(runner, Mapping) else {}
     adapters, reroute = said.get("adapters"), said.get("reroute")
     return (
         tuple(map(str, adapters)) if isinstance(adapters, list) else None,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
     """The commands of this plugin."""
     register("replay", replay_command)
+    register("branch", branch_command)
     register("reward", reward_command)
     register("advise", advise_command)
     register("profile", profile_command)
@@ -35,6 +36,13 @@ def replay_command() -> Callable[..., None]:
     from lightning_debug.command import replay
 
     return replay
+
+
+def branch_command() -> Callable[..., None]:
+    """Run a recorded rollout again from one of its calls on, several times."""
+    from lightning_debug.branch_command import branch
+
+    return branch
 
 
 def reward_command() -> Callable[..., None]:

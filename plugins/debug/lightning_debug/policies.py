@@ -64,7 +64,9 @@ def find_model(what: str, runs: Path, into: Path, config: Config) -> EvaluatedMo
                 f"{what!r} names no step of a run: write RUN@STEP, as {run}@20, or for its weights {run}#{WEIGHTS_NAME}@{which}"
             )
         folder, url, step = folder.resolve(), store_in(folder), int(which) if at else None
-        return asyncio.run(with_store(url, lambda store: _of_run(store, folder, step, into.resolve(), config)))
+        return asyncio.run(
+            with_store(url, lambda store: _of_run(store, run_id_of(folder), folder, step, into.resolve(), config))
+        )
     if not at and what != WEIGHTS_NAME:
         try:
             return EvaluatedModel(what, resolve_model(what))
@@ -92,11 +94,45 @@ def _of_resource(url: str, reference: ResourceReference) -> EvaluatedModel:
     return EvaluatedModel(name, checked_weights(resource), redacted(url))
 
 
-async def _of_run(store: Store, folder: Path, step: int | None, into: Path, config: Config) -> EvaluatedModel:
-    run = await store.get_run(run_id_of(folder))
+async def model_of_run(
+    store: Store, run: Run, folder: Path | None, step: int, into: Path, config: Config
+) -> tuple[EvaluatedModel, str]:
+    """What a run had after `step` steps; where that is not there any more, the nearest that is, and what is to be said of it.
+
+    `folder` is the run's, None where it has none here. Raises `ConfigError` where nothing of it is left.
+    """
+    if folder is None:
+        if step:
+            raise ConfigError(
+                f"the folder of the run {run.id} is not here, and with it its weights after {step} steps: name them (--weights)"
+            )
+        return EvaluatedModel(f"{run.id}@0", _base(run, None)), ""
+    last = len(await store.steps(run.id))
+    if step > last:
+        raise ConfigError(
+            f"the run {run.id} has {last} committed steps, and the policy's version was {step}: name the weights (--weights)"
+        )
+    try:
+        return await _of_run(store, run.id, folder, step, into, config), ""
+    except ConfigError as error:
+        lost = error
+    saved = Checkpoints(folder / "checkpoints", keep=1).steps()
+    for other in sorted({0, last, *saved} - {step}, key=lambda each: (abs(each - step), each)):
+        try:
+            found = await _of_run(store, run.id, folder, other, into, config)
+        except ConfigError:
+            continue
+        return found, f"{run.id}@{step} is not there any more ({lost}); the nearest that is there is {found.name}"
+    raise lost
+
+
+async def _of_run(
+    store: Store, name: str, folder: Path, step: int | None, into: Path, config: Config
+) -> EvaluatedModel:
+    run = await store.get_run(name)
     if run is None:
         raise ConfigError(
-            f"the store of {folder} has no run {run_id_of(folder)}: its training ended before the run began, or the folder's "
+            f"the store of {folder} has no run {name}: its training ended before the run began, or the folder's "
             "run.json was changed"
         )
     records, epochs, place = await store.steps(run.id), await read_epochs(store, run), str(folder)
@@ -181,9 +217,10 @@ def _check_begins(run: Run, folder: Path, at: int, checkpoints: Checkpoints) -> 
     )
 
 
-def _base(run: Run, folder: Path) -> Path:
-    """The model that a run began with."""
-    base = folder / MODEL if (folder / MODEL).is_dir() else Path(str(run.config.get("model", "")))
+def _base(run: Run, folder: Path | None) -> Path:
+    """The model that a run began with; `folder` is the run's, if it is here."""
+    forked = None if folder is None else folder / MODEL
+    base = forked if forked is not None and forked.is_dir() else Path(str(run.config.get("model", "")))
     if not (base / "config.json").is_file():
         raise ConfigError(f"the model that the run {run.id} began with is not at {base} any more: bring it back there")
     return base.resolve()

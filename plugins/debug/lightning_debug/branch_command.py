@@ -1,0 +1,173 @@
+"""`lightning branch`: a recorded rollout from one of its calls on, again and again.
+
+The invariant: exit code 0 says that every branch is one and has a reward; 1: some are void or failed; 2: nothing could be
+branched.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from lightning.cli.locate import load_agent
+from lightning.cli.output import AsJson, escape, fail, print_json, print_table, say
+from lightning.config import Config, load_config
+from lightning.config.load import parse_value
+from lightning.errors import ConfigError
+from lightning.store.url import redacted
+
+from lightning_debug.ab_command import read_text, warn_of_name
+from lightning_debug.branching import BranchOutcome, BranchReport
+from lightning_debug.branching import branch as run_branches
+from lightning_debug.eval_command import ConfigFile, Runner
+
+
+def branch(
+    rollout: Annotated[str, typer.Argument(help="The rollout's id, as `lightning runs show` lists it.")],
+    agent: Annotated[str, typer.Argument(help="The agent as MODULE:FUNCTION, called with (task, llm).")],
+    at: Annotated[
+        int,
+        typer.Option("--at", metavar="K", help="The call to branch at, counted from 1 as it began: it is made anew."),
+    ],
+    n: Annotated[int, typer.Option("-n", min=1, help="Number of branches.")] = 8,
+    where: Annotated[
+        str,
+        typer.Option(
+            "--runs", metavar="PLACE", help="A folder of runs, a run's folder, a database file, or a store's URL."
+        ),
+    ] = "runs",
+    attempt: Annotated[int | None, typer.Option(min=1, help="Which attempt; default: the last one.")] = None,
+    edit: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Answer the call with this text instead of sampling it.")
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FILE", help="Another prompt of a component; may be repeated.")
+    ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="A model, RUN@STEP or a version of weights, as for `lightning eval`; default: those that answered the call.",
+        ),
+    ] = "",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override a sampling parameter of the new calls (temperature=0.7), or a setting (runner.timeout=60).",
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Run tools that the record does not answer.")] = False,
+    runner: Runner = "process",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for vLLM's log and weights that are made again; default: branches, in the run's folder."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+) -> None:
+    """Run a recorded rollout again from one of its calls on, several times: what came before is answered from the record."""
+    prompts, (sampling, settings) = _prompts(prompt or []), _split(set_ or [])
+    if prompts:
+        load_agent(agent)  # so that its components are known
+    for name in prompts:
+        warn_of_name(name)
+
+    def configure(base: Config) -> Config:
+        return load_config(config, settings, base=base)
+
+    try:
+        report = run_branches(
+            rollout,
+            agent,
+            at=at,
+            n=n,
+            runs=where,
+            attempt=attempt,
+            edit=edit,
+            prompts=prompts,
+            sampling=sampling,
+            weights=weights,
+            settings=configure,
+            run_tools=yes,
+            runner=runner,
+            out=out,
+            progress=True,
+        )
+    except KeyboardInterrupt:
+        fail("stopped; branches that had ended are kept, as a run of their own: `lightning runs` lists it")
+        raise typer.Exit(130) from None
+    if as_json:
+        print_json({"report": report, "value": report.mean, "advantage": report.advantage})
+    else:
+        show(report, where, agent)
+    raise typer.Exit(0 if report.valid == len(report.branches) else 1)
+
+
+def _prompts(given: list[str]) -> dict[str, str]:
+    """The texts by component. Raises `ConfigError`, or `DataError` for a file that cannot be read."""
+    found = {}
+    for each in given:
+        name, equals, file = each.partition("=")
+        if not (name and equals and file):
+            raise ConfigError(f"--prompt {each!r}: write NAME=FILE, the component's name and a file with the text")
+        found[name] = read_text(Path(file))
+    return found
+
+
+def _split(given: list[str]) -> tuple[dict[str, float | int], list[str]]:
+    """Sampling parameters, which have a bare name, and settings, which have a section."""
+    sampling: dict[str, float | int] = {}
+    settings = []
+    for each in given:
+        name, equals, value = each.partition("=")
+        name = name.strip()
+        if not equals or "." in name or name in Config.model_fields:
+            settings.append(each)
+            continue
+        number = parse_value(value.strip(), f"--set {each}")
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise ConfigError(f"--set {each}: give a number")
+        sampling[name] = number
+    return sampling, settings
+
+
+def show(report: BranchReport, where: str, agent: str) -> None:
+    """Branches in a table, and what they say of the call."""
+    call = f"call {report.at} of {report.calls} ({escape(report.caller)})"
+    say(f"{len(report.branches)} branches of {escape(report.parent)} at {call}, with {escape(report.model)}")
+    print_table(
+        ["branch", "calls", "reward"],
+        [[escape(each.id), str(each.calls), _outcome(each)] for each in report.branches],
+    )
+    if report.mean is not None:
+        spread = "" if report.error is None else f" ± {report.error:.3f}"
+        what = (
+            f"the edited answer to call {report.at}"
+            if report.edit is not None
+            else f"the state before call {report.at}"
+        )
+        say(f"[bold]{what} is worth {report.mean:.3f}{spread}[/bold], the mean of {report.valid} valid branches")
+    if report.parent_reward is None:
+        say("the parent has no reward")
+    else:
+        beside = "" if report.advantage is None else f", {report.advantage:+.3f} beside them"
+        say(f"the parent earned {report.parent_reward:.3f}{beside}")
+    for state, meaning in (("void", "did not begin as the parent did"), ("failed", "have no reward")):
+        those = [each for each in report.branches if each.state == state]
+        if those:
+            say(f"[red]{len(those)} branches are {state}: they {meaning}, and are in no figure. The first:")
+            say(f"  {escape(those[0].why)}")
+    for warning in report.warnings:
+        say(f"[yellow]{escape(warning)}")
+    place = escape(redacted(where))
+    say(f"what was recorded: `lightning runs show {escape(report.run)} --runs {place}`")
+    say(f"one of them again: `lightning replay {escape(report.branches[0].id)} {escape(agent)} --runs {place}`")
+
+
+def _outcome(branch: BranchOutcome) -> str:
+    return f"{branch.reward:.3f}" if branch.reward is not None else f"[red]{branch.state}"

@@ -1,0 +1,350 @@
+"""Branches of a recorded rollout: the agent's code runs again, several times, and is sampled anew from one of its calls on.
+
+The invariant: a branch that does not begin as its parent did has no reward and is in no figure. Branches are a run of their own
+in their parent's store, so that nothing of the parent's run is touched. The weights are those that answered the parent, or it
+is said which others they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lightning.asyncio_utils import outside_of_loops, run_to_end
+from lightning.cli.locate import load_agent, with_store
+from lightning.cli.output import escape
+from lightning.config import Config, load_config, with_settings
+from lightning.errors import ConfigError
+from lightning.gateway.replay.branches import CHANGES, is_void
+from lightning.maintenance import check_schema
+from lightning.plugins import plugins
+from lightning.runner.protocol import Agent
+from lightning.store import exchanges
+from lightning.store.epochs import mark_over
+from lightning.store.protocol import Store
+from lightning.store.resource_ref import existing_store
+from lightning.store.url import parse
+from lightning.trainer.agents import hidden_from_agents
+from lightning.trainer.model import with_dtypes
+from lightning.trainer.prompts import Prompts
+from lightning.trainer.runs import claim_folder
+from lightning.trainer.stack import Stack, open_stack
+from lightning.trainer.summary import Reporter
+from lightning.trainer.training_data import all_rollouts
+from lightning.types import Json, Rollout, Run
+
+from lightning_debug.ab import longest_literal, texts_in
+from lightning_debug.branch_parent import Parent, check_edit, config_of, find_parent, remarks
+from lightning_debug.policies import EvaluatedModel, find_model, model_of_run
+
+SPLIT: Final = "branch"
+"""The split of branches: they are neither trained on nor a held-out evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class BranchOutcome:
+    """How a branch ended. `calls` are those that it made itself. `state` is `valid` with a `reward`, `void` where it did not
+    begin as its parent did, or `failed`; `why` says why it has no reward."""
+
+    id: str
+    calls: int
+    reward: float | None
+    state: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BranchReport:
+    """What branches at a call have shown. `mean` is that of the valid branches' rewards, `error` its standard error (None for
+    fewer than two). It is the value of the state before the call, and with an `edit` that of the edited answer there.
+    `warnings` say what was not as it was asked for, or as it was for the parent."""
+
+    run: str
+    parent: str
+    parent_reward: float | None
+    at: int
+    calls: int
+    caller: str
+    model: str
+    edit: str | None
+    branches: tuple[BranchOutcome, ...]
+    mean: float | None
+    error: float | None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def valid(self) -> int:
+        """How many branches have a reward."""
+        return sum(each.state == "valid" for each in self.branches)
+
+    @property
+    def advantage(self) -> float | None:
+        """The parent's reward less the mean: what the parent's way from the call on was worth beside the branches'."""
+        return None if self.mean is None or self.parent_reward is None else self.parent_reward - self.mean
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is to run: checked, with its weights found."""
+
+    parent: Parent
+    agent: Agent
+    agent_name: str
+    n: int
+    config: Config
+    model: EvaluatedModel
+    edit: str | None
+    prompts: Mapping[str, str]
+    runner: str
+    out: Path
+    warnings: tuple[str, ...]
+
+
+def branch(
+    rollout: str,
+    agent: Agent | str,
+    *,
+    at: int,
+    n: int = 8,
+    runs: str | Path = "runs",
+    attempt: int | None = None,
+    edit: str | None = None,
+    prompts: Mapping[str, str] | None = None,
+    sampling: Mapping[str, float | int] | None = None,
+    weights: str = "",
+    settings: Mapping[str, object] | Callable[[Config], Config] | None = None,
+    run_tools: bool = False,
+    runner: str = "process",
+    out: str | Path | None = None,
+    progress: bool = False,
+) -> BranchReport:
+    """Run an agent `n` times more from call number `at` of a recorded rollout on; blocks until all branches have ended.
+
+    What the rollout was answered before that call is answered from its record, the rest is sampled by a vLLM that is started
+    with the weights that answered it, or with `weights` (as for `lightning eval`). The call is answered with `edit` where that
+    is given. `prompts` are texts by component, `sampling` parameters of the live calls (`{"temperature": 0.7}`), `settings`
+    those of the run with dotted names, or a function that changes them; all else is as the parent's run had it. `runs` is where
+    the rollout is: a folder of runs, a run's folder, a database, a URL. The agent is a function, or `MODULE:FUNCTION`. Tools
+    that run again need `run_tools`.
+    `out` is a folder for vLLM's log and weights that are made again.
+
+    Raises `ConfigError` or `DataError` for what cannot be branched so; a branch that fails is in the report.
+    """
+
+    if n < 1:
+        raise ConfigError(f"n = {n}: give the number of branches, 1 or more")
+    named = agent if isinstance(agent, str) else f"{agent.__module__}:{getattr(agent, '__qualname__', agent)}"
+    function = load_agent(agent) if isinstance(agent, str) else agent
+
+    def run() -> BranchReport:
+        place, configure = str(runs), settings if callable(settings) else _with(settings or {})
+        parent = find_parent(place, rollout, attempt, at)
+        if edit is not None:
+            check_edit(parent, edit)
+        _check_tools(parent, n, run_tools=run_tools)
+        config, said = config_of(parent, sampling or {}, configure)
+        folder = _folder(parent) if out is None else Path(out)
+        model, remark = _model(parent, weights, place, folder / "models", config)
+        said += [*filter(None, [remark]), *remarks(parent, n, config.gateway.override_sampling)]
+        plan = _Plan(
+            parent, function, named, n, config, model, edit, prompts or {}, runner, folder.resolve(), tuple(said)
+        )
+        with Reporter(enabled=progress) as reporter:
+            for line in said:  # before the minutes that it takes
+                reporter.say(escape(line))
+            return run_to_end(_branched(plan, reporter))
+
+    return outside_of_loops(run)
+
+
+def _with(settings: Mapping[str, object]) -> Callable[[Config], Config]:
+    """What changes settings to these, and to those of the environment."""
+    return lambda base: with_settings(load_config(base=base), settings)
+
+
+def _check_tools(parent: Parent, n: int, *, run_tools: bool) -> None:
+    """Raises `ConfigError` where tools would run whose run may change something, and nobody has said that they may."""
+    if (live := parent.live_tools) and not run_tools:
+        raise ConfigError(
+            f"these tools of the rollout run again in {n} branches: {', '.join(live)}. If that does no harm, say --yes "
+            "(run_tools=True). From the call on all tools run; before it those of frameworks do, while a run of "
+            "@lightning.tool is answered from the record"
+        )
+
+
+def _folder(parent: Parent) -> Path:
+    """Where the log of vLLM and weights that are made again belong."""
+    where = parse(parent.url)
+    if parent.folder is not None:
+        return parent.folder / "branches"
+    return (Path(where.path).parent if where.scheme == "sqlite" else Path("runs")) / "branches"
+
+
+def _model(parent: Parent, weights: str, runs: str, into: Path, config: Config) -> tuple[EvaluatedModel, str]:
+    """The weights, and what is to be said of them."""
+    if weights:
+        return find_model(weights, Path("runs" if "://" in runs else runs), into, config), ""
+    return asyncio.run(
+        with_store(
+            parent.url,
+            lambda store: model_of_run(store, parent.run, parent.folder, parent.version, into.resolve(), config),
+        )
+    )
+
+
+async def _branched(plan: _Plan, reporter: Reporter) -> BranchReport:
+    parent, config = plan.parent, plan.config
+    async with AsyncExitStack() as resources:
+        store = plugins().store(parent.url)
+        await check_schema(existing_store(parent.url))
+        await store.open()
+        resources.push_async_callback(store.close)
+        run, number = await _new_run(store, plan)
+        folder = plan.out / run.id
+        resources.enter_context(claim_folder(folder))
+        settings = hidden_from_agents(config, folder, parent.url)
+        runner = plugins().runner(plan.runner)(plan.agent, settings)
+        if runner.concurrency == 0:
+            raise ConfigError(f"runner {plan.runner!r} runs no agents here: use process or inline")
+        reporter.phase(f"starting the policy server with {plan.model.name}")
+        stack = await open_stack(
+            resources,
+            run=run,
+            config=with_dtypes(config, plan.model.folder, "torch"),
+            folder=folder,
+            model=plan.model.folder,
+            store=store,
+            runner=runner,
+            prompts=Prompts({**parent.found.prompts, **plan.prompts}),
+            restores=False,
+        )
+        if (stored := await store.put_run(run)).created_at != run.created_at:
+            raise ConfigError(f"another process has begun {stored.id} in this moment: run the command again")
+        try:
+            await _execute(stack, plan, number, reporter)
+        finally:
+            await mark_over(store, run.id, True)
+        return await _report(store, plan, run)
+
+
+async def _execute(stack: Stack, plan: _Plan, number: int, reporter: Reporter) -> None:
+    """Run the branches to their end. Their ids have the run's number, so that a second run's calls have other seeds."""
+    await stack.tell_how_to_call()
+    run, parent = stack.run.id, plan.parent
+    rollouts = [
+        Rollout(
+            id=f"{run}/{number}/{index}",
+            run=run,
+            task=parent.rollout.task,
+            group=f"{run}/{number}",
+            split=SPLIT,
+            index=index,
+            max_attempts=plan.config.runner.max_attempts,
+            parent=parent.at.transition.key,
+        )
+        for index in range(plan.n)
+    ]
+    reporter.phase(run, plan.n)
+    await stack.execute(rollouts, reporter.rollout)
+
+
+async def _new_run(store: Store, plan: _Plan) -> tuple[Run, int]:
+    """A run that is not there yet, and which one it is of this call's."""
+    parent = plan.parent
+    base = f"{parent.rollout.id.replace('/', '.')}-call{parent.at.number}"
+    known = {run.id for run in await store.list_runs(brief=True)}
+    number = next(number for number in itertools.count() if _named(base, number) not in known)
+    changes: dict[str, Json] = {
+        "rollout": parent.rollout.id,
+        "attempt": parent.rollout.attempt,
+        "at": parent.at.number,
+        "weights": plan.model.name,
+    }
+    if plan.edit is not None:
+        changes["edit"] = plan.edit
+    if plan.prompts:
+        changes |= {"prompts": True, "components": sorted(plan.prompts)}
+    described: dict[str, Json] = {
+        CHANGES: changes,
+        "model": str(plan.model.folder),
+        "evaluates": plan.model.name,
+        "agent": plan.agent_name,
+        "samples": plan.n,
+        "seed": plan.config.trainer.seed,
+        "config": plan.config.model_dump(mode="json"),
+        "tasks": {"train": [], "val": []},
+    }
+    name = _named(base, number)
+    return Run(name, name, described, time.time(), parent.run.project), number
+
+
+def _named(base: str, number: int) -> str:
+    return f"{base}-{number + 1}" if number else base
+
+
+async def _report(store: Store, plan: _Plan, run: Run) -> BranchReport:
+    ended = sorted(await all_rollouts(store, run.id), key=lambda rollout: rollout.index)
+    outcomes, used = [], not plan.prompts
+    for rollout in ended:
+        calls = await store.transitions(rollout.id)
+        state = "valid" if rollout.reward is not None else "void" if is_void(rollout) else "failed"
+        made = len({call.seq for call in calls if call.status.answered})
+        outcomes.append(BranchOutcome(rollout.id, made, rollout.reward, state, rollout.error))
+        asked = [exchange.request for exchange in exchanges.read(calls) if exchange is not None]
+        used = used or state == "void" or _has_prompt(plan.prompts, asked)
+    rewards = [each.reward for each in outcomes if each.reward is not None]
+    mean = math.fsum(rewards) / len(rewards) if rewards else None
+    parent, warnings = plan.parent, [*plan.warnings, *_hints(plan, outcomes)]
+    if not used:
+        names = ", ".join(sorted(plan.prompts))
+        warnings.append(f"no call of a branch has the text that was given for {names}: the agent does not ask for it")
+    return BranchReport(
+        run.id,
+        parent.rollout.id,
+        parent.rollout.reward if parent.found.recorded.has_outcome else None,
+        parent.at.number,
+        len(parent.found.recorded.calls),
+        parent.at.caller,
+        plan.model.title,
+        plan.edit,
+        tuple(outcomes),
+        mean,
+        _standard_error(rewards),
+        tuple(warnings),
+    )
+
+
+def _hints(plan: _Plan, outcomes: list[BranchOutcome]) -> list[str]:
+    """Why branches under another prompt are void, where that prompt is used too early."""
+    if all(each.state != "void" for each in outcomes):
+        return []
+    last = plan.parent.at.number if plan.edit is not None else plan.parent.at.number - 1
+    found = []
+    for component in sorted(plan.prompts):
+        first = plan.parent.first_call_of(component)
+        if first is not None and first.number <= last:
+            found.append(
+                f"a prompt holds from the beginning on, and {component} makes call {first.number} already, which is to be as "
+                f"it is recorded: branch at call {first.number} (--at {first.number})"
+            )
+    return found
+
+
+def _has_prompt(prompts: Mapping[str, str], requests: list[Any]) -> bool:
+    """Whether a request has one of the texts."""
+    literals = [longest_literal(text) for text in prompts.values()]
+    return any(literal in text for request in requests for text in texts_in(request) for literal in literals if literal)
+
+
+def _standard_error(values: list[float]) -> float | None:
+    if len(values) < 2:
+        return None
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
