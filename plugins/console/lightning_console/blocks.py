@@ -249,10 +249,10 @@ class Timeline(Block):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A call in a group's prefix tree. `value` is the mean return of the rollouts below it, `visits` how many there are,
-    `advantage` what training made of the action that led here (None where nothing was trained). `action` is the text of the
-    answer that led here, shortened; `parent` the index of the node before, -1 for the root. `rollouts` are the addresses of
-    those that end here, `to` of the call of one that went through here."""
+    """A call in a group's prefix tree. `value` is the mean return of the rollouts that went through it and of the branches that
+    begin behind it, `visits` how many the former are, `advantage` what training made of the action that led here (None where
+    nothing was trained). `action` is the text of the answer that led here, shortened; `parent` the index of the node before, -1
+    for the root. `rollouts` are the addresses of those that end here, `to` of the call of one that went through here."""
 
     parent: int
     action: str
@@ -264,6 +264,12 @@ class Node:
     rollouts: Sequence[Link] = ()
     compare: str = ""
     """The address that compares the continuations below this node, where they part."""
+    branch: str = ""
+    """Set where none but branches were: what they change, or that they are branches."""
+    branches: int = 0
+    """How many branches begin behind it."""
+    tools: Sequence[tuple[str, str]] = ()
+    """Tools that ran because of the answer, by name, and what came of them."""
 
 
 @dataclass(frozen=True, slots=True)

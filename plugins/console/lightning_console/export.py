@@ -23,6 +23,7 @@ from lightning_console import router
 from lightning_console.address import Address
 from lightning_console.blocks import Notices, Page
 from lightning_console.places import Places
+from lightning_console.queries.branches import runs_with_branches
 
 STATIC: Final = Path(__file__).parent / "static"
 MARK: Final = "lightning-export.json"
@@ -101,7 +102,7 @@ async def export_pages(where: str, start: str, folder: Path, *, rollouts: int = 
     places = Places(where)
     found = _Found(rollouts)
     try:
-        await _check_start(places, start)
+        runs = await _runs_of(places, start)
         _prepare(folder)
         waiting = deque([start, "resources"])
         asked = set(waiting)
@@ -116,7 +117,7 @@ async def export_pages(where: str, start: str, folder: Path, *, rollouts: int = 
             page = {**shown.to_json(), "live": False, "address": text}
             page["blocks"] = [block for block in page["blocks"] if block["component"] not in ("Actions", "Controls")]
             for link in links_of(page):
-                if link not in asked and _is_followed(link, start):
+                if link not in asked and _is_followed(link, runs):
                     asked.add(link)
                     waiting.append(link)
             found.files[text] = _write_page(folder, text, page, found)
@@ -126,12 +127,16 @@ async def export_pages(where: str, start: str, folder: Path, *, rollouts: int = 
     return Exported(folder / "index.html", len(found.files), found.said())
 
 
-async def _check_start(places: Places, start: str) -> None:
+async def _runs_of(places: Places, start: str) -> frozenset[str]:
+    """The runs whose pages an export has: of one run its own, and those that have branches of it; of all, no bound. Raises
+    `ConfigError` for a start that is not there."""
     address = Address.parse(start)
     if address.page == "run" and address.about:
-        await places.find(address.about[0])
-    elif not await places.stores():
+        found = await places.find(address.about[0])
+        return frozenset((address.about[0], *await runs_with_branches(found)))
+    if not await places.stores():
         raise ConfigError(f"there is nothing to export in {places.where}: it has no run")
+    return frozenset()
 
 
 def _prepare(folder: Path) -> None:
@@ -168,16 +173,16 @@ def _texts(item: object) -> Iterable[str]:
     return [text for text in found if isinstance(text, str) and text]
 
 
-def _is_followed(link: str, start: str) -> bool:
-    """Whether an exported page may lead there: another run than that of the start is not followed."""
+def _is_followed(link: str, runs: frozenset[str]) -> bool:
+    """Whether an exported page may lead there: where `runs` are named, to these alone."""
     try:
-        address, first = Address.parse(link), Address.parse(start)
+        address = Address.parse(link)
     except DataError:
         return False
     if address.page not in router.PAGES or set(address.options) - KEPT:
         return False
-    about_one_run = first.page == "run" and address.page in ("run", "step", "group", "rollout", "rewards")
-    return not about_one_run or address.about[:1] == first.about
+    of_a_run = address.page in ("run", "step", "group", "rollout", "rewards")
+    return not (runs and of_a_run) or (bool(address.about) and address.about[0] in runs)
 
 
 def _write_page(folder: Path, address: str, page: dict[str, Any], found: _Found) -> str:

@@ -440,6 +440,19 @@ def tree() -> GroupTree:
             "rollout/demo/r4?call=3",
             links("r4: 0.0"),
         ),
+        Node(
+            1,
+            '{"month": "2024-04"}',
+            2,
+            0.5,
+            None,
+            "assistant",
+            "rollout/demo/r8?call=1",
+            links("branch 8", "branch 9"),
+            branch="edit: look again",
+            branches=1,
+            tools=[("invoices", "3 found")],
+        ),
     ]
     return GroupTree(nodes, 0.0, 1.0, title="The group as a tree")
 

@@ -455,6 +455,21 @@ def test_a_tree_opens_calls_and_compares_where_they_part(show: Show) -> None:
     assert widths[0] > widths[1] > widths[2], "an edge is as wide as its visits"
 
 
+def test_a_tree_shows_branches_agents_and_what_tools_gave(show: Show) -> None:
+    tab = show(gallery.one(gallery.tree()))
+
+    assert texts(tab, ".board .action .branch") == ["edit: look again"]
+    assert texts(tab, ".board .action .who").count("accountant") == 6
+    assert texts(tab, ".board .action .who")[-1] == "assistant"
+    dashed = tab.locator("path.edge").evaluate_all("(all) => all.map((it) => getComputedStyle(it).strokeDasharray)")
+    assert [shape != "none" for shape in dashed] == [False] * 6 + [True]
+    tab.locator(".board .action").last.hover()
+    said = tab.locator(".GroupTree .chosen").inner_text()
+    assert "edit: look again" in said
+    assert "1 branch begins behind it" in said
+    assert "invoices gave: 3 found" in said
+
+
 def test_a_high_tree_is_seen_from_its_root(show: Show) -> None:
     leaves = [Node(0, "answer", 1, 0.5, 0.1, rollouts=[Link(str(n), f"rollout/r/{n}")]) for n in range(64)]
     tab = show(gallery.one(GroupTree([Node(-1, "", 64, 0.5), *leaves], 0.0, 1.0)))

@@ -27,7 +27,9 @@ from lightning_console.blocks import (
 )
 from lightning_console.pages.words import NONE, count, located, number, seconds, to, trail, written
 from lightning_console.places import Located, Places
-from lightning_console.queries.groups import GroupView, TreeNode, group_view, split_of
+from lightning_console.queries.branches import own_calls
+from lightning_console.queries.groups import GroupView, Member, group_view, split_of
+from lightning_console.queries.tree import TreeNode
 
 
 async def page(places: Places, address: Address) -> Page:
@@ -45,12 +47,15 @@ async def page(places: Places, address: Address) -> Page:
                 min(values, default=0.0),
                 max(values, default=0.0),
                 title="Calls that siblings share",
-                note="a node is a call: its value is the mean return below it, its width how many came by",
+                note="a node is a call: its value is the mean return below it, its width how many came by"
+                + ("; a branch counts from the call on behind which it begins" if view.branches else ""),
             )
         )
     if address.option("split"):
         blocks += _split(found, view, address)
-    blocks.append(_members(found, view))
+    blocks.append(_members(view))
+    if view.branches:
+        blocks.append(_branches(view))
     above = []
     if view.proof.record is not None:
         above.append(Link(f"step {view.proof.record.step}", to("step", found.key, view.proof.record.step)))
@@ -72,8 +77,12 @@ def _facts(view: GroupView) -> Facts:
         facts.append(Fact("expected", written(first.task.expected, 60), "what the grader is given"))
     if spread := proof.groups.get(view.id):
         facts.append(Fact("mean return", number(spread[0]), f"deviation {number(spread[1])} over {spread[2]} rollouts"))
-    failed = sum(1 for each in view.members if each.rollout.status == "failed")
-    facts.append(Fact("rollouts", count(len(view.members)), f"{failed} failed", "warn" if failed else ""))
+    failed = sum(1 for each in view.own if each.rollout.status == "failed")
+    facts.append(Fact("rollouts", count(len(view.own)), f"{failed} failed", "warn" if failed else ""))
+    if view.branches:
+        void = sum(each.void for each in view.branches)
+        said = f"{void} void" if void else "they begin at calls of rollouts"
+        facts.append(Fact("branches", count(len(view.branches)), said, "warn" if void else ""))
     facts.append(Fact("calls", count(sum(len(each.calls) for each in view.members)), f"{len(view.nodes) - 1} nodes"))
     facts.append(_proof_fact(view))
     return Facts(facts)
@@ -104,8 +113,11 @@ def _words(view: GroupView) -> Sequence[Block]:
 
 
 def _node(found: Located, view: GroupView, place: int, node: TreeNode) -> Node:
-    first = view.members[node.members[0]]
-    number_of_call = node.depth + 1
+    members = [view.members[each] for each in node.members]
+    branch = ""
+    if place and all(each.branch is not None for each in members):
+        branch = members[0].changed or "branch"
+    there = _to(members[0], call=node.call) if node.call else ""
     return Node(
         node.parent,
         node.action,
@@ -113,13 +125,25 @@ def _node(found: Located, view: GroupView, place: int, node: TreeNode) -> Node:
         node.value,
         node.advantage,
         node.caller,
-        to("rollout", found.key, first.rollout.id, call=number_of_call) if place else "",
-        [
-            Link(f"rollout {view.members[each].rollout.index}", to("rollout", found.key, view.members[each].rollout.id))
-            for each in node.ends
-        ],
+        there,
+        [Link(_label(view.members[each]), _to(view.members[each])) for each in node.ends],
         to("group", found.key, view.id, split=place) if len(node.children) > 1 else "",
+        branch,
+        len(node.branches),
+        node.tools,
     )
+
+
+def _label(member: Member) -> str:
+    """What a rollout is called among its siblings."""
+    if member.branch is None:
+        return member.rollout.id if member.guest else f"rollout {member.rollout.index}"
+    name = f"branch {member.rollout.index}"
+    return f"{name}: void" if member.void else f"{name}, {member.changed}" if member.changed else name
+
+
+def _to(member: Member, **options: int) -> str:
+    return to("rollout", member.key, member.rollout.id, **options)
 
 
 def _split(found: Located, view: GroupView, address: Address) -> list[Block]:
@@ -127,12 +151,10 @@ def _split(found: Located, view: GroupView, address: Address) -> list[Block]:
     left, right = address.number("left", ways[0]), address.number("right", ways[-1])
     if left not in ways or right not in ways:
         raise DataError(f"of what parts here there are {', '.join(map(str, ways))}, not {left} and {right}")
-    names = {
-        way: f"return {number(view.nodes[way].value)}, {len(view.nodes[way].members)} of "
-        f"{len(view.nodes[address.number('split', 0)].members)}"
-        for way in ways
-    }
-    (before, one), (after, other) = view.continuation(left), view.continuation(right)
+    here = view.nodes[address.number("split", 0)]
+    came = len(here.members) + len(here.branches)
+    names = {way: f"return {number(view.nodes[way].value)}, {len(view.nodes[way].members)} of {came}" for way in ways}
+    (before, one, first), (after, other, second) = view.continuation(left), view.continuation(right)
     blocks: list[Block] = []
     if len(ways) > 2:
         choices = [(str(way), f"{names[way]}: {view.nodes[way].action[:60]}") for way in ways]
@@ -149,8 +171,8 @@ def _split(found: Located, view: GroupView, address: Address) -> list[Block]:
             names[right],
             before,
             after,
-            to("rollout", found.key, one.rollout.id, call=depth + 1),
-            to("rollout", found.key, other.rollout.id, call=depth + 1),
+            _to(one, call=first) if first else _to(one),
+            _to(other, call=second) if second else _to(other),
             title=f"Where they part, before call {depth + 1}",
             note="the best rollout of each way; the way with the highest mean return is on the left",
         )
@@ -158,28 +180,80 @@ def _split(found: Located, view: GroupView, address: Address) -> list[Block]:
     return blocks
 
 
-def _members(found: Located, view: GroupView) -> Table:
+def _members(view: GroupView) -> Table:
+    columns = [Column("rollout"), *_earned_columns(), Column("last answer"), Column("why")]
     rows = []
     for place, each in enumerate(view.members):
-        rollout = each.rollout
-        bad = rollout.status == "failed"
+        if each.branch is None:
+            name = f"{each.rollout.index}" if not each.guest else each.rollout.id
+            first = Cell(
+                name, _to(each), hint="of another group: it has the branches of this one" if each.guest else ""
+            )
+            rows.append([first, *_earned(view, place)])
+    return Table(columns, rows, title="Rollouts")
+
+
+def _branches(view: GroupView) -> Table:
+    """Branches, in the order of the calls at which they begin."""
+    columns = [
+        Column("branch"),
+        Column("of"),
+        Column("at call", "number"),
+        Column(
+            "changed", hint="what is another than in its parent; where nothing is, it is a sample of the same policy"
+        ),
+        *_earned_columns(),
+        Column("last answer"),
+        Column("why"),
+    ]
+    placed = [(place, each) for place, each in enumerate(view.members) if each.branch is not None]
+    rows = []
+    for place, each in sorted(placed, key=lambda pair: _begins(pair[1])):
+        origin = each.origin
+        parent = view.members[origin.parent] if origin is not None and origin.parent >= 0 else None
+        at = Cell(str(origin.at) if origin is not None and origin.at else NONE, hint=origin.why if origin else "")
+        if parent is not None and origin is not None:
+            at = Cell(str(origin.at), _to(parent, call=origin.at))
         rows.append(
             [
-                Cell(str(rollout.index), to("rollout", found.key, rollout.id), hint=rollout.id),
-                Cell(str(rollout.status) + (f" ({rollout.fault})" if rollout.fault else ""), tone="bad" if bad else ""),
-                Cell(number(rollout.reward)),
-                Cell(number(each.total)),
-                Cell(number(each.advantage), tone=_tone(each.advantage)),
-                Cell(count(len(each.calls))),
-                Cell(count(each.tokens)),
-                Cell(seconds(rollout.seconds) if rollout.status.ended else NONE),
-                Cell(view.last_answer(place)),
-                Cell(each.error, tone="bad" if each.error else ""),
+                Cell(str(each.rollout.index), _to(each), hint=each.rollout.id),
+                Cell(NONE if parent is None else parent.rollout.id if parent.guest else str(parent.rollout.index)),
+                at,
+                Cell(each.changed or NONE),
+                *_earned(view, place),
             ]
         )
+    note = "the calls before it are its parent's, and are not counted here"
+    return Table(columns, rows, title="Branches", note=note)
+
+
+def _begins(member: Member) -> tuple[int, int, str, int]:
+    origin = member.origin
+    at = (origin.parent, origin.at) if origin is not None else (-1, 0)
+    return *at, member.key, member.rollout.index
+
+
+def _earned_columns() -> list[Column]:
     numbers = ("reward", "return", "advantage", "calls", "tokens", "seconds")
-    columns = [Column("rollout"), Column("status"), *(Column(name, "number") for name in numbers)]
-    return Table([*columns, Column("last answer"), Column("why")], rows, title="Rollouts")
+    return [Column("status"), *(Column(name, "number") for name in numbers)]
+
+
+def _earned(view: GroupView, place: int) -> list[Cell]:
+    """What came of a rollout, its last answer, and why it failed."""
+    each = view.members[place]
+    rollout, bad = each.rollout, each.rollout.status == "failed"
+    status = "void" if each.void else str(rollout.status) + (f" ({rollout.fault})" if rollout.fault else "")
+    return [
+        Cell(status, tone="bad" if bad else ""),
+        Cell(number(rollout.reward)),
+        Cell(number(each.total)),
+        Cell(number(each.advantage), tone=_tone(each.advantage)),
+        Cell(count(len(own_calls(each.calls)))),
+        Cell(count(each.tokens)),
+        Cell(seconds(rollout.seconds) if rollout.status.ended else NONE),
+        Cell(view.last_answer(place)),
+        Cell(each.error, tone="bad" if each.error else ""),
+    ]
 
 
 def _tone(value: float | None) -> Tone:

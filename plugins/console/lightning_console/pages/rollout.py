@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from lightning.errors import DataError
+from lightning.gateway.replay.branches import is_void
 from lightning.trainer.reasons import reason
 from lightning.types import Status
 
@@ -33,7 +34,16 @@ from lightning_console.blocks import (
     TokenStrip,
     Tone,
 )
-from lightning_console.pages.words import NONE, count, located, number, seconds, to, trail, written
+from lightning_console.pages.branches import (
+    branch_cells,
+    branch_columns,
+    branch_it,
+    branches_table,
+    by_call,
+    inherited_rows,
+    origin_facts,
+)
+from lightning_console.pages.words import NONE, count, located, number, place_of, seconds, to, trail, written
 from lightning_console.places import Located, Places
 from lightning_console.queries.proof import StepProof
 from lightning_console.queries.rollouts import PROMPT_TOKENS, CallLine, RolloutView, Tokens, rollout_view
@@ -69,8 +79,9 @@ async def page(places: Places, address: Address) -> Page:
         blocks.append(Controls(str(address.having(call=None)), [chosen]))
     if view.calls:
         blocks.append(_timeline(address, view))
-    blocks += [_rewards(view), *_calls(address, view), *_tokens(address, view), *_messages(address, view)]
-    blocks.append(_commands(found, view))
+    numbers = {line.at: _call(address, line.at) for line in view.branches}
+    blocks += [_rewards(view), *_calls(address, view), *branches_table(view, numbers)]
+    blocks += [*_tokens(address, view), *_messages(address, view), _commands(found, view), *branch_it(found, view)]
     last = len(view.calls)
     return Page(
         str(address),
@@ -97,6 +108,7 @@ def _call(address: Address, call: int) -> str:
 def _facts(found: Located, view: RolloutView) -> Facts:
     rollout, current = view.rollout, view.rollout.attempt == view.attempts
     facts = [Fact("task", rollout.task.id, written(rollout.task.input), to=to("group", found.key, rollout.group))]
+    facts += origin_facts(view)
     if rollout.task.expected is not None:
         facts.append(Fact("expected", written(rollout.task.expected, 60), "what the grader is given"))
     tone: Tone = "bad" if rollout.status is Status.FAILED else "good" if rollout.status is Status.SUCCEEDED else ""
@@ -118,7 +130,7 @@ def _facts(found: Located, view: RolloutView) -> Facts:
     facts.append(Fact("trained tokens", count(trained), _said_proof(view.proof)))
     for name, version in view.rollout.resources.items():
         facts.append(Fact(name, f"version {version}", to=to("resources", name, to=version)))
-    if len(view.siblings) > 1:
+    if len(view.siblings) > 1 and view.beginning is None:
         facts.append(Fact("in its group", f"{rollout.index + 1} of {len(view.siblings)}", to=_sibling(found, view)))
     return Facts(facts)
 
@@ -136,7 +148,8 @@ def _words(view: RolloutView) -> list[Block]:
     notices = []
     if view.rollout.error and view.rollout.attempt == view.attempts:
         why = str(reason(view.rollout.error))
-        notices.append(Notice(f"it failed: {why}", "bad", view.rollout.error[:LONGEST_ERROR]))
+        said = why if is_void(view.rollout) else f"it failed: {why}"
+        notices.append(Notice(said, "bad", view.rollout.error[:LONGEST_ERROR]))
     if view.empty:
         notices.append(Notice(f"nothing was said: {view.empty}", "muted"))
     if view.texts:
@@ -206,8 +219,9 @@ def _agent(view: RolloutView) -> str:
 
 
 def _calls(address: Address, view: RolloutView) -> list[Block]:
-    if not view.calls:
+    if not view.calls and view.beginning is None:
         return []
+    branches = by_call(view)
     rows = [
         [
             Cell(str(each.number), _call(address, each.number)),
@@ -217,6 +231,7 @@ def _calls(address: Address, view: RolloutView) -> list[Block]:
             Cell(count(len(each.transition.prompt_ids))),
             Cell(count(len(each.transition.response_ids))),
             Cell(number(each.credit.advantage) if each.credit else NONE, tone=_tone(each), hint=each.untrained),
+            *(branch_cells(branches.get(each.number, ())) if branches else ()),
         ]
         for each in view.calls[max(0, view.chosen - 100) : view.chosen + 100]
     ]
@@ -228,10 +243,12 @@ def _calls(address: Address, view: RolloutView) -> list[Block]:
         Column("prompt tokens", "number"),
         Column("answer tokens", "number"),
         Column("advantage", "number"),
+        *(branch_columns() if branches else ()),
     ]
+    note = f"{len(view.calls)} calls, those around the chosen one are shown" if len(rows) < len(view.calls) else ""
+    rows = [*inherited_rows(view, len(columns)), *rows]
     keys = [row[0].text for row in rows]
     selected = [str(view.chosen)] if view.chosen else []
-    note = f"{len(view.calls)} calls, those around the chosen one are shown" if len(rows) < len(view.calls) else ""
     return [Table(columns, rows, keys=keys, selected=selected, title="Calls", note=note)]
 
 
@@ -346,8 +363,7 @@ def _messages(address: Address, view: RolloutView) -> list[Block]:
 
 
 def _commands(found: Located, view: RolloutView) -> Notices:
-    where = found.url
-    command = f"lightning replay {shlex.quote(view.rollout.id)} MODULE:AGENT --runs {shlex.quote(where)}"
+    command = f"lightning replay {shlex.quote(view.rollout.id)} MODULE:AGENT --runs {place_of(found)}"
     if view.rollout.attempt != view.attempts:
         command += f" --attempt {view.rollout.attempt}"
     commands = [command]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from datetime import datetime
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from lightning.types import Json
 
 from lightning_console.address import Address
 from lightning_console.blocks import Link
-from lightning_console.places import Located, Places
+from lightning_console.places import SERVER, Located, Places
 from lightning_console.queries.state import said_seconds
 
 NONE = "–"
@@ -37,6 +38,11 @@ def name_of(run: str, url: str, several: bool) -> str:
 def to(page: str, *about: str | int, **options: str | int) -> str:
     """The text of an address."""
     return str(Address(page, tuple(map(str, about)), {name: str(value) for name, value in options.items()}))
+
+
+def place_of(found: Located) -> str:
+    """Where a run is, as a command's option says it; of a server's own store only its owner knows that."""
+    return "PLACE" if found.url == SERVER else shlex.quote(found.url)
 
 
 def trail(found: Located, *more: Link) -> tuple[Link, ...]:

@@ -1,27 +1,37 @@
-"""A group as a tree: sibling rollouts as one prefix tree of calls.
+"""A group as a tree: sibling rollouts, and the branches that they have, as one prefix tree of calls.
 
 The invariant: two calls are one node exactly when the calls before them are, and their prompts and answers are the same token
-ids from the same agent. (`lightning.batch.radix` has the tree of tokens, whose nodes end inside of answers, and credit's states
-meet again after they have parted: neither has calls as nodes.)
+ids from the same agent, with nothing changed. (`lightning.batch.radix` has the tree of tokens, whose nodes end inside of
+answers, and credit's states meet again after they have parted: neither has calls as nodes.)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from lightning.errors import DataError
+from lightning.gateway.replay.branches import is_void
 from lightning.store.protocol import Attempt
 from lightning.trainer.reasons import reason
 from lightning.types import Rollout, Run, Transition
 
 from lightning_console.places import Located
+from lightning_console.queries.branches import (
+    Branch,
+    branches_of,
+    changes_of,
+    inherited,
+    key_beside,
+    own_calls,
+)
 from lightning_console.queries.finding import group_of, may_change, neighbours, why_no_calls
-from lightning_console.queries.proof import StepProof, prove
+from lightning_console.queries.proof import MemberCredit, StepProof, prove
 from lightning_console.queries.said import Said, said_by
 from lightning_console.queries.tokens import Vocabulary, vocabulary_of
+from lightning_console.queries.tree import Action, Line, TreeNode, make_tree, mean_of
 
 MOST_NODES: Final = 1_500
 """Calls of a tree that are shown: those nearest to the root."""
@@ -32,42 +42,57 @@ LONGEST_CONTINUATION: Final = 20_000
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a branch begins: `start` calls of the line of the member `parent` (its place; -1: it is not here) come before its
+    own; `at` is the number of the parent's call there, 0 where that is not known, and `why` says why not."""
+
+    parent: int
+    start: int
+    at: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
-    """A rollout of a group. `total` is its return, None where it has none; `advantage` the mean over its trained calls."""
+    """A rollout of a group, or of a branch of one. `total` is its return, None where it has none; `advantage` the mean over its
+    trained calls; `key` names its run. `guest` is a rollout of another group, whose branches this group has."""
 
     rollout: Rollout
     calls: tuple[Transition, ...]
     total: float | None
     advantage: float | None
+    key: str
     error: str = ""
+    origin: Origin | None = None
+    branch: Branch | None = None
+    guest: bool = False
 
     @property
     def tokens(self) -> int:
         """Sampled tokens of all calls."""
         return sum(len(call.response_ids) for call in self.calls)
 
+    @property
+    def void(self) -> bool:
+        """Whether it did not begin as its parent did."""
+        return is_void(self.rollout)
 
-@dataclass(frozen=True, slots=True)
-class TreeNode:
-    """A call, at which `members` (places in the group) were; the root, before any call, has `depth` -1. `value` is the mean
-    return of those that have one, `advantage` the mean over those that were trained. `ends` are the members that end here."""
+    @property
+    def changed(self) -> str:
+        """What is another than in its parent."""
+        return self.branch.changed if self.branch else ""
 
-    parent: int
-    depth: int
-    members: tuple[int, ...]
-    value: float | None
-    advantage: float | None = None
-    caller: str = ""
-    action: str = ""
-    seq: int = -1
-    children: tuple[int, ...] = ()
-    ends: tuple[int, ...] = ()
+    @property
+    def edit(self) -> str | None:
+        """What stands for the answer of its parent's call."""
+        return self.branch.edit if self.branch else None
 
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """A group. `left_out` counts calls that are not among `nodes`, `more` rollouts that are not among `members`; `before` and
-    `after` are the groups beside it, empty where there is none; `empty` says why there is no call."""
+    """A group: its own rollouts, then guests, then branches. `left_out` counts calls that are not among `nodes`, `more`
+    rollouts that are not among `members`; `before` and `after` are the groups beside it, empty where there is none; `empty`
+    says why there is no call."""
 
     run: Run
     id: str
@@ -83,21 +108,34 @@ class GroupView:
     texts: str = ""
     _said: Mapping[int, Sequence[Said]] = field(default_factory=dict, repr=False)
 
+    @property
+    def own(self) -> list[Member]:
+        """The group's rollouts that are no branches."""
+        return [each for each in self.members if each.branch is None and not each.guest]
+
+    @property
+    def branches(self) -> list[Member]:
+        """The branches."""
+        return [each for each in self.members if each.branch is not None]
+
     def last_answer(self, place: int) -> str:
         """The beginning of what the last call of a member answered; empty where that is not known."""
         said = self._said.get(place, ())
         return _shortened(said[-1].answer) if said else ""
 
-    def continuation(self, node: int) -> tuple[str, Member]:
-        """What followed from a node on, as a text, in the best of the rollouts that came by, and that rollout."""
+    def continuation(self, node: int) -> tuple[str, Member, int]:
+        """What followed from a node on, as a text, in the best of the rollouts that came by; that rollout, and the number of
+        its call there, 0 where it is none of its own."""
         place = max(self.nodes[node].members, key=lambda each: (_or_least(self.members[each].total), -each))
-        member, parts = self.members[place], []
-        for call, said in zip(member.calls, self._said[place], strict=True):
+        member = self.members[place]
+        parts = [] if member.edit is None else [f"[edited]\n{member.edit}"]
+        for call, said in zip(own_calls(member.calls), self._said[place], strict=True):
             parts.append(f"[{call.caller.name}]\n{said.answer}")
-        text = "\n\n".join(parts[max(0, self.nodes[node].depth) :])
+        first = max(0, self.nodes[node].depth - (member.origin.start if member.origin else 0))
+        text = "\n\n".join(parts[first:])
         if len(text) > LONGEST_CONTINUATION:
             text = f"{text[:LONGEST_CONTINUATION]}\n… ({len(text) - LONGEST_CONTINUATION} characters more)"
-        return text, member
+        return text, member, first + (member.edit is None)
 
 
 async def group_view(located: Located, group: str) -> GroupView:
@@ -105,13 +143,16 @@ async def group_view(located: Located, group: str) -> GroupView:
     everyone = await group_of(located, group)
     rollouts = everyone[:MOST_MEMBERS]
     store = located.store
-    names = [(each.id, each.attempt) for each in rollouts]
+    listed, grows = await _with_branches(located, rollouts)
+    names = [(each.rollout.id, each.rollout.attempt) for each in listed]
     calls, ended = await store.transitions_of(names), await store.attempts_of(names)
     proof = await prove(store, located.run, _looked_at(rollouts))
-    members = [_member(*each, proof) for each in zip(rollouts, calls, ended, strict=True)]
+    known = {each.rollout.id: (place, own) for place, (each, own) in enumerate(zip(listed, calls, strict=True))}
+    members = [_member(each, own, end, proof, known) for each, own, end in zip(listed, calls, ended, strict=True)]
     vocabulary = vocabulary_of(located)
-    said = {place: said_by(member.calls, vocabulary) for place, member in enumerate(members)}
-    nodes, left_out = _tree(members, said, proof)
+    said = {place: said_by(own_calls(member.calls), vocabulary) for place, member in enumerate(members)}
+    lines = [_line(member, said[place], ended[place], proof) for place, member in enumerate(members)]
+    nodes, left_out = make_tree(lines, MOST_NODES)
     beside, _ = await neighbours(located, rollouts[0], proof.record)
     here = beside.index(group) if group in beside else -1
     return GroupView(
@@ -124,11 +165,37 @@ async def group_view(located: Located, group: str) -> GroupView:
         len(everyone) - len(rollouts),
         beside[here - 1] if here > 0 else "",
         beside[here + 1] if 0 <= here < len(beside) - 1 else "",
-        await may_change(store, everyone),
+        grows or await may_change(store, everyone),
         "" if any(calls) else await why_no_calls(store, rollouts[0]),
         _why_no_texts(said, vocabulary),
         said,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A rollout that is shown. `key` names its run."""
+
+    rollout: Rollout
+    key: str
+    branch: Branch | None = None
+    guest: bool = False
+
+
+async def _with_branches(located: Located, rollouts: Sequence[Rollout]) -> tuple[list[_Listed], bool]:
+    """The rollouts of a group, those of others that they are branches of, and the branches that they have elsewhere; and
+    whether there may be more of these."""
+    changed, edit = await changes_of(located.store, located.run)
+    own = [_Listed(each, located.key) for each in rollouts if each.parent is None]
+    mine = [Branch(each, located.key, changed, edit) for each in rollouts if each.parent is not None]
+    ids = {each.id for each in rollouts}
+    for parent in dict.fromkeys(each.rollout.parent[0] for each in mine if each.rollout.parent):
+        found = None if parent in ids else await located.store.get_rollout(parent)
+        if found is not None:
+            own.append(_Listed(found, key_beside(located, found.run), guest=True))
+    elsewhere, grows = await branches_of(located, [each.rollout.id for each in own if not each.guest])
+    branches = [*mine, *(each for each in elsewhere if each.rollout.id not in ids)]
+    return [*own, *(_Listed(each.rollout, each.key, each) for each in branches)], grows
 
 
 def _looked_at(rollouts: Sequence[Rollout]) -> Rollout:
@@ -140,7 +207,14 @@ def _why_no_texts(said: Mapping[int, Sequence[Said]], vocabulary: Vocabulary) ->
     return f"{missing}; {vocabulary.missing}" if missing and vocabulary.missing else missing
 
 
-def _member(rollout: Rollout, calls: Sequence[Transition], ended: Attempt, proof: StepProof) -> Member:
+def _member(
+    listed: _Listed,
+    calls: Sequence[Transition],
+    ended: Attempt,
+    proof: StepProof,
+    known: Mapping[str, tuple[int, Sequence[Transition]]],
+) -> Member:
+    rollout = listed.rollout
     credit = proof.members.get(rollout.id)
     if credit is not None:
         total: float | None = credit.total
@@ -148,51 +222,61 @@ def _member(rollout: Rollout, calls: Sequence[Transition], ended: Attempt, proof
         total = None if rollout.reward is None else rollout.reward + sum(each.value for each in ended.step_rewards)
     values = [each.advantage for each in credit.calls.values()] if credit else []
     error = str(reason(rollout.error)) if rollout.error else ""
-    return Member(rollout, tuple(calls), total, _mean(values), error)
+    origin = _origin(rollout.parent, known) if rollout.parent is not None else None
+    return Member(rollout, tuple(calls), total, mean_of(values), listed.key, error, origin, listed.branch, listed.guest)
 
 
-def _tree(
-    members: Sequence[Member], said: Mapping[int, Sequence[Said]], proof: StepProof
-) -> tuple[tuple[TreeNode, ...], int]:
-    """The nodes level by level, and how many calls are left out."""
-    everyone = tuple(range(len(members)))
-    nodes = [TreeNode(-1, -1, everyone, _mean([members[place].total for place in everyone]))]
-    children: dict[int, list[int]] = {0: []}
-    at = dict.fromkeys(everyone, 0)
-    left_out = depth = 0
-    while going := [place for place in everyone if at[place] >= 0 and depth < len(members[place].calls)]:
-        found: dict[tuple[int, str, bytes, bytes], list[int]] = {}
-        for place in going:
-            call = members[place].calls[depth]
-            key = at[place], call.caller.name, call.prompt_ids.tobytes(), call.response_ids.tobytes()
-            found.setdefault(key, []).append(place)
-        for (parent, caller, _, _), visitors in found.items():
-            if len(nodes) >= MOST_NODES:
-                left_out += sum(len(members[place].calls) - depth for place in visitors)
-                at |= dict.fromkeys(visitors, -1)
-                continue
-            call = members[visitors[0]].calls[depth]
-            given = [
-                credit.calls[members[place].calls[depth].seq].advantage
-                for place in visitors
-                if (credit := proof.members.get(members[place].rollout.id)) is not None
-                and members[place].calls[depth].seq in credit.calls
-            ]
-            value = _mean([members[place].total for place in visitors])
-            action = _shortened(said[visitors[0]][depth].answer) or f"({call.finish_reason or call.status})"
-            children[parent].append(len(nodes))
-            children[len(nodes)] = []
-            at |= dict.fromkeys(visitors, len(nodes))
-            nodes.append(TreeNode(parent, depth, tuple(visitors), value, _mean(given), caller, action, call.seq))
-        depth += 1
-    ends: dict[int, list[int]] = {}
-    for place, node in at.items():
-        ends.setdefault(node, []).append(place)
-    return tuple(_whole(number, node, children, ends) for number, node in enumerate(nodes)), left_out
+def _origin(key: tuple[str, int, int], known: Mapping[str, tuple[int, Sequence[Transition]]]) -> Origin:
+    parent, attempt, seq = key
+    place, calls = known.get(parent, (-1, ()))
+    if place < 0:
+        return Origin(-1, 0, 0, f"its parent {parent} is not in this store")
+    if not calls or calls[0].attempt != attempt:
+        return Origin(-1, 0, 0, f"the calls of attempt {attempt} of {parent} are not shown here")
+    before = inherited(calls, seq)
+    if before.at is None:
+        return Origin(-1, 0, 0, f"the rollout {parent} has no such call")
+    return Origin(place, before.shared, before.at + 1)
 
 
-def _whole(number: int, node: TreeNode, children: Mapping[int, list[int]], ends: Mapping[int, list[int]]) -> TreeNode:
-    return replace(node, children=tuple(children[number]), ends=tuple(ends.get(number, ())))
+def _line(member: Member, said: Sequence[Said], ended: Attempt, proof: StepProof) -> Line:
+    """The way of a member through the tree. What a branch changes is part of each of its actions: they are nobody else's."""
+    credit = proof.members.get(member.rollout.id)
+    actions = []
+    if member.edit is not None:
+        actions.append(Action((member.changed, member.edit), "edited", _shortened(member.edit), 0))
+    numbers = {call.seq: number for number, call in enumerate(member.calls, 1)}
+    for call, one in zip(own_calls(member.calls), said, strict=True):
+        same = member.changed, call.caller.name, call.prompt_ids.tobytes(), call.response_ids.tobytes()
+        text = _shortened(one.answer) or f"({call.finish_reason or call.status})"
+        actions.append(
+            Action(same, call.caller.name, text, numbers[call.seq], _advantage(credit, call), _tools(call, ended))
+        )
+    origin = member.origin
+    if origin is None:
+        return Line(actions, member.total)
+    counts = not member.changed and not origin.why
+    return Line(actions, member.total, True, origin.parent, origin.start, counts)
+
+
+def _advantage(credit: MemberCredit | None, call: Transition) -> float | None:
+    found = credit.calls.get(call.seq) if credit is not None else None
+    return found.advantage if found is not None else None
+
+
+def _tools(call: Transition, ended: Attempt) -> tuple[tuple[str, str], ...]:
+    """The tools that ran because of a call, and what came of each. A `lightning.tool` that a framework runs is told twice."""
+    events = [
+        each
+        for each in ended.tool_events
+        if (each.call_id in call.tool_calls if each.call_id else each.response_id == call.id)
+    ]
+    told = {each.name for each in events if not each.call_id}
+    return tuple(
+        (each.name, _shortened(each.error or each.result or each.output or f"({each.status})"))
+        for each in events
+        if not each.call_id or each.name not in told
+    )
 
 
 def split_of(view: GroupView, node: int) -> tuple[int, ...]:
@@ -205,11 +289,6 @@ def split_of(view: GroupView, node: int) -> tuple[int, ...]:
 
 def _or_least(value: float | None) -> float:
     return -math.inf if value is None else value
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
 
 
 def _shortened(text: str) -> str:

@@ -42,6 +42,11 @@ OWN_CODE: Final = (
 )
 FRESH: Final = 60.0
 """Seconds for which a step is not derived again, or 20 times what deriving it took, where that is more."""
+UNTRAINED: Final = {
+    "train": "no training step has looked at it",
+    "branch": "branches that were made by a command are not trained on",
+}
+"""Why a rollout was not trained, by its split."""
 ASKS: Final = "its credit function has rewards of its own (a judge), which is not asked for a page"
 
 
@@ -111,11 +116,7 @@ async def prove(store: Store, run: Run, rollout: Rollout) -> StepProof:
     epochs = await read_epochs(store, run)
     record = await record_of(store, rollout, epochs)
     if record is None:
-        said = (
-            "no training step has looked at it"
-            if rollout.split == "train"
-            else "held-out rollouts are never trained on"
-        )
+        said = UNTRAINED.get(rollout.split, "held-out rollouts are never trained on")
         return StepProof(why=said)
     epoch = epoch_at(epochs, record.step)
     pruned = await store.get_state(run.id, PRUNED)

@@ -5,6 +5,7 @@ The invariant: only the chosen call's tokens are told, since a rollout may have 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +15,16 @@ from lightning.store.protocol import Attempt
 from lightning.types import Rollout, Run, StepReward, Transition
 
 from lightning_console.places import Located
+from lightning_console.queries.branches import (
+    NOWHERE,
+    Branch,
+    Fork,
+    branches_of,
+    changes_of,
+    fork_of,
+    inherited,
+    key_beside,
+)
 from lightning_console.queries.conversation import Line, conversation
 from lightning_console.queries.finding import at_attempt, group_of, may_change, rollout_of, why_no_calls
 from lightning_console.queries.proof import CallCredit, StepProof, prove
@@ -56,10 +67,32 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a branch begins with: `calls` of its parent, with their numbers in it, and the number `at` of the call at which it
+    leaves it, 0 where that is not stored. `key` names the parent's run, empty where it is not in this store."""
+
+    branch: Branch
+    parent: str
+    key: str = ""
+    attempt: int = 0
+    at: int = 0
+    calls: tuple[tuple[int, Transition], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BranchLine:
+    """A branch of the rollout that is shown, and the number of the call at which it begins."""
+
+    branch: Branch
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutView:
     """A rollout as one of its attempts. `chosen` is the number of the call whose `tokens` are told, 0 where there is none;
-    `empty` says why there is no call, `texts` why messages are not as they were recorded. `siblings` are the ids of all
-    rollouts of its group."""
+    `empty` says why there is no call, `texts` why messages are not as they were recorded. `siblings` are the ids of the
+    rollouts of its group that are no branches. `beginning` is that of a branch, `branches` are those that this rollout has, and
+    `fork` says whether there can be one at the chosen call."""
 
     run: Run
     rollout: Rollout
@@ -76,6 +109,9 @@ class RolloutView:
     live: bool = False
     empty: str = ""
     texts: str = ""
+    beginning: Beginning | None = None
+    branches: tuple[BranchLine, ...] = ()
+    fork: Fork = NOWHERE
 
     @property
     def step_rewards(self) -> tuple[StepReward, ...]:
@@ -109,6 +145,8 @@ async def rollout_view(
     said = said_by(transitions, vocabulary)
     lines, left_out = conversation(transitions, said, ended.step_states, vocabulary)
     reward = found.reward if own.attempt == newest else None
+    group = await group_of(located, found.group, found)
+    branches, grows = await _branches(located, own, transitions, group)
     return RolloutView(
         located.run,
         own,
@@ -121,11 +159,58 @@ async def rollout_view(
         lanes_of(transitions, ended.tool_events, ended.step_rewards, ended.step_states, reward),
         ended,
         proof,
-        tuple(each.id for each in await group_of(located, found.group, found)),
-        await may_change(store, [found]),
+        tuple(each.id for each in group if each.parent is None),
+        grows or await may_change(store, [found]),
         "" if calls else await why_no_calls(store, own),
         next((each.missing for each in said if each.missing and not each.reply), ""),
+        await _beginning(located, found),
+        branches,
+        fork_of(own, transitions, ended, chosen - 1, over=_is_over(own, newest)) if chosen else NOWHERE,
     )
+
+
+def _is_over(rollout: Rollout, newest: int) -> bool:
+    """Whether an attempt has ended: an earlier one has, also while the rollout goes on."""
+    return rollout.attempt < newest or rollout.status.ended
+
+
+async def _beginning(located: Located, rollout: Rollout) -> Beginning | None:
+    """Where a branch begins; None for a rollout that is none."""
+    if rollout.parent is None:
+        return None
+    parent, attempt, seq = rollout.parent
+    changed, edit = await changes_of(located.store, located.run)
+    branch = Branch(rollout, located.key, changed, edit)
+    found = await located.store.get_rollout(parent)
+    if found is None:
+        return Beginning(branch, parent)
+    calls = await located.store.transitions(parent, attempt)
+    before = inherited(calls, seq)
+    return Beginning(
+        branch,
+        parent,
+        key_beside(located, found.run),
+        attempt,
+        0 if before.at is None else before.at + 1,
+        tuple((place + 1, calls[place]) for place in before.answered),
+    )
+
+
+async def _branches(
+    located: Located, rollout: Rollout, calls: Sequence[Transition], group: Sequence[Rollout]
+) -> tuple[tuple[BranchLine, ...], bool]:
+    """The branches of an attempt, in the order of its calls, and whether there may be more."""
+    if rollout.parent is not None:
+        return (), False
+    elsewhere, grows = await branches_of(located, [rollout.id])
+    numbers = {call.key: number for number, call in enumerate(calls, 1)}
+    every = [*(Branch(each, located.key) for each in group), *elsewhere]
+    found = [
+        BranchLine(each, numbers[each.rollout.parent])
+        for each in every
+        if each.rollout.parent is not None and each.rollout.parent in numbers
+    ]
+    return tuple(sorted(found, key=lambda each: (each.at, each.branch.key, each.branch.rollout.index))), grows
 
 
 def _why_untrained(call: Transition, rollout: Rollout, proof: StepProof) -> str:

@@ -18,7 +18,8 @@ window.lightning = window.lightning || {components: {}};
     const left = (depth) => 8 + depth * COLUMN;
     const items = value.nodes.map((node, index) => nodeOf(node, children[index], value, layout.places[index], left, context));
     const edges = value.nodes.map((node, index) => edgeOf(node, layout, index, left, widest, strongest));
-    const labels = value.nodes.map((node, index) => labelOf(node, layout, index, left, strongest, context));
+    const agents = new Set(value.nodes.filter((node) => node.parent >= 0).map((node) => node.caller)).size > 1;
+    const labels = value.nodes.map((node, index) => labelOf(node, layout, index, left, strongest, agents, context));
     const ends = layout.ends.map((end) => endOf(end, value.nodes[end.node], left, context));
     const size = {width: left(layout.depth + 1) + 12, height: layout.height + 16};
     const detail = make("div", {class: "chosen", "aria-live": "polite"});
@@ -72,7 +73,7 @@ window.lightning = window.lightning || {components: {}};
       return places[index].y;
     };
     nodes.forEach((node, index) => node.parent < 0 && visit(index, 0));
-    return {places, ends, height, depth: deepest, children};
+    return {places, ends, height, depth: deepest, children, branches: nodes.map((node) => node.branch)};
   };
 
   function nodeOf(node, children, value, place, left, context) {
@@ -81,7 +82,7 @@ window.lightning = window.lightning || {components: {}};
     const share = node.value === null ? null : Math.max(0, Math.min(1, (node.value - value.low) / (value.high - value.low || 1)));
     const item = link(context, split ? node.compare : node.to, {class: `node ${split ? "split" : ""} ${share === null ? "unknown" : ""}`,
       style: `left: ${left(place.depth)}px; top: ${place.y + 8 - 14}px; --share: ${share === null ? 0 : Math.round(share * 100)}%`,
-      "aria-label": `${node.caller} value ${short(node.value)}, ${node.visits} rollouts${split ? ", they part here: compare" : ""}`},
+      "aria-label": `${node.caller} value ${short(node.value)}, ${node.visits} rollouts${node.branch ? `, ${node.branch}` : ""}${split ? ", they part here: compare" : ""}`},
       make("b", {}, short(node.value)), split ? fork() : null, make("small", {}, `×${node.visits}`));
     return item;
   }
@@ -98,16 +99,19 @@ window.lightning = window.lightning || {components: {}};
     const x = left(from.depth) + NODE;
     const [y0, y1] = [from.y + 8, to.y + 8];
     const width = 1.5 + (12 * node.visits) / widest;
-    return lightning.svg("path", {class: `edge ${node.advantage === null ? "none" : strength(node.advantage, strongest)}`, "stroke-width": width.toFixed(1),
+    return lightning.svg("path", {class: `edge ${node.branch ? "branch" : ""} ${node.advantage === null ? "none" : strength(node.advantage, strongest)}`, "stroke-width": width.toFixed(1),
       d: `M${x} ${y0}C${x + 24} ${y0} ${x + 14} ${y1} ${x + 44} ${y1}H${left(to.depth)}`});
   }
 
-  function labelOf(node, layout, index, left, strongest, context) {
+  // What was answered; before it who answered, where several agents do, and what a branch changes where it begins.
+  function labelOf(node, layout, index, left, strongest, agents, context) {
     if (node.parent < 0) return "";
     const {make, link} = lightning;
     const place = layout.places[index];
+    const begins = node.branch && layout.branches[node.parent] !== node.branch;
     return link(context, node.to, {class: "action", tabindex: "-1", "data-node": String(index),
       style: `left: ${left(place.depth) - COLUMN + NODE + 36}px; width: ${COLUMN - NODE - 42}px; top: ${place.y + 8 - 24}px`},
+      begins ? make("b", {class: "branch"}, node.branch) : null, agents ? make("span", {class: "who"}, node.caller) : null,
       make("span", {class: "text"}, node.action || "(no text)"), node.advantage === null ? null : make("b", {class: `advantage ${strength(node.advantage, strongest)}`}, plus(node.advantage)));
   }
 
@@ -138,10 +142,12 @@ window.lightning = window.lightning || {components: {}};
     const {make, link, short} = lightning;
     const split = children.length > 1 && node.compare;
     const trained = node.parent < 0 ? "" : node.advantage === null ? ", not trained" : `, advantage ${plus(node.advantage)}`;
+    const tools = (node.tools || []).map(([name, result]) => make("p", {class: "tool"}, make("b", {}, name), " gave: ", result));
+    const branched = `${node.branch ? ` · ${node.branch}` : ""}${node.branches ? ` · ${node.branches} ${node.branches === 1 ? "branch begins" : "branches begin"} behind it` : ""}`;
     detail.replaceChildren(
-      make("p", {}, make("b", {}, node.caller || (node.parent < 0 ? "beginning" : "call")), ` · mean return ${short(node.value)} · ${node.visits} rollouts${trained}`,
+      make("p", {}, make("b", {}, node.caller || (node.parent < 0 ? "beginning" : "call")), ` · mean return ${short(node.value)} · ${node.visits} rollouts${trained}${branched}`,
         node.to ? " · " : null, node.to ? link(context, node.to, {}, "open this call") : null, split ? " · " : null, split ? link(context, node.compare, {}, `compare the ${children.length} continuations`) : null),
-      node.parent < 0 ? "" : make("p", {class: "action"}, node.action || "(no text)"));
+      node.parent < 0 ? "" : make("p", {class: "action"}, node.action || "(no text)"), ...tools);
   }
 
   // Left: the node before; right: the first after; up and down: the next one in the same column.

@@ -1,0 +1,218 @@
+"""Branches: rollouts that begin as another one did, up to one of its calls, and have calls of their own from there on.
+
+The invariant: a branch stands where it leaves its parent's line, and what its parent was answered is never counted as its own.
+Branches of one run are those that training made in its groups; `lightning branch` makes a run of its own in the same store.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+from weakref import WeakKeyDictionary
+
+from lightning.batch.trajectory import is_prefix
+from lightning.errors import DataError, StoreError
+from lightning.gateway.replay.branches import CHANGES, prefix_of
+from lightning.gateway.replay.recorded import recorded_rollout
+from lightning.store.epochs import is_over
+from lightning.store.pages import each_rollout
+from lightning.store.protocol import Attempt, Store
+from lightning.trainer.plan import TRAIN
+from lightning.types import BRANCH_VOID, Json, Rollout, Run, Transition
+
+from lightning_console.places import Located, key_of
+
+LOOKED: Final = 500
+"""Runs of a store, the newest, among which those that have branches of another run are looked for."""
+MOST: Final = 512
+"""Branches that are told."""
+LONGEST_CHANGE: Final = 60
+"""Characters of what was changed."""
+WORDS: Final = ("rollout", "attempt", "at", "edit", "prompts", "components", "weights")
+"""What the configuration of a run says of its branches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A branch. `key` names its run in addresses, `changed` says what is another than in its parent, empty where it is a sample
+    of the same policy; `edit` is the text that stands for the parent's answer, None where that call is sampled."""
+
+    rollout: Rollout
+    key: str
+    changed: str = ""
+    edit: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """What a branch has of its parent's `calls`: the places of those that were answered before the call at place `at` was sent,
+    which is None where that call is not there; of these, the first `shared` are the line that both have."""
+
+    answered: tuple[int, ...]
+    at: int | None
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Whether branches can begin at a call: at the call `at`, as `lightning branch --at` counts, else 0, and `why` not."""
+
+    at: int = 0
+    why: str = ""
+
+
+NOWHERE: Final = Fork()
+"""Of a rollout without calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """What the branches of a run change: in words, empty where nothing is, and the text of an edited answer."""
+
+    parent: str
+    changed: str
+    edit: str | None
+
+
+_known: WeakKeyDictionary[Store, dict[tuple[str, float], _Changes | None]] = WeakKeyDictionary()
+
+
+def inherited(calls: Sequence[Transition], seq: int) -> Inherited:
+    """What a branch at the call `seq` has of its parent's calls, as the gateway decides it."""
+    at = next((place for place, call in enumerate(calls) if call.seq == seq), None)
+    if at is None:
+        return Inherited((), None, 0)
+    before = [call.status.answered and is_prefix(call, calls[at]) for call in calls]
+    answered = tuple(place for place, known in enumerate(before) if known)
+    return Inherited(answered, at, next((place for place, known in enumerate(before) if not known), at))
+
+
+def own_calls(calls: Sequence[Transition]) -> list[Transition]:
+    """The calls of an attempt without those that were refused because it is no branch of its parent."""
+    return [call for call in calls if call.finish_reason != BRANCH_VOID]
+
+
+def is_sample(branch: Branch) -> bool:
+    """Whether what a branch earned says how well its parent's policy goes on from there."""
+    return not branch.changed and branch.rollout.reward is not None
+
+
+async def changes_of(store: Store, run: Run) -> tuple[str, str | None]:
+    """What the branches of a run change, in words, and the answer that was edited, if one was."""
+    found = await _changes(store, run)
+    return (found.changed, found.edit) if found else ("", None)
+
+
+async def _changes(store: Store, run: Run) -> _Changes | None:
+    """Read once; None for a run that has no branches of another one. `run` may be brief."""
+    cache = _known.setdefault(store, {})
+    about = (run.id, run.created_at)
+    if about not in cache:
+        whole = run if run.config else await store.get_run(run.id)
+        cache[about] = await _read(store, whole.config if whole is not None else {})
+    return cache[about]
+
+
+async def _read(store: Store, config: Mapping[str, Json]) -> _Changes | None:
+    said = config.get(CHANGES)
+    if not isinstance(said, Mapping):
+        return None
+    parent = await store.get_rollout(str(said.get("rollout", "")))
+    run = await store.get_run(parent.run) if parent is not None else None
+    edit, weights, components = said.get("edit"), said.get("weights"), said.get("components")
+    parts = [] if edit is None else [f"edit: {_shortened(str(edit))}"]
+    if said.get("prompts"):
+        parts.append("other prompts" + (f": {_shortened(components)}" if components else ""))
+    if weights and (parent is None or weights != await _weights_of(store, parent, said)):
+        parts.append(f"weights: {_shortened(weights)}")
+    sampling = _sampling(config)
+    before = _sampling(run.config, held_out=parent.split != TRAIN) if run is not None and parent is not None else {}
+    parts += [f"{name} {value}" for name, value in sampling.items() if before.get(name) != value]
+    parts += [f"{name}: {_shortened(value)}" for name, value in said.items() if name not in WORDS]
+    return _Changes(str(said.get("rollout", "")), ", ".join(parts), None if edit is None else str(edit))
+
+
+async def _weights_of(store: Store, parent: Rollout, said: Mapping[str, Json]) -> str:
+    """The weights that answered the parent's call, as a run names them."""
+    attempt, at = said.get("attempt", parent.attempt), said.get("at")
+    if not isinstance(attempt, int) or not isinstance(at, int):
+        return ""
+    calls = [each for each in await store.transitions(parent.id, attempt) if not each.choice and each.exchange]
+    if not 0 < at <= len(calls):
+        return ""
+    versions = calls[at - 1].versions
+    return f"{parent.run}@{versions[0].version if versions else parent.step}"
+
+
+def _sampling(config: Mapping[str, Json], *, held_out: bool = False) -> dict[str, Json]:
+    """The sampling parameters that a run gives to its calls, whatever they ask for."""
+    settings = config.get("config")
+    sections = settings if isinstance(settings, Mapping) else {}
+    gateway, trainer = sections.get("gateway"), sections.get("trainer")
+    own = gateway.get("override_sampling") if isinstance(gateway, Mapping) else None
+    found = dict(own) if isinstance(own, Mapping) else {}
+    temperature = trainer.get("eval_temperature") if isinstance(trainer, Mapping) else None
+    return found | ({"temperature": temperature} if held_out and temperature is not None else {})
+
+
+def _shortened(value: Json) -> str:
+    text = " ".join((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).split())
+    return text if len(text) <= LONGEST_CHANGE else f"{text[:LONGEST_CHANGE]}…"
+
+
+async def _runs(located: Located) -> AsyncIterator[tuple[str, _Changes]]:
+    """The younger runs in a run's store and project that have branches, the newest first. Each configuration is read once."""
+    for brief in await located.store.list_runs(located.run.project, limit=LOOKED, brief=True):
+        if brief.created_at < located.run.created_at:
+            return  # a branch is younger than its parent
+        if (found := await _changes(located.store, brief)) is not None:
+            yield brief.id, found
+
+
+async def branches_of(located: Located, parents: Sequence[str]) -> tuple[list[Branch], bool]:
+    """The branches that runs of their own have of these rollouts, and whether these may change."""
+    wanted, store = set(parents), located.store
+    found: list[Branch] = []
+    live = False
+    async for run, changes in _runs(located):
+        if changes.parent not in wanted:
+            continue
+        own = [each async for each in each_rollout(store, run) if each.parent and each.parent[0] in wanted]
+        found += [Branch(each, key_beside(located, run), changes.changed, changes.edit) for each in own]
+        live = live or (not all(each.status.ended for each in own) and not await is_over(store, run))
+        if len(found) >= MOST:
+            break
+    return found[:MOST], live
+
+
+async def runs_with_branches(located: Located) -> list[str]:
+    """The keys of the runs that have branches of this run's rollouts."""
+    keys = []
+    async for run, changes in _runs(located):
+        parent = await located.store.get_rollout(changes.parent)
+        if parent is not None and parent.run == located.run.id:
+            keys.append(key_beside(located, run))
+    return keys
+
+
+def key_beside(located: Located, run: str) -> str:
+    """The key of another run in the same store."""
+    return located.key if run == located.run.id else key_of(run, located.url if "~" in located.key else "")
+
+
+def fork_of(rollout: Rollout, calls: Sequence[Transition], ended: Attempt, place: int, *, over: bool) -> Fork:
+    """Whether branches of a rollout can begin at the call at `place` of an attempt's `calls`; `over` says that it has ended."""
+    if rollout.parent is not None:
+        return Fork(why=f"it is itself a branch of {rollout.parent[0]}: branch that one")
+    if not over:
+        return Fork(why="it has not ended, so that what its tools gave is not recorded yet")
+    first = next((call for call in reversed(calls[: place + 1]) if not call.choice), calls[place])
+    if not first.status.answered:
+        return Fork(why="this call got no answer")
+    try:
+        recorded = recorded_rollout(rollout, calls, ended.tool_events, ended.step_rewards)
+        return Fork(prefix_of(recorded, first.seq).at.number)
+    except (DataError, StoreError) as error:
+        return Fork(why=str(error))

@@ -1,0 +1,423 @@
+"""Branches on the pages of groups and rollouts: where they begin, what they are worth, and how to make some."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+from lightning.server.projects import Projects
+from lightning.store.memory import MemoryStore
+from lightning.store.protocol import Store
+from lightning.testing import ToolCall, rollout
+from lightning.types import Fault, Json, Outcome, Rollout, Run, Task
+from lightning_console.address import Address
+from lightning_console.answers import answer
+from lightning_console.export import export_pages
+from lightning_console.places import SERVER, Places
+from lightning_console.queries.tree import Action, Line, make_tree
+from lightning_console.router import show
+
+from tests.plugins.console.made_branches import EDIT, PROMPTS, TRUNK, VOID, end, write
+from tests.plugins.console.made_folder import in_store
+from tests.plugins.console.made_rollouts import call
+
+GROUP = "group/run/run%2F0%2F0"
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[MemoryStore]:
+    found = MemoryStore()
+    await found.open()
+    yield found
+    await found.close()
+
+
+def places_of(store: Store, url: str = "memory://", project: str | None = None) -> Places:
+    return Places(stores={url: store}, project=project)
+
+
+def to(page: str, *about: str, **options: object) -> str:
+    return str(Address(page, about, {name: str(value) for name, value in options.items()}))
+
+
+async def shown(places: Places, address: str) -> dict[str, Any]:
+    """The blocks of a page, by their titles."""
+    page = await show(places, address)
+    made = json.loads(json.dumps(page.to_json(), allow_nan=False))
+    return {block["title"] or block["component"]: block["value"] for block in made["blocks"]} | {"page": page}
+
+
+def texts(table: dict[str, Any]) -> list[dict[str, str]]:
+    names = [column["name"] for column in table["columns"]]
+    return [dict(zip(names, (cell["text"] for cell in row), strict=True)) for row in table["rows"]]
+
+
+async def test_branches_stand_where_they_leave_their_parents_line(store: MemoryStore) -> None:
+    await write(store)
+    blocks = await shown(places_of(store), GROUP)
+    nodes = blocks["Calls that siblings share"]["nodes"]
+    told = [(each["parent"], each["action"], each["visits"], each["value"], each["branch"]) for each in nodes]
+    edited = "edit: look again <img src=x onerror=alert(1)>"
+    assert told == [
+        (-1, "", 2, 0.5, ""),  # a branch says nothing of what was before it
+        (0, "#10", 2, 0.5, ""),  # (1 + 0 + 0.5) / 3: the void one has no return
+        (1, "#20", 1, 1.0, ""),  # what was edited says nothing of the policy
+        (1, "#21", 1, 0.0, ""),
+        (1, "#22", 1, 0.5, "branch"),
+        (2, "#30", 1, 1.0, ""),
+        (4, "#31", 1, 0.5, "branch"),
+        (2, EDIT, 2, 0.5, edited),
+        (7, "#40", 1, 0.75, edited),
+    ]
+    ends = {
+        number: [each["text"] for each in node["rollouts"]] for number, node in enumerate(nodes) if node["rollouts"]
+    }
+    assert ends == {
+        1: ["branch 3: void"],
+        3: ["rollout 1"],
+        5: ["rollout 0"],
+        6: ["branch 2"],
+        7: [f"branch 0, {edited}"],
+        8: [f"branch 1, {edited}"],
+    }
+    assert [node["branches"] for node in nodes] == [0, 2, 2, 0, 0, 0, 0, 0, 0]
+    assert nodes[4]["to"] == to("rollout", "run", "run/0/0/2", call=1)
+    assert nodes[7]["to"] == ""  # nobody sampled it
+    assert nodes[8]["to"] == to("rollout", "again", "again/1", call=1)
+    assert not blocks["page"].live
+    split = await shown(places_of(store), to("group", "run", "run/0/0", split=2))
+    diff = next(value for value in split.values() if isinstance(value, dict) and "before" in value)
+    assert (diff["before"], diff["after"]) == ("[solver]\n#30", f"[edited]\n{EDIT}\n\n[solver]\n#40")
+    assert (diff["to_left"], diff["to_right"]) == (
+        to("rollout", "run", TRUNK, call=3),
+        to("rollout", "again", "again/1"),
+    )
+
+
+async def test_a_group_lists_its_branches_apart_from_its_rollouts(store: MemoryStore) -> None:
+    await write(store)
+    blocks = await shown(places_of(store), GROUP)
+    facts = {each["name"]: each for each in blocks["Facts"]["facts"]}
+    assert (facts["rollouts"]["value"], facts["branches"]["value"], facts["branches"]["detail"]) == ("2", "4", "1 void")
+    assert [row["rollout"] for row in texts(blocks["Rollouts"])] == ["0", "1"]
+    rows = texts(blocks["Branches"])
+    assert [(row["branch"], row["of"], row["at call"], row["status"], row["calls"]) for row in rows] == [
+        ("2", "0", "2", "succeeded", "2"),
+        ("3", "0", "2", "void", "0"),
+        ("0", "0", "3", "succeeded", "0"),
+        ("1", "0", "3", "succeeded", "1"),
+    ]
+    assert rows[1]["why"] == VOID
+    assert {row["changed"] for row in rows[:2]} == {"–"}
+    assert all(row["changed"].startswith("edit: look again") for row in rows[2:])
+    assert blocks["Branches"]["rows"][0][2]["to"] == to("rollout", "run", TRUNK, call=2)
+
+
+async def test_a_rollout_shows_what_each_of_its_calls_is_worth(store: MemoryStore) -> None:
+    await write(store)
+    blocks = await shown(places_of(store), to("rollout", "run", TRUNK))
+    assert [(row["call"], row["branches"], row["value"]) for row in texts(blocks["Calls"])] == [
+        ("1", "–", "–"),
+        ("2", "2", "0.500"),  # the void one has no reward
+        ("3", "2", "–"),  # edited answers are not the policy's
+    ]
+    rows = texts(blocks["Branches"])
+    assert [(row["at call"], row["branch"], row["status"], row["reward"]) for row in rows] == [
+        ("2", "run/0/0/2", "succeeded", "0.500"),
+        ("2", "run/0/0/3", "void", "–"),
+        ("3", "again/0", "succeeded", "0.250"),
+        ("3", "again/1", "succeeded", "0.750"),
+    ]
+    assert blocks["Branches"]["rows"][2][1]["to"] == to("rollout", "again", "again/0")
+    alone = await shown(places_of(store), to("rollout", "run", "run/0/0/1"))
+    assert "Branches" not in alone
+    assert "branches" not in texts(alone["Calls"])[0]
+
+
+async def test_a_branch_says_where_it_begins_and_what_is_its_parents(store: MemoryStore) -> None:
+    await write(store)
+    blocks = await shown(places_of(store), to("rollout", "run", "run/0/0/2"))
+    facts = {each["name"]: each for each in blocks["Facts"]["facts"]}
+    said = facts["branch of"]
+    assert (said["value"], said["detail"]) == (TRUNK, "at call 2")
+    assert said["to"] == to("rollout", "run", TRUNK, attempt=1, call=2)
+    assert facts["tokens"]["value"] == "2"  # its own
+    rows = texts(blocks["Calls"])
+    assert [(row["call"], row["status"]) for row in rows] == [("parent's 1", "recorded"), ("1", "ok"), ("2", "ok")]
+    assert {cell["tone"] for cell in blocks["Calls"]["rows"][0]} == {"muted"}
+    assert blocks["Calls"]["rows"][0][0]["to"] == to("rollout", "run", TRUNK, attempt=1, call=1)
+    edited = await shown(places_of(store), to("rollout", "again", "again/0"))
+    assert [row["call"] for row in texts(edited["Calls"])] == ["parent's 1", "parent's 2", "parent's 3"]
+    assert texts(edited["Calls"])[2]["status"].startswith("look again")
+    changed = {each["name"]: each["value"] for each in edited["Facts"]["facts"]}["changed"]
+    assert changed.startswith("edit: look again")
+
+
+async def test_a_void_branch_says_why(store: MemoryStore) -> None:
+    await write(store)
+    notices = (await shown(places_of(store), to("rollout", "run", "run/0/0/3")))["Notices"]["notices"]
+    assert (notices[0]["text"], notices[0]["tone"]) == (VOID, "bad")
+
+
+async def test_branches_come_while_one_looks(store: MemoryStore) -> None:
+    await write(store, ended=False)
+    places = places_of(store)
+    for address in (GROUP, to("rollout", "run", TRUNK)):
+        assert (await show(places, address)).live, address
+    assert texts((await shown(places, GROUP))["Branches"])[3]["status"] == "running"
+    await end(store, "again/1", 0.75, [(2, 40)])
+    for address in (GROUP, to("rollout", "run", TRUNK)):
+        assert not (await show(places, address)).live, address
+    assert texts((await shown(places, GROUP))["Branches"])[3]["reward"] == "0.750"
+
+
+async def test_the_group_of_branches_has_their_parents_line(store: MemoryStore) -> None:
+    await write(store)
+    blocks = await shown(places_of(store), "group/again/again")
+    nodes = blocks["Calls that siblings share"]["nodes"]
+    assert [(each["parent"], each["action"]) for each in nodes] == [
+        (-1, ""), (0, "#10"), (1, "#20"), (2, "#30"), (2, EDIT), (4, "#40"),
+    ]  # fmt: skip
+    assert nodes[3]["rollouts"] == [{"text": TRUNK, "to": to("rollout", "run", TRUNK)}]
+    assert nodes[1]["to"] == to("rollout", "run", TRUNK, call=1)
+    assert {each["name"]: each["value"] for each in blocks["Facts"]["facts"]}["rollouts"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        (("gone/0", 1, 0), "is not in this store"),
+        ((TRUNK, 2, 0), "the calls of attempt 2 of run/0/0/0 are not shown here"),
+        ((TRUNK, 1, 9), "has no such call"),
+    ],
+)
+async def test_a_branch_whose_beginning_is_not_known_is_shown_and_not_counted(
+    store: MemoryStore, key: tuple[str, int, int], why: str
+) -> None:
+    await write(store)
+    lost = Rollout("run/0/0/4", "run", Task("a question"), "run/0/0", index=4, parent=key)
+    await store.create_rollouts([lost])
+    await store.lease("run", "worker")
+    await end(store, lost.id, 0.125, [(0, 50)])
+    blocks = await shown(places_of(store), GROUP)
+    nodes = blocks["Calls that siblings share"]["nodes"]
+    assert (nodes[0]["value"], nodes[0]["visits"], nodes[0]["branches"]) == (0.5, 2, 1)
+    assert [(each["parent"], each["action"]) for each in nodes[1:3]] == [(0, "#10"), (0, "#50")]
+    (row,) = [row for row in blocks["Branches"]["rows"] if row[0]["text"] == "4"]
+    assert why in row[2]["hint"]
+    assert (await show(places_of(store), to("rollout", "run", lost.id))).title == f"Rollout {lost.id}"
+
+
+async def test_branches_of_another_project_are_not_seen(store: MemoryStore) -> None:
+    await write(store)
+    await store.put_run(Run("theirs", "theirs", {"branch": {"rollout": TRUNK, "at": 1, "weights": "5"}}, 3.0, "b"))
+    await store.create_rollouts(
+        [Rollout("theirs/0", "theirs", Task("q"), "theirs", split="branch", parent=(TRUNK, 1, 0))]
+    )
+    mine = Projects(store).of("default")
+    blocks = await shown(places_of(mine, SERVER, "default"), GROUP)
+    assert len(blocks["Branches"]["rows"]) == 4
+    assert len((await shown(places_of(store), GROUP))["Branches"]["rows"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "sampling", "said"),
+    [
+        ({"weights": "run@0", "at": 1, "attempt": 1}, {"top_p": 0.9, "temperature": 1.0}, "–"),  # as the parent had it
+        ({"weights": "run@5", "at": 1}, {"top_p": 0.9, "temperature": 0.5}, "weights: run@5, temperature 0.5"),
+        ({"weights": "other-model", "at": 99}, {"top_p": 0.9}, "weights: other-model"),
+        ({"prompts": True, "components": ["writer"], "at": 1}, {"top_p": 0.9}, 'other prompts: ["writer"]'),
+        ({"edit": "", "at": 1, "speed": 3}, {"top_p": 0.9}, "edit: , speed: 3"),
+    ],
+)
+async def test_what_a_run_of_branches_changes_is_said(
+    store: MemoryStore, changes: dict[str, Json], sampling: dict[str, Json], said: str
+) -> None:
+    """The weights and sampling parameters that are recorded are a change only where the parent's were others."""
+    settings = {"gateway": {"override_sampling": {"top_p": 0.9}}, "trainer": {"eval_temperature": 1.0}}
+    await store.put_run(Run("run", "run", {"config": settings}, 1.0))
+    await store.create_rollouts([Rollout("p", "run", Task("q"), "g", split="val")])
+    (lease,) = await store.lease("run", "worker")
+    await store.append([replace(call(lease.rollout, 0, "solver", [1], (2,)), exchange=b"recorded")])
+    await store.complete("p", 1, Outcome(reward=1.0))
+    own = {"gateway": {"override_sampling": sampling}}
+    await store.put_run(Run("more", "more", {"branch": {"rollout": "p", **changes}, "config": own}, 3.0))
+    await store.create_rollouts([Rollout("more/0", "more", Task("q"), "more", split="branch", parent=("p", 1, 0))])
+    rows = texts((await shown(places_of(store), "group/run/g"))["Branches"])
+    assert rows[0]["changed"] == said
+
+
+def line(*names: str, total: float | None = 0.0, **more: Any) -> Line:
+    return Line([Action(name, "a", name, number) for number, name in enumerate(names, 1)], total, **more)
+
+
+def test_calls_beyond_the_limit_are_counted_with_those_of_their_branches() -> None:
+    lines = [
+        line("a", "b", "c"),
+        line("a", "d", "e"),
+        line("x", branch=True, parent=0, start=1),
+        line("y", "z", branch=True, parent=1, start=2),
+    ]
+    nodes, left_out = make_tree(lines, 4)
+    assert [node.action for node in nodes] == ["", "a", "b", "d"]
+    assert left_out == 1 + 1 + 1 + 2  # c, e, x, and y with z, though it begins behind d
+    whole, none = make_tree(lines, 100)
+    assert ([node.action for node in whole], none) == (["", "a", "b", "d", "x", "c", "e", "y", "z"], 0)
+    assert [node.ends for node in whole][4:] == [(2,), (0,), (1,), (), (3,)]
+
+
+def test_a_branch_that_is_answered_as_its_parent_was_is_the_same_node() -> None:
+    lines = [line("a", "b", total=1.0), line("b", total=0.0, branch=True, parent=0, start=1)]
+    nodes, _ = make_tree(lines, 100)
+    assert [(node.action, node.members, node.value) for node in nodes] == [
+        ("", (0,), 1.0),
+        ("a", (0,), 0.5),
+        ("b", (0, 1), 0.5),
+    ]
+
+
+def asks(*words: str, choices: int = 1) -> Callable[[Task, lightning.LLM], float]:
+    """An agent that says these, one after the other."""
+
+    def agent(task: Task, llm: lightning.LLM) -> float:
+        import openai
+
+        client = openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key)
+        for word in words:
+            client.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": word}], n=choices)
+        return 0.5
+
+    return agent
+
+
+async def stored(store: Store, record: Any) -> str:
+    """Put a recorded rollout into a store as the first one of a run, and return its page's address."""
+    made = record.rollout
+    await store.put_run(Run("run", "run", {}, 1.0))
+    await store.create_rollouts([Rollout(made.id, "run", made.task, "g")])
+    await store.lease("run", "worker")
+    await store.append(record.transitions)
+    await store.complete(made.id, 1, Outcome(reward=0.5, tool_events=record.tool_events))
+    return to("rollout", "run", made.id)
+
+
+async def test_the_command_that_branches_has_the_calls_number_and_place(store: MemoryStore) -> None:
+    record = rollout(asks("one", "two", "three"), Task("q"), ["1", "2", "3"], adapters=("raw",))
+    address = await stored(store, record)
+    said = (await shown(places_of(store, "sqlite:///a b.db"), f"{address}?call=2"))["Branch it"]["notices"][0]
+    assert said["commands"] == [
+        f"lightning branch {record.rollout.id} MODULE:AGENT --at 2 -n 8 --runs 'sqlite:///a b.db'"
+    ]
+    assert "its step would wait for them" in said["detail"]  # why there is no button
+    served = await shown(places_of(store, SERVER), f"{address}?call=3")
+    assert served["Branch it"]["notices"][0]["commands"][0].endswith("--at 3 -n 8 --runs PLACE")
+    assert served["Replay it"]["notices"][0]["commands"][0].endswith("--runs PLACE")
+
+
+async def test_an_earlier_attempt_is_branched_as_such(store: MemoryStore) -> None:
+    record = rollout(asks("one", "two"), Task("q"), ["1", "2"], adapters=("raw",))
+    await store.put_run(Run("run", "run", {}, 1.0))
+    await store.create_rollouts([Rollout(record.rollout.id, "run", Task("q"), "g", max_attempts=3)])
+    await store.lease("run", "worker")
+    await store.append(record.transitions)
+    await store.complete(record.rollout.id, 1, Outcome(fault=Fault.INFRASTRUCTURE, error="the machine went away"))
+    await store.lease("run", "worker")  # the second attempt goes on
+    address = to("rollout", "run", record.rollout.id, attempt=1, call=2)
+    said = (await shown(places_of(store), address))["Branch it"]["notices"][0]
+    assert said["commands"][0].endswith("--at 2 -n 8 --runs memory:// --attempt 1")
+
+
+async def test_calls_are_counted_as_the_command_counts_them(store: MemoryStore) -> None:
+    """Choices of one call are rows of their own on the page, and one call for `--at`."""
+    record = rollout(asks("one", "two", choices=2), Task("q"), ["1", "2", "3", "4"], adapters=("raw",))
+    assert [each.choice for each in record.transitions] == [0, 1, 0, 1]
+    address = await stored(store, record)
+    ats = []
+    for number in range(1, 5):
+        said = (await shown(places_of(store), f"{address}?call={number}"))["Branch it"]["notices"][0]
+        ats.append(said["commands"][0].partition("--at ")[2][0])
+    assert ats == ["1", "1", "2", "2"]
+
+
+async def test_what_cannot_be_branched_says_why(store: MemoryStore) -> None:
+    secret = "sk-proj-" + "a1B2c3D4e5F6g7H8" * 3
+    record = rollout(asks(f"my key is {secret}", "two"), Task("q"), ["1", "2"], adapters=("raw",))
+    said = (await shown(places_of(store), await stored(store, record)))["Branch it"]["notices"][0]
+    assert said["commands"] == []
+    assert "a credential was left out" in said["text"]
+    other = MemoryStore()
+    await other.open()
+    await write(other, ended=False)
+    await other.append([call(replace(await rollout_of(other, "again/1"), attempt=1), 0, "solver", PROMPTS[2], (40,))])
+    for address, why in {
+        to("rollout", "run", TRUNK): "requests were not recorded",
+        to("rollout", "run", "run/0/0/2"): "it is itself a branch of run/0/0/0: branch that one",
+        to("rollout", "run", "run/0/0/3"): "it is itself a branch",
+    }.items():
+        said = (await shown(places_of(other), address))["Branch it"]["notices"][0]
+        assert said["commands"] == []
+        assert why in said["text"], said
+    await other.close()
+
+
+async def rollout_of(store: Store, name: str) -> Rollout:
+    found = await store.get_rollout(name)
+    assert found is not None
+    return found
+
+
+async def test_a_rollout_that_goes_on_is_not_branched_yet(store: MemoryStore) -> None:
+    await store.put_run(Run("run", "run"))
+    await store.create_rollouts([Rollout("r", "run", Task("q"), "g")])
+    (lease,) = await store.lease("run", "worker")
+    await store.append([call(lease.rollout, 0, "solver", [1], (2,))])
+    going = (await shown(places_of(store), to("rollout", "run", "r")))["Branch it"]["notices"][0]
+    assert "it has not ended" in going["text"]
+
+
+async def test_a_tree_names_what_tools_gave(store: MemoryStore) -> None:
+    @lightning.tool
+    def search(query: str) -> dict[str, str]:
+        return {"found": query.upper()}
+
+    def agent(task: Task, llm: lightning.LLM) -> float:
+        import openai
+
+        client = openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key)
+        messages: list[Any] = [{"role": "user", "content": task.input}]
+        made = client.chat.completions.create(model=llm.model, messages=messages).choices[0].message
+        messages.append(made.model_dump(exclude_none=True))
+        for asked in made.tool_calls or ():
+            result = search(**json.loads(asked.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": asked.id, "content": json.dumps(result)})
+        client.chat.completions.create(model=llm.model, messages=messages)
+        return 0.5
+
+    record = rollout(agent, Task("cats"), [ToolCall("search", '{"query": "cats"}'), "CATS"], adapters=("raw",))
+    await stored(store, record)
+    nodes = (await shown(places_of(store), "group/run/g"))["Calls that siblings share"]["nodes"]
+    ((name, gave),) = nodes[1]["tools"]
+    assert (name, json.loads(gave)) == ("search", {"found": "CATS"})
+    assert [node["tools"] for node in nodes[2:]] == [[]]
+
+
+async def test_a_coding_agent_is_told_of_branches(store: MemoryStore) -> None:
+    await write(store)
+    found = await answer(places_of(store), GROUP)
+    tree = next(block for block in found["blocks"] if block["is"] == "GroupTree")
+    assert [node.get("branch", "") for node in tree["nodes"]][4:6] == ["branch", ""]
+    assert next(block for block in found["blocks"] if block.get("title") == "Branches")["rows"][1][4] == "void"
+
+
+async def test_an_export_of_a_run_has_the_branches_that_other_runs_have_of_it(tmp_path: Path) -> None:
+    await in_store(tmp_path / "run", write)
+    await export_pages(str(tmp_path / "run"), "run/run", tmp_path / "out")
+    index = (tmp_path / "out" / "data" / "index.js").read_text()
+    files = json.loads(index[index.index("exported(") + 9 : -4])["files"]
+    assert {GROUP, "rollout/again/again%2F0", "rollout/again/again%2F1", "run/again"} <= set(files)
+    assert not any("other" in address for address in files)
