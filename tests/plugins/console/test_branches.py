@@ -158,6 +158,28 @@ async def test_a_branch_says_where_it_begins_and_what_is_its_parents(store: Memo
     assert changed.startswith("edit: look again")
 
 
+async def test_a_branch_is_replayed_with_its_parents_calls(store: MemoryStore) -> None:
+    await write(store)
+    for address, until in {
+        to("rollout", "run", "run/0/0/2"): 1,
+        to("rollout", "run", "run/0/0/2", call=2): 2,
+        to("rollout", "again", "again/1"): 3,  # two recorded calls, and the edited one
+        to("rollout", "run", TRUNK, call=3): 2,
+    }.items():
+        commands = (await shown(places_of(store), address))["Replay it"]["notices"][0]["commands"]
+        assert commands[1].endswith(f"--until {until}"), address
+
+
+async def test_steps_and_runs_tell_of_branches(store: MemoryStore) -> None:
+    await write(store)
+    rows = texts((await shown(places_of(store), "step/run/0"))["Groups"])
+    assert [row["rewards"] for row in rows] == ["1 0 | 0.5 ×"]
+    page = json.dumps((await show(places_of(store), "run/again")).to_json())
+    assert "it has branches of run/0/0/0" in page
+    assert to("rollout", "run", TRUNK) in page
+    assert "branches of" not in json.dumps((await show(places_of(store), "run/run")).to_json())
+
+
 async def test_a_void_branch_says_why(store: MemoryStore) -> None:
     await write(store)
     notices = (await shown(places_of(store), to("rollout", "run", "run/0/0/3")))["Notices"]["notices"]
@@ -239,13 +261,13 @@ async def test_what_a_run_of_branches_changes_is_said(
     store: MemoryStore, changes: dict[str, Json], sampling: dict[str, Json], said: str
 ) -> None:
     """The weights and sampling parameters that are recorded are a change only where the parent's were others."""
-    settings = {"gateway": {"override_sampling": {"top_p": 0.9}}, "trainer": {"eval_temperature": 1.0}}
+    settings: Json = {"gateway": {"override_sampling": {"top_p": 0.9}}, "trainer": {"eval_temperature": 1.0}}
     await store.put_run(Run("run", "run", {"config": settings}, 1.0))
     await store.create_rollouts([Rollout("p", "run", Task("q"), "g", split="val")])
     (lease,) = await store.lease("run", "worker")
     await store.append([replace(call(lease.rollout, 0, "solver", [1], (2,)), exchange=b"recorded")])
     await store.complete("p", 1, Outcome(reward=1.0))
-    own = {"gateway": {"override_sampling": sampling}}
+    own: Json = {"gateway": {"override_sampling": sampling}}
     await store.put_run(Run("more", "more", {"branch": {"rollout": "p", **changes}, "config": own}, 3.0))
     await store.create_rollouts([Rollout("more/0", "more", Task("q"), "more", split="branch", parent=("p", 1, 0))])
     rows = texts((await shown(places_of(store), "group/run/g"))["Branches"])
@@ -390,7 +412,7 @@ async def test_a_tree_names_what_tools_gave(store: MemoryStore) -> None:
 
         client = openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key)
         messages: list[Any] = [{"role": "user", "content": task.input}]
-        made = client.chat.completions.create(model=llm.model, messages=messages).choices[0].message
+        made: Any = client.chat.completions.create(model=llm.model, messages=messages).choices[0].message
         messages.append(made.model_dump(exclude_none=True))
         for asked in made.tool_calls or ():
             result = search(**json.loads(asked.function.arguments))

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from lightning.config import Config
 from lightning.server.auth import issue_token
 from lightning.server.serving import serve_store
 from lightning.store.url import sqlite_url
-from lightning.types import Outcome, Run, Scope
+from lightning.types import Outcome, Rollout, Run, Scope, Task
 from lightning_console.export import export_pages
 
 from tests.plugins.console.made_folder import goes_on, in_store, plot
@@ -120,6 +121,30 @@ def test_a_run_that_goes_on_is_watched(page: Page, place: Path, opened: str) -> 
 
     in_thread(lambda: in_store(place / "on", one_more))
     page.wait_for_function("before => document.body.innerText !== before", arg=first)
+    assert page.evaluate("performance.getEntriesByType('navigation').length") == 1, "the page was not loaded again"
+
+
+def test_branches_appear_in_their_parents_group_while_one_looks(page: Page, place: Path, opened: str) -> None:
+    parent = "on/0/0/0"
+
+    async def begin(store: Store) -> None:
+        changes = {"branch": {"rollout": parent, "at": 1, "edit": "look again"}}
+        await store.put_run(Run("again", "again", changes, time.time()))
+        await store.create_rollouts(
+            [Rollout("again/0", "again", Task("q"), "again", split="branch", parent=(parent, 1, 0))]
+        )
+
+    async def end(store: Store) -> None:
+        await store.lease("again", "w3")
+        await store.complete("again/0", 1, Outcome(reward=0.625))
+
+    page.goto(opened + "&page=group%2Fon%2Fon%252F0%252F0")
+    page.wait_for_selector("h1:has-text('on/0/0')")
+    assert page.locator("h2:has-text('Branches')").count() == 0
+    in_thread(lambda: in_store(place / "on", begin))
+    page.wait_for_selector("tr:has-text('edit: look again'):has-text('pending')")
+    in_thread(lambda: in_store(place / "on", end))
+    page.wait_for_selector("tr:has-text('edit: look again'):has-text('0.625')")
     assert page.evaluate("performance.getEntriesByType('navigation').length") == 1, "the page was not loaded again"
 
 

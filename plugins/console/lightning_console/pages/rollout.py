@@ -368,6 +368,6 @@ def _commands(found: Located, view: RolloutView) -> Notices:
         command += f" --attempt {view.rollout.attempt}"
     commands = [command]
     if view.chosen:
-        commands.append(f"{command} --until {view.chosen - 1}")
+        commands.append(f"{command} --until {view.before}")
     text = "run its agent again from the record, without a model; or up to the chosen call"
     return Notices([Notice(text, commands=commands if view.calls else ())], title="Replay it")

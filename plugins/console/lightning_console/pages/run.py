@@ -29,6 +29,7 @@ from lightning_console.pages.words import (
     written,
 )
 from lightning_console.places import Located, Places
+from lightning_console.queries.branches import parent_of
 from lightning_console.queries.curves import Curves, gain_of, held_out_points, points_of, read_curves
 from lightning_console.queries.insight import advice_of, folder_of, profile_of
 from lightning_console.queries.runs import ODD, RunLine, chosen_settings, line_of, said_of
@@ -129,6 +130,11 @@ async def _state(found: Located, line: RunLine, curves: Curves) -> Notices:
         )
     if line.about.forked_from:
         notices.append(Notice(f"it began with the weights of {line.about.forked_from}"))
+    if (parent := await parent_of(found)) is not None:
+        key, rollout = parent
+        notices.append(
+            Notice(f"it has branches of {rollout}", links=[Link("their parent", to("rollout", key, rollout))])
+        )
     return Notices(notices)
 
 

@@ -131,7 +131,7 @@ def _groups(found: Located, step: Step, address: Address, first: int) -> Table:
     shown = ordered[first : first + GROUPS]
     columns = [
         Column("task"),
-        Column("rewards", hint="of its rollouts, in order; × failed, … not ended"),
+        Column("rewards", hint="of its rollouts, in order; × failed, … not ended; behind | those of branches"),
         Column("mean", "number"),
         Column("spread", "number", "standard deviation: what there is to learn from"),
         Column("failed", "number"),
@@ -154,11 +154,13 @@ def _groups(found: Located, step: Step, address: Address, first: int) -> Table:
 def _row(found: Located, step: Step, group: GroupLine) -> list[Cell]:
     here = to("group", found.key, group.group)
     taught = "not yet" if not step.committed else "no" if group.untaught else "yes"
-    pairs = list(zip(group.rewards, group.states, strict=True))[:24]
-    rewards = " ".join(_reward(reward, state) for reward, state in pairs)
+    told = [_reward(reward, state) for reward, state in zip(group.rewards, group.states, strict=True)]
+    if group.branches:
+        told.insert(len(told) - group.branches, "|")
+    rewards = " ".join(told[:24])
     return [
         Cell(written(group.task, 100) or group.task_id, here, hint=written(group.task, 2000)),
-        Cell(rewards + (" …" if len(group.rewards) > 24 else ""), here),
+        Cell(rewards + (" …" if len(told) > 24 else ""), here),
         Cell(number(group.mean)),
         Cell(number(group.spread), tone="muted" if not group.spread else ""),
         Cell(str(group.failed), tone="warn" if group.failed else "muted"),

@@ -197,6 +197,13 @@ async def runs_with_branches(located: Located) -> list[str]:
     return keys
 
 
+async def parent_of(located: Located) -> tuple[str, str] | None:
+    """The rollout whose branches a run has, after the key of its run; None for a run of another kind."""
+    changes = await _changes(located.store, located.run)
+    parent = await located.store.get_rollout(changes.parent) if changes is not None else None
+    return (key_beside(located, parent.run), parent.id) if parent is not None else None
+
+
 def key_beside(located: Located, run: str) -> str:
     """The key of another run in the same store."""
     return located.key if run == located.run.id else key_of(run, located.url if "~" in located.key else "")

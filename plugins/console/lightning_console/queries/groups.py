@@ -244,7 +244,7 @@ def _line(member: Member, said: Sequence[Said], ended: Attempt, proof: StepProof
     credit = proof.members.get(member.rollout.id)
     actions = []
     if member.edit is not None:
-        actions.append(Action((member.changed, member.edit), "edited", _shortened(member.edit), 0))
+        actions.append(Action((member.changed, member.edit), "", _shortened(member.edit), 0))
     numbers = {call.seq: number for number, call in enumerate(member.calls, 1)}
     for call, one in zip(own_calls(member.calls), said, strict=True):
         same = member.changed, call.caller.name, call.prompt_ids.tobytes(), call.response_ids.tobytes()

@@ -114,6 +114,14 @@ class RolloutView:
     fork: Fork = NOWHERE
 
     @property
+    def before(self) -> int:
+        """How many calls a replay answers before the chosen one: choices of one call are one, and a branch has its parent's."""
+        own = sum(not each.transition.choice for each in self.calls[: self.chosen]) - 1
+        first = self.beginning
+        inherited = 0 if first is None else len(first.calls) + (first.branch.edit is not None)
+        return max(0, own) + inherited
+
+    @property
     def step_rewards(self) -> tuple[StepReward, ...]:
         """The rewards that were given inside of it."""
         return self.ended.step_rewards
@@ -192,7 +200,7 @@ async def _beginning(located: Located, rollout: Rollout) -> Beginning | None:
         key_beside(located, found.run),
         attempt,
         0 if before.at is None else before.at + 1,
-        tuple((place + 1, calls[place]) for place in before.answered),
+        tuple((place + 1, calls[place]) for place in before.answered if not calls[place].choice),
     )
 
 

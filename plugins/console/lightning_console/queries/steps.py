@@ -50,8 +50,9 @@ class RolloutPoint:
 
 @dataclass(frozen=True, slots=True)
 class GroupLine:
-    """A group of a step: its task, and the rewards and states of its rollouts in order. `untaught` is the reason why it taught
-    nothing, in the trainer's word, and `why` in plain ones; both are empty where it taught."""
+    """A group of a step: its task, and the rewards and states of its rollouts in order, the last `branches` of which are
+    branches of others. `untaught` is the reason why it taught nothing, in the trainer's word, and `why` in plain ones; both are
+    empty where it taught."""
 
     group: str
     task: Json
@@ -64,6 +65,7 @@ class GroupLine:
     step: int
     untaught: str = ""
     why: str = ""
+    branches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,7 @@ def _members(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def _line(members: Sequence[Rollout], untaught: str) -> GroupLine:
+    members = sorted(members, key=lambda rollout: rollout.parent is not None)
     rewards = [rollout.reward for rollout in members if rollout.reward is not None]
     first = members[0]
     return GroupLine(
@@ -225,6 +228,7 @@ def _line(members: Sequence[Rollout], untaught: str) -> GroupLine:
         step=first.step,
         untaught=untaught,
         why=REASONS.get(untaught, "rewards do not tell why" if untaught == "other" else untaught),
+        branches=sum(rollout.parent is not None for rollout in members),
     )
 
 

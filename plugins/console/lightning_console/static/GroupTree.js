@@ -18,7 +18,7 @@ window.lightning = window.lightning || {components: {}};
     const left = (depth) => 8 + depth * COLUMN;
     const items = value.nodes.map((node, index) => nodeOf(node, children[index], value, layout.places[index], left, context));
     const edges = value.nodes.map((node, index) => edgeOf(node, layout, index, left, widest, strongest));
-    const agents = new Set(value.nodes.filter((node) => node.parent >= 0).map((node) => node.caller)).size > 1;
+    const agents = new Set(value.nodes.filter((node) => node.parent >= 0 && node.caller).map((node) => node.caller)).size > 1;
     const labels = value.nodes.map((node, index) => labelOf(node, layout, index, left, strongest, agents, context));
     const ends = layout.ends.map((end) => endOf(end, value.nodes[end.node], left, context));
     const size = {width: left(layout.depth + 1) + 12, height: layout.height + 16};
@@ -111,7 +111,7 @@ window.lightning = window.lightning || {components: {}};
     const begins = node.branch && layout.branches[node.parent] !== node.branch;
     return link(context, node.to, {class: "action", tabindex: "-1", "data-node": String(index),
       style: `left: ${left(place.depth) - COLUMN + NODE + 36}px; width: ${COLUMN - NODE - 42}px; top: ${place.y + 8 - 24}px`},
-      begins ? make("b", {class: "branch"}, node.branch) : null, agents ? make("span", {class: "who"}, node.caller) : null,
+      begins ? make("b", {class: "branch"}, node.branch) : null, agents && node.caller ? make("span", {class: "who"}, node.caller) : null,
       make("span", {class: "text"}, node.action || "(no text)"), node.advantage === null ? null : make("b", {class: `advantage ${strength(node.advantage, strongest)}`}, plus(node.advantage)));
   }
 
@@ -135,7 +135,8 @@ window.lightning = window.lightning || {components: {}};
       make("span", {class: "entry"}, "node: mean return", make("span", {class: "end"}, short(value.low)), make("i", {class: "ramp value"}), make("span", {class: "end"}, short(value.high))),
       trained ? make("span", {class: "entry"}, "edge: advantage", make("span", {class: "end"}, plus(-strongest)), make("i", {class: "ramp diverging"}), make("span", {class: "end"}, plus(strongest)))
         : make("span", {class: "entry"}, "no advantage: nothing was trained on these calls"),
-      make("span", {class: "entry"}, `edge's width: rollouts, up to ${widest}`), make("span", {class: "entry"}, fork(), "they part: a click compares"));
+      make("span", {class: "entry"}, `edge's width: rollouts, up to ${widest}`), make("span", {class: "entry"}, fork(), "they part: a click compares"),
+      value.nodes.some((node) => node.branch) ? make("span", {class: "entry"}, make("i", {class: "dashes"}), "branches only") : null);
   }
 
   function tell(detail, node, children, context) {
