@@ -33,9 +33,12 @@ if TYPE_CHECKING:
 
 SYSTEM = "You are on a quest. Answer with one number: 1, 2 or 3."
 EXAMPLES = (
-    ("Quest: a moat, then a thief.\nYou carry a rope and a sword.\nTower: jewels ahead. 1 left, 2 ahead, 3 right", "2"),
-    ("Quest: a moat, then a thief.\nYou carry a rope.\nPack for the thief: 1 sword, 2 lamp, 3 meat", "3"),
-    ("Quest: a moat, then a thief.\nYou carry nothing.\nPack for the moat: 1 boat, 2 rope, 3 camel", "1"),
+    (
+        "Quest: a moat, then a thief.\nYou carry a rope and a sword. Go 1 left, 2 ahead, 3 right.\nTower: jewels ahead",
+        "2",
+    ),
+    ("Quest: a moat, then a thief.\nYou carry a rope. Pack 1 sword, 2 lamp, 3 meat.\nNeeded for the thief", "3"),
+    ("Quest: a moat, then a thief.\nYou carry nothing. Pack 1 boat, 2 rope, 3 camel.\nNeeded for the moat", "1"),
 )
 """One answer with each digit, so that the untrained model answers with digits and prefers none of them much."""
 DIGITS = ("1", "2", "3")
@@ -77,12 +80,13 @@ def messages(quest: Quest, state: State) -> list[ChatCompletionMessageParam]:
 def ask(quest: Quest, state: State) -> str:
     """A state in words."""
     carried = " and ".join(f"a {thing}" for thing in state.packed) or "nothing"
-    start = f"Quest: a {quest.danger}, then a {quest.guard}.\nYou carry {carried}.\n"
-    named = ", ".join(f"{digit} {choice}" for digit, choice in zip(DIGITS, choices(state), strict=True))
+    verb, named = "Go", ", ".join(f"{digit} {choice}" for digit, choice in zip(DIGITS, choices(state), strict=True))
     if len(state.packed) < len(SHELVES):
-        return f"{start}Pack for the {quest.dangers[len(state.packed)]}: {named}"
-    room = quest.rooms[state.room]
-    return f"{start}{ROOMS[state.room].capitalize()}: {look(room.treasure, room.side)}. {named}"
+        verb, last = "Pack", f"Needed for the {quest.dangers[len(state.packed)]}"
+    else:
+        room = quest.rooms[state.room]
+        last = f"{ROOMS[state.room].capitalize()}: {look(room.treasure, room.side)}"
+    return f"Quest: a {quest.danger}, then a {quest.guard}.\nYou carry {carried}. {verb} {named}.\n{last}"
 
 
 def read(reply: str, state: State) -> str | None:
