@@ -53,12 +53,13 @@ class Tools:
         return await self._show(Address("step", (run, str(step))))
 
     async def group(self, run: str, group: str) -> dict[str, Any]:
-        """The rollouts of one task (such as RUN/3/0) as a prefix tree of calls: where they part, and what each earned."""
+        """The rollouts of one task (such as RUN/3/0) and their branches as a prefix tree of calls: where they part, and what
+        each earned."""
         return await self._show(Address("group", (run, group)))
 
     async def rollout(self, run: str, rollout: str, call: int = 0) -> dict[str, Any]:
         """One rollout: messages, tools, rewards; the tokens of a call (from 1; 0: the first that was trained) and the proved
-        reason for their push."""
+        reason for their push; its branches, what each call is worth by them, and the command that makes some at that call."""
         options = {"call": str(call)} if call else {}
         return await self._show(Address("rollout", (run, rollout), options))
 
