@@ -59,6 +59,24 @@ class BranchedAt:
         return tuple(call for call in self.parent.transitions if is_prefix(call, self.call))
 
 
+def inherited(members: Iterable[Trajectory]) -> dict[str, tuple[tuple[Transition, bool], ...]]:
+    """The calls that each branch, by its rollout id, has from its parent, with whether they are trainable, those that the
+    parent has from its own included. Branches whose parent is not among the members are absent."""
+    known = branched_at(members)
+    found: dict[str, tuple[tuple[Transition, bool], ...]] = {}
+    for branch in known:
+        calls: tuple[tuple[Transition, bool], ...] = ()
+        at: BranchedAt | None = known[branch]
+        for _ in known:
+            if at is None:
+                break
+            flags = zip(at.parent.transitions, at.parent.trainable, strict=True)
+            calls = (*(pair for pair in flags if is_prefix(pair[0], at.call)), *calls)
+            at = known.get(at.parent.rollout.id)
+        found[branch] = calls
+    return found
+
+
 def is_prefix(call: Transition, at: Transition) -> bool:
     """Whether a branch at the call `at` is answered another call of the same rollout from the record: it had been answered
     when `at` was sent. Calls that were still under way are sampled anew."""

@@ -15,6 +15,7 @@ import numpy as np
 from lightning.credit.advantage import rloo
 from lightning.credit.protocol import Credit, GroupAdvantage
 from lightning.errors import ConfigError, DataError
+from lightning.testing.decision_trees import Branches, independent, sample_tree
 from lightning.testing.decisions import DecisionTask, Floats, SampledGroup, Truth, sample_group
 
 
@@ -37,6 +38,8 @@ class CreditScore:
     averaged until noise is as long as signal. Infinite when there is no signal."""
     cosine: float
     """Between one group's gradient and the true one, averaged over groups; 0 for a group whose gradient is 0."""
+    calls: float
+    """How many calls a group sampled, on average."""
 
 
 def score_credit(
@@ -48,11 +51,14 @@ def score_credit(
     seed: int = 0,
     advantage: GroupAdvantage = rloo,
     value_error: float = 0.0,
+    branches: Branches | None = None,
 ) -> CreditScore:
     """Sample groups of a task and compare the credit's advantages with the true ones.
 
     `advantage` is the low level's estimator. Credits that read `Trajectory.values` are given the exact value of each state
     plus a normal error of deviation `value_error`, drawn once for each state: a critic errs in the same way each time.
+    With `branches`, a group has fewer independent rollouts and branches of them, for about as many calls (`CreditScore.calls`)
+    as `group_size` rollouts make.
     Raises `DataError` when the credit does not give one finite number for each call.
     """
     scores = score_credits(
@@ -63,6 +69,7 @@ def score_credit(
         seed=seed,
         advantage=advantage,
         value_error=value_error,
+        branches=branches,
     )
     return scores["credit"]
 
@@ -76,6 +83,7 @@ def score_credits(
     seed: int = 0,
     advantage: GroupAdvantage = rloo,
     value_error: float = 0.0,
+    branches: Branches | None = None,
 ) -> dict[str, CreditScore]:
     """Score several credits on the same rollouts, as `score_credit` does one."""
     if groups < 2:
@@ -85,7 +93,11 @@ def score_credits(
         raise ConfigError(f"{task.name}: none of the trained decisions makes a difference, so there is nothing to find")
     rng = np.random.default_rng(seed)
     values = truth.values + value_error * rng.standard_normal(len(truth.values))
-    sampled = [sample_group(task, group_size, rng, name=f"group-{number}", values=values) for number in range(groups)]
+    names = [f"group-{number}" for number in range(groups)]
+    if branches is None:
+        sampled = [sample_group(task, group_size, rng, name=name, values=values) for name in names]
+    else:
+        sampled = [sample_tree(task, group_size, branches, rng, name=name, values=values) for name in names]
     return {name: _score(truth, _calls(credit, sampled, advantage), sampled) for name, credit in named.items()}
 
 
@@ -105,7 +117,7 @@ def _calls(credit: Credit, sampled: Sequence[SampledGroup], advantage: GroupAdva
 
 
 def _score(truth: Truth, given: Floats, sampled: Sequence[SampledGroup]) -> CreditScore:
-    groups, group_size = len(sampled), len(sampled[0].states)
+    groups, rollouts = len(sampled), independent(sampled[0].group.trajectories)
     states = np.concatenate([own for each in sampled for own in each.states])
     actions = np.concatenate([own for each in sampled for own in each.actions])
     number = np.repeat(np.arange(groups), [sum(map(len, each.states)) for each in sampled])
@@ -116,7 +128,7 @@ def _score(truth: Truth, given: Floats, sampled: Sequence[SampledGroup]) -> Cred
     np.add.at(gradients, (number, states, actions), given)
     total = np.zeros((groups, len(truth.policy)))
     np.add.at(total, (number, states), given)
-    gradients = ((gradients - total[:, :, None] * truth.policy) / group_size).reshape(groups, -1)
+    gradients = ((gradients - total[:, :, None] * truth.policy) / rollouts).reshape(groups, -1)
     true, weights = truth.gradient.ravel(), (truth.visits[:, None] * truth.policy).ravel()
     lengths = np.linalg.norm(gradients, axis=1) * np.linalg.norm(true)
     cosines = np.divide(gradients @ true, lengths, out=np.zeros(groups), where=lengths > 0)
@@ -129,6 +141,7 @@ def _score(truth: Truth, given: Floats, sampled: Sequence[SampledGroup]) -> Cred
         _bias(one, other, true, weights),
         noise / signal if signal > 0 else float("inf"),
         float(cosines.mean()),
+        sum(len(own) for each in sampled for own in each.states) / groups,
     )
 
 

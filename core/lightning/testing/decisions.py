@@ -150,19 +150,13 @@ def sample_group(
 ) -> SampledGroup:
     """`size` rollouts of a task. `values`, shape (S,), is what a critic says of each state: it becomes
     `Trajectory.values`, NaN for calls that are not trained."""
-    places = {state: place for place, state in enumerate(task.states)}
-    decisions = list(task.states.values())
-    trajectories, states, actions = [], [], []
-    for index in range(size):
-        path = _walk(decisions, places, rng)
-        trajectories.append(_trajectory(task, decisions, path, name, index, values))
-        states.append(np.array(path.states, dtype=np.int64))
-        actions.append(np.array(path.actions, dtype=np.int64))
-    return SampledGroup(Group(name, tuple(trajectories)), tuple(states), tuple(actions))
+    paths = [walk(task, DecisionPath(), rng) for _ in range(size)]
+    made = [path_trajectory(task, path, name, index, values) for index, path in enumerate(paths)]
+    return as_sampled(name, made, paths)
 
 
 @dataclass(slots=True)
-class _Path:
+class DecisionPath:
     """The calls of one rollout: state, action and step reward of each; and the reward at the end."""
 
     states: list[int] = field(default_factory=list)
@@ -170,9 +164,15 @@ class _Path:
     steps: list[float] = field(default_factory=list)
     reward: float = 0.0
 
+    def part(self, calls: slice) -> DecisionPath:
+        """Some of its calls."""
+        return DecisionPath(self.states[calls], self.actions[calls], self.steps[calls], self.reward)
 
-def _walk(decisions: Sequence[Decision], places: Mapping[str, int], rng: np.random.Generator) -> _Path:
-    path, at = _Path(), 0
+
+def walk(task: DecisionTask, path: DecisionPath, rng: np.random.Generator, at: int = 0) -> DecisionPath:
+    """The path, which leads to the state `at`, with the policy's calls from there to the end."""
+    places = {state: place for place, state in enumerate(task.states)}
+    decisions = list(task.states.values())
     while True:
         choices = decisions[at].actions
         action = _drawn(rng, choices)
@@ -187,10 +187,11 @@ def _walk(decisions: Sequence[Decision], places: Mapping[str, int], rng: np.rand
         at = places[outcome.state]
 
 
-def _trajectory(
-    task: DecisionTask, decisions: Sequence[Decision], path: _Path, group: str, index: int, values: Floats | None
+def path_trajectory(
+    task: DecisionTask, path: DecisionPath, group: str, index: int, values: Floats | None = None
 ) -> Trajectory:
     """The path with token ids: one for each state and each action."""
+    decisions = list(task.states.values())
     made = make_trajectory([], rollout=f"{group}/{index}", group=group, index=index, reward=path.reward)
     prompt, calls = [BEGIN], []
     for seq, (at, action) in enumerate(zip(path.states, path.actions, strict=True)):
@@ -205,6 +206,13 @@ def _trajectory(
     steps = zip(calls, path.steps, strict=True)
     rewards = tuple(StepReward(value, "step", call.id) for call, value in steps if value)
     return Trajectory(made.rollout, tuple(calls), flags, (), rewards, said)
+
+
+def as_sampled(name: str, made: Sequence[Trajectory], paths: Sequence[DecisionPath]) -> SampledGroup:
+    """The group of these trajectories, whose calls are those of the paths."""
+    states = tuple(np.array(path.states, dtype=np.int64) for path in paths)
+    actions = tuple(np.array(path.actions, dtype=np.int64) for path in paths)
+    return SampledGroup(Group(name, tuple(made)), states, actions)
 
 
 def _drawn(rng: np.random.Generator, choices: Sequence[Action] | Sequence[ActionOutcome]) -> int:
