@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from lightning.algorithms.protocol import Batch
 from lightning.batch.build import MAX_ADVANTAGE, Normalization, build_samples, name_of
-from lightning.batch.trajectory import Flaw, Group, Trajectory, first_flaw, is_trained
+from lightning.batch.trajectory import Flaw, Group, Trajectory, first_flaw, inherited, is_trained
 from lightning.credit.advantage import ROUNDING, all_equal
 from lightning.credit.intermediate import ToolReward, with_tool_rewards
 from lightning.credit.protocol import group_returns
@@ -198,8 +198,8 @@ def _check_reward(trajectory: Trajectory) -> None:
 @dataclass(frozen=True, slots=True)
 class Overlong:
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), times `penalty`, on the tokens that all trained calls
-    of a rollout generated together: 0 up to `max_tokens` - `buffer`, from there falling linearly to -1 at `max_tokens`, and
-    -1 beyond."""
+    of a rollout generated together, in a branch those that it has from its parent included: 0 up to `max_tokens` - `buffer`,
+    from there falling linearly to -1 at `max_tokens`, and -1 beyond."""
 
     max_tokens: int
     buffer: int = 0
@@ -228,7 +228,11 @@ def with_rules(group: Group, tool_reward: ToolReward | None = None, overlong: Ov
     if tool_reward is not None:
         members = tuple(with_tool_rewards(member, tool_reward) for member in members)
     if overlong is not None:
-        members = tuple(_punished(member, overlong) for member in members)
+        before = {
+            branch: sum(len(call.response_ids) for call, trainable in calls if is_trained(call, trainable))
+            for branch, calls in inherited(members).items()
+        }
+        members = tuple(_punished(member, overlong, before.get(member.rollout.id, 0)) for member in members)
     return group if members is group.trajectories else Group(group.id, members)
 
 
@@ -238,8 +242,8 @@ def trained_tokens(trajectory: Trajectory) -> int:
     return sum(len(call.response_ids) for call, trainable in calls if is_trained(call, trainable))
 
 
-def _punished(trajectory: Trajectory, overlong: Overlong) -> Trajectory:
-    punishment = overlong(trained_tokens(trajectory))
+def _punished(trajectory: Trajectory, overlong: Overlong, before: int) -> Trajectory:
+    punishment = overlong(before + trained_tokens(trajectory))
     if not punishment:
         return trajectory
     return replace(trajectory, rollout=replace(trajectory.rollout, reward=trajectory.reward + punishment))

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.sample import IntArray, Sample, TokenSpan, sampler_logprobs
-from lightning.batch.trajectory import Group, Trajectory, find_flaw, first_flaw, is_trained
+from lightning.batch.trajectory import Group, Trajectory, find_flaw, first_flaw, inherited, is_trained
 from lightning.errors import ConfigError, DataError
 from lightning.types import Transition
 
@@ -31,6 +31,9 @@ Normalization = Literal["token-mean", "rollout-mean", "sequence-mean", "constant
 
 `token-mean` 1/N (DAPO, arXiv 2503.14476) · `rollout-mean` 1/(R · tokens of its rollout) · `sequence-mean` 1/(C · tokens of
 its call) (GRPO, arXiv 2402.03300) · `constant` 1/(R · `constant_tokens`) (Dr. GRPO, arXiv 2503.20783).
+
+The rollout of a branch is the whole one: the trained tokens that it has from its parent count in its length, though they are
+trained with the parent. A branch at a late call weighs no more for being short.
 """
 
 MAX_ADVANTAGE = 1e14
@@ -72,7 +75,14 @@ def build_samples(
         list(_trained_calls(trajectory, values)) for trajectory, values in zip(trajectories, advantages, strict=True)
     ]
     _refuse_duplicates(rollouts)
-    _set_weights(rollouts, normalization, constant_tokens)
+    before = inherited(trajectories)
+    shared = [
+        sum(
+            len(call.response_ids) for call, trainable in before.get(each.rollout.id, ()) if is_trained(call, trainable)
+        )
+        for each in trajectories
+    ]
+    _set_weights(rollouts, shared, normalization, constant_tokens)
     if value_targets is not None:
         _set_targets(trajectories, rollouts, value_targets, value_coefficient)
     samples: list[Sample] = []
@@ -165,20 +175,23 @@ def _merge(calls: Sequence[_Call]) -> list[_Row]:
     return rows
 
 
-def _set_weights(rollouts: Sequence[Sequence[_Call]], normalization: Normalization, constant: int | None) -> None:
+def _set_weights(
+    rollouts: Sequence[Sequence[_Call]], shared: Sequence[int], normalization: Normalization, constant: int | None
+) -> None:
+    """`shared` is how many trained tokens each rollout has from its parent."""
     if normalization == "constant" and not (constant is not None and constant > 0):
         raise ConfigError("normalization 'constant' needs constant_tokens, a positive number of tokens per rollout")
     tokens = [sum(len(call.response) for call in calls) for calls in rollouts]
     step_tokens = sum(tokens)
     trained_rollouts = sum(1 for count in tokens if count)
     trained_calls = sum(len(calls) for calls in rollouts)
-    for calls, rollout_tokens in zip(rollouts, tokens, strict=True):
+    for calls, own, before in zip(rollouts, tokens, shared, strict=True):
         for call in calls:
             match normalization:
                 case "token-mean":
                     share = step_tokens
                 case "rollout-mean":
-                    share = trained_rollouts * rollout_tokens
+                    share = trained_rollouts * (before + own)
                 case "sequence-mean":
                     share = trained_calls * len(call.response)
                 case "constant":

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning.batch.trajectory import Group, Trajectory
+from lightning.batch.trajectory import Group, Trajectory, inherited
 from lightning.credit.intermediate import call_rewards
 from lightning.credit.protocol import GroupAdvantage, group_returns
 from lightning.errors import ConfigError
@@ -40,7 +40,7 @@ def state_ids(group: Group) -> list[npt.NDArray[np.int64]]:
 def returns_to_go(trajectory: Trajectory, gamma: float = 1.0) -> npt.NDArray[np.float64]:
     """What was earned from each call on, shape (calls,): its step rewards, `gamma` times those of the next call, and so on.
 
-    The reward that the agent returned comes with the last call.
+    The reward that the agent returned comes with the last call. What a branch earned before its own calls is in none of them.
     """
     returns = call_rewards(trajectory)
     if len(returns):
@@ -87,7 +87,8 @@ class Discounted:
     G_k = r_k + gamma G_(k+1), where r_k are the step rewards of call k and the outcome comes with the last call; the
     advantage of call k is the estimator's for G_k among the G_k of the group, as MAGRPO compares turns (arXiv 2508.04652).
     So no call answers for rewards before it. A rollout that has ended by call k stands there with its last call. With
-    gamma = 1 and no step rewards this is `identical`.
+    gamma = 1 and no step rewards this is `identical`. The calls of a branch stand at the places that they have in the whole
+    rollout, and at those before them it is not compared.
     """
 
     gamma: float = 0.9
@@ -98,18 +99,32 @@ class Discounted:
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
         """One array of advantages, shape (calls,), for each trajectory."""
         returns = [returns_to_go(trajectory, self.gamma) for trajectory in group.trajectories]
+        starts = _first_places(group)
         found = [np.zeros(len(own)) for own in returns]
-        for place in range(max(map(len, returns), default=0)):
-            here = np.array(
-                [
-                    own[min(place, len(own) - 1)] if len(own) else trajectory.reward
-                    for own, trajectory in zip(returns, group.trajectories, strict=True)
-                ]
-            )
-            for own, value in zip(found, advantage(here), strict=True):
-                if place < len(own):
-                    own[place] = value
+        for place in range(max((start + len(own) for start, own in zip(starts, returns, strict=True)), default=0)):
+            there = [index for index, start in enumerate(starts) if start <= place]
+            here = []
+            for index in there:
+                own = returns[index]
+                last = min(place - starts[index], len(own) - 1)
+                here.append(own[last] if len(own) else group.trajectories[index].reward)
+            for index, value in zip(there, advantage(np.array(here)), strict=True):
+                if place - starts[index] < len(found[index]):
+                    found[index][place - starts[index]] = value
         return found
+
+
+def _first_places(group: Group) -> list[int]:
+    """How many calls came before the first one of each trajectory: none but for branches."""
+    before = inherited(group.trajectories)
+    return [
+        len(before[member.rollout.id])
+        if member.rollout.id in before
+        else member.rollout.parent[2]
+        if member.rollout.parent
+        else 0
+        for member in group.trajectories
+    ]
 
 
 def per_agent(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:

@@ -3,12 +3,13 @@
 The invariant: everything here is a pure function of what was recorded, so an audit derives the same rewards again. A tool
 run belongs to the call (and, with n > 1, to the choice) whose response asked for it, by the id of the tool call, else to the
 call that came last before it, by the id of the response. Only where nobody knows an id does time decide, the agent's clock
-against the gateway's: among the calls of the agent that ran the tool, if it made any.
+against the gateway's: among the calls of the agent that ran the tool, if it made any. What a branch earned before its own calls
+belongs to none of them: it is in its return alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -69,39 +70,51 @@ def with_tool_rewards(trajectory: Trajectory, rule: ToolReward) -> Trajectory:
                 f"{trajectory.rollout.id}: it has to return a finite number"
             )
         if value:
-            call = _call_behind(event, trajectory.transitions)
-            response_id, seq = (call.id, call.seq) if call else ("", -1)
+            call = _call_behind(event, trajectory)
+            response_id, seq = (call.id, call.seq) if call else (event.response_id, -1)
             given.append(ToolStepReward(float(value), f"tool:{event.name}", response_id, event.at, seq))
     return replace(trajectory, step_rewards=(*trajectory.step_rewards, *given)) if given else trajectory
 
 
-def _call_behind(event: ToolEvent, calls: Iterable[Transition]) -> Transition | None:
-    """The call that a tool ran for; None when there is no call.
+def _call_behind(event: ToolEvent, trajectory: Trajectory) -> Transition | None:
+    """The call that a tool ran for; None when there is no call, or it is one of a branch's parent.
 
     Some policy servers count their ids anew in each conversation, so that agents side by side use the same ones: then the
     last call that asked is meant, up to the one before the event or, where that is not known, to the time of the event.
     """
-    known = list(calls)
+    known = trajectory.transitions
     before = next((call for call in known if event.response_id and call.id == event.response_id), None)
+    if before is None and _is_inherited(trajectory, event.response_id):
+        return None
     if event.call_id and (asked := [call for call in known if event.call_id in call.tool_calls]):
         if before is None:
-            return _last_before(event.at, asked)
+            return _by_time(trajectory, event, asked)
         same = [call for call in asked if call.id == before.id]
         return same[0] if same else max((call for call in asked if call.seq < before.seq), key=_seq, default=asked[0])
     if before is not None:
         return before
     agent = event.caller.name if event.caller else ""
-    return _last_before(event.at, [call for call in known if call.caller.name == agent] or known)
+    return _by_time(trajectory, event, [call for call in known if call.caller.name == agent] or known)
 
 
 def _seq(call: Transition) -> int:
     return call.seq
 
 
-def _last_before(at: float, calls: list[Transition]) -> Transition | None:
-    """The last call that had ended by then, of its choices the first; the first call when none had."""
-    ended = [call for call in calls if call.ended_at <= at]
-    return max(ended, key=lambda call: (call.ended_at, -call.choice, call.seq), default=calls[0] if calls else None)
+def _is_inherited(trajectory: Trajectory, response_id: str) -> bool:
+    """Whether an id is that of a call which a branch has from its parent: of its own calls, kept or not, it is none."""
+    if trajectory.rollout.parent is None or not response_id:
+        return False
+    own = (*trajectory.transitions, *trajectory.lost, *trajectory.refused)
+    return all(call.id != response_id for call in own)
+
+
+def _by_time(trajectory: Trajectory, what: ToolEvent | StepReward, calls: Sequence[Transition]) -> Transition | None:
+    """The last call that had ended by then, of its choices the first. When none had, it is the first call, but nobody where the
+    rollout is a branch and no call of its own is named: it was before them."""
+    ended = [call for call in calls if call.ended_at <= what.at]
+    first = calls[0] if calls and (trajectory.rollout.parent is None or what.response_id) else None
+    return max(ended, key=lambda call: (call.ended_at, -call.choice, call.seq), default=first)
 
 
 def call_rewards(trajectory: Trajectory) -> npt.NDArray[np.float64]:
@@ -109,7 +122,8 @@ def call_rewards(trajectory: Trajectory) -> npt.NDArray[np.float64]:
 
     A reward belongs to the call with its response id (the first choice, where there are several; a tool's, to the choice
     that asked for it). Time serves one without an id, or whose call was not kept: the last call that had ended by then gets
-    it, and the first call when none had.
+    it, and the first call when none had. In a branch, nobody gets what names a call of its parent, or was earned before its own
+    calls.
     """
     calls = list(trajectory.transitions)
     rewards = np.zeros(len(calls))
@@ -121,8 +135,9 @@ def call_rewards(trajectory: Trajectory) -> npt.NDArray[np.float64]:
         found = by_seq.get(reward.seq) if isinstance(reward, ToolStepReward) else None
         if found is None and reward.response_id:
             found = by_id.get(reward.response_id)
-        if found is None and (last := _last_before(reward.at, calls)) is not None:
-            found = by_seq[last.seq]
+        if found is None and not _is_inherited(trajectory, reward.response_id):
+            last = _by_time(trajectory, reward, calls)
+            found = None if last is None else by_seq[last.seq]
         if found is not None:
             rewards[found] += reward.value
     return rewards
