@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning import Distill, LightningRL
+from lightning import Distill, LightningRL, Trainer
 from lightning.audit import audit
+from lightning.batch import Group
 from lightning.cli.locate import locate, with_store
+from lightning.config import Config, with_settings
 from lightning.errors import AuditError, ConfigError
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
@@ -22,6 +24,7 @@ from lightning.trainer.teacher import Teacher, check_same_tokens, teacher_again,
 from lightning.types import StepRecord
 from lightning_debug.retrain import retrain
 
+from tests.core.trainer.test_families import agent
 from tests.core.trainer.test_fork import equal, model
 from tests.core.trainer.test_fork import train as train
 
@@ -170,3 +173,35 @@ def test_a_teacher_is_known_by_its_digest_wherever_it_lies(tmp_path: Path) -> No
     assert teacher_again(then, here) == here
     with pytest.raises(ConfigError, match=r"which is not at .*before any more: bring it back there"):
         teacher_again(then, replace(here, digest="0" * 64))
+
+
+def test_a_loop_of_ones_own_has_a_teacher_and_a_buffer(train: Any, tmp_path: Path) -> None:
+    """Both in one run: what is trained again is judged by the teacher anew."""
+    train("parent", 2)
+    settings = {"trainer.max_reuse": 1, "trainer.max_staleness": 1, "engine.lr": 1e-3, "runner.concurrency": 4}
+    trainer = Trainer(
+        tmp_path / "folder",
+        Distill("parent@2", group_size=1),
+        runner="inline",
+        config=with_settings(Config(), settings),
+        out=tmp_path / "own",
+        progress=False,
+    )
+
+    async def loop() -> list[float]:
+        found, old = [], list[Group]()
+        async with trainer.session(agent) as session:
+            for _ in range(2):
+                new = await session.rollout(["one", "two"])
+                batch = await session.batch([*new, *old])
+                await session.forward_backward(batch)
+                await session.optim_step()
+                found.append(dict(await session.publish()))
+                old = new
+        return [step.get("reused", 0.0) for step in found if step["teacher_kl"]]
+
+    assert asyncio.run(loop()) == [0.0, 2.0]
+    url, run = locate(str(tmp_path / "own"), tmp_path)
+    report = asyncio.run(with_store(url, lambda store: audit(store, run)))
+    assert (report.ok, report.rollouts, report.reused) == (True, 4, 2)
+    assert all(record.context["teacher"]["name"] == "parent@2" for record in steps_of(tmp_path / "own"))  # type: ignore[index, call-overload]
