@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -196,6 +197,28 @@ async def test_branches_come_while_one_looks(store: MemoryStore) -> None:
     for address in (GROUP, to("rollout", "run", TRUNK)):
         assert not (await show(places, address)).live, address
     assert texts((await shown(places, GROUP))["Branches"])[3]["reward"] == "0.750"
+
+
+async def test_runs_that_take_long_to_read_come_later(store: MemoryStore) -> None:
+    """A page does not wait for the settings of many younger runs; it says that it may change."""
+    await write(store)
+    hasty = Places(stores={"memory://": store}, patience=0.0)
+    page = await show(hasty, GROUP)
+    assert page.live
+    assert "again/0" not in json.dumps(page.to_json())
+    await show(places_of(store), GROUP)
+    page = await show(hasty, GROUP)  # what was read is known
+    assert not page.live
+    assert "again/0" in json.dumps(page.to_json())
+
+
+async def test_a_run_that_cannot_be_read_hides_no_branches(tmp_path: Path) -> None:
+    await in_store(tmp_path / "run", write)
+    with sqlite3.connect(tmp_path / "run" / "lightning.db") as database:
+        assert database.execute("UPDATE runs SET config = '{' WHERE id = 'other'").rowcount == 1
+    places = Places(str(tmp_path / "run"))
+    assert len((await shown(places, GROUP))["Branches"]["rows"]) == 4
+    await places.close()
 
 
 async def test_the_group_of_branches_has_their_parents_line(store: MemoryStore) -> None:

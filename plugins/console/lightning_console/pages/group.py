@@ -37,7 +37,7 @@ async def page(places: Places, address: Address) -> Page:
     found = await located(places, address)
     if len(address.about) < 2:
         raise DataError("the address of a group is group/RUN/GROUP")
-    view = await group_view(found, address.about[1])
+    view = await group_view(found, address.about[1], patience=places.patience)
     blocks: list[Block] = [_facts(view), *_words(view)]
     if len(view.nodes) > 1:
         values = [node.value for node in view.nodes if node.value is not None]

@@ -71,6 +71,7 @@ async def page(places: Places, address: Address) -> Page:
         call=address.number("call", 0),
         attempt=address.number("attempt", 0),
         prompt=address.number("prompt", PROMPT_TOKENS),
+        patience=places.patience,
     )
     blocks: list[Block] = [_facts(found, view), *_words(view)]
     if view.attempts > 1:

@@ -7,13 +7,15 @@ Branches of one run are those that training made in its groups; `lightning branc
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+import math
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 from weakref import WeakKeyDictionary
 
 from lightning.batch.trajectory import is_prefix
-from lightning.errors import DataError, StoreError
+from lightning.errors import DataError, LightningError, StoreError, UnavailableError
 from lightning.gateway.replay.branches import CHANGES, prefix_of
 from lightning.gateway.replay.recorded import recorded_rollout
 from lightning.store.epochs import is_over
@@ -110,8 +112,13 @@ async def _changes(store: Store, run: Run) -> _Changes | None:
     cache = _known.setdefault(store, {})
     about = (run.id, run.created_at)
     if about not in cache:
-        whole = run if run.config else await store.get_run(run.id)
-        cache[about] = await _read(store, whole.config if whole is not None else {})
+        try:
+            whole = run if run.config else await store.get_run(run.id)
+            cache[about] = await _read(store, whole.config if whole is not None else {})
+        except UnavailableError:
+            raise
+        except LightningError:  # it cannot be read, which its own page says, and must not hide another run's
+            cache[about] = None
     return cache[about]
 
 
@@ -162,21 +169,31 @@ def _shortened(value: Json) -> str:
     return text if len(text) <= LONGEST_CHANGE else f"{text[:LONGEST_CHANGE]}…"
 
 
-async def _runs(located: Located) -> AsyncIterator[tuple[str, _Changes]]:
-    """The younger runs in a run's store and project that have branches, the newest first. Each configuration is read once."""
+async def _runs(located: Located, patience: float | None) -> tuple[list[tuple[str, _Changes]], bool]:
+    """The younger runs in a run's store and project that have branches, the newest first, and whether some are not read yet.
+    Each configuration is read once, those of one look for `patience` seconds."""
+    found: list[tuple[str, _Changes]] = []
+    until = math.inf if patience is None else time.monotonic() + patience
+    known = _known.setdefault(located.store, {})
     for brief in await located.store.list_runs(located.run.project, limit=LOOKED, brief=True):
         if brief.created_at < located.run.created_at:
-            return  # a branch is younger than its parent
-        if (found := await _changes(located.store, brief)) is not None:
-            yield brief.id, found
+            break  # a branch is younger than its parent
+        if (brief.id, brief.created_at) not in known and time.monotonic() >= until:
+            return found, True
+        if (changes := await _changes(located.store, brief)) is not None:
+            found.append((brief.id, changes))
+    return found, False
 
 
-async def branches_of(located: Located, parents: Sequence[str]) -> tuple[list[Branch], bool]:
-    """The branches that runs of their own have of these rollouts, and whether these may change."""
+async def branches_of(
+    located: Located, parents: Sequence[str], *, patience: float | None = None
+) -> tuple[list[Branch], bool]:
+    """The branches that runs of their own have of these rollouts, and whether there may be more of them, or other ones. Runs
+    that take longer than `patience` seconds to read are left for the next time."""
     wanted, store = set(parents), located.store
     found: list[Branch] = []
-    live = False
-    async for run, changes in _runs(located):
+    runs, live = await _runs(located, patience)
+    for run, changes in runs:
         if changes.parent not in wanted:
             continue
         own = [each async for each in each_rollout(store, run) if each.parent and each.parent[0] in wanted]
@@ -190,7 +207,7 @@ async def branches_of(located: Located, parents: Sequence[str]) -> tuple[list[Br
 async def runs_with_branches(located: Located) -> list[str]:
     """The keys of the runs that have branches of this run's rollouts."""
     keys = []
-    async for run, changes in _runs(located):
+    for run, changes in (await _runs(located, None))[0]:
         parent = await located.store.get_rollout(changes.parent)
         if parent is not None and parent.run == located.run.id:
             keys.append(key_beside(located, run))

@@ -138,12 +138,13 @@ class GroupView:
         return text, member, first + (member.edit is None)
 
 
-async def group_view(located: Located, group: str) -> GroupView:
-    """A group of a run. Raises `DataError` for one that the run has not."""
+async def group_view(located: Located, group: str, *, patience: float | None = None) -> GroupView:
+    """A group of a run; runs that have branches of it are looked for during `patience` seconds. Raises `DataError` for one that
+    the run has not."""
     everyone = await group_of(located, group)
     rollouts = everyone[:MOST_MEMBERS]
     store = located.store
-    listed, grows = await _with_branches(located, rollouts)
+    listed, grows = await _with_branches(located, rollouts, patience)
     names = [(each.rollout.id, each.rollout.attempt) for each in listed]
     calls, ended = await store.transitions_of(names), await store.attempts_of(names)
     proof = await prove(store, located.run, _looked_at(rollouts))
@@ -182,7 +183,9 @@ class _Listed:
     guest: bool = False
 
 
-async def _with_branches(located: Located, rollouts: Sequence[Rollout]) -> tuple[list[_Listed], bool]:
+async def _with_branches(
+    located: Located, rollouts: Sequence[Rollout], patience: float | None
+) -> tuple[list[_Listed], bool]:
     """The rollouts of a group, those of others that they are branches of, and the branches that they have elsewhere; and
     whether there may be more of these."""
     changed, edit = await changes_of(located.store, located.run)
@@ -193,7 +196,8 @@ async def _with_branches(located: Located, rollouts: Sequence[Rollout]) -> tuple
         found = None if parent in ids else await located.store.get_rollout(parent)
         if found is not None:
             own.append(_Listed(found, key_beside(located, found.run), guest=True))
-    elsewhere, grows = await branches_of(located, [each.rollout.id for each in own if not each.guest])
+    trunks = [each.rollout.id for each in own if not each.guest]
+    elsewhere, grows = await branches_of(located, trunks, patience=patience)
     branches = [*mine, *(each for each in elsewhere if each.rollout.id not in ids)]
     return [*own, *(_Listed(each.rollout, each.key, each) for each in branches)], grows
 

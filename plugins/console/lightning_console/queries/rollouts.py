@@ -128,10 +128,17 @@ class RolloutView:
 
 
 async def rollout_view(
-    located: Located, rollout: str, *, call: int = 0, attempt: int = 0, prompt: int = PROMPT_TOKENS
+    located: Located,
+    rollout: str,
+    *,
+    call: int = 0,
+    attempt: int = 0,
+    prompt: int = PROMPT_TOKENS,
+    patience: float | None = None,
 ) -> RolloutView:
-    """A rollout of a run; `call` is the number of the call whose tokens are told, 0: the first that was trained. Raises
-    `DataError` for a rollout, an attempt or a call that there is not."""
+    """A rollout of a run; `call` is the number of the call whose tokens are told, 0: the first that was trained. Runs that have
+    branches of it are looked for during `patience` seconds. Raises `DataError` for a rollout, an attempt or a call that is not
+    there."""
     store, found = located.store, await rollout_of(located, rollout)
     newest = found.attempt
     own = at_attempt(found, attempt) if attempt else found
@@ -154,7 +161,7 @@ async def rollout_view(
     lines, left_out = conversation(transitions, said, ended.step_states, vocabulary)
     reward = found.reward if own.attempt == newest else None
     group = await group_of(located, found.group, found)
-    branches, grows = await _branches(located, own, transitions, group)
+    branches, grows = await _branches(located, own, transitions, group, patience)
     return RolloutView(
         located.run,
         own,
@@ -205,12 +212,12 @@ async def _beginning(located: Located, rollout: Rollout) -> Beginning | None:
 
 
 async def _branches(
-    located: Located, rollout: Rollout, calls: Sequence[Transition], group: Sequence[Rollout]
+    located: Located, rollout: Rollout, calls: Sequence[Transition], group: Sequence[Rollout], patience: float | None
 ) -> tuple[tuple[BranchLine, ...], bool]:
     """The branches of an attempt, in the order of its calls, and whether there may be more."""
     if rollout.parent is not None:
         return (), False
-    elsewhere, grows = await branches_of(located, [rollout.id])
+    elsewhere, grows = await branches_of(located, [rollout.id], patience=patience)
     numbers = {call.key: number for number, call in enumerate(calls, 1)}
     every = [*(Branch(each, located.key) for each in group), *elsewhere]
     found = [
