@@ -25,7 +25,7 @@ from lightning.store.protocol import Store
 from lightning.trainer.beginning import FORKED, MODEL
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import NUMERIC, Numeric, base_digest, machine
-from lightning.trainer.replay import Rewinder
+from lightning.trainer.replay import OWN_LOOP, Rewinder
 from lightning.types import Json, Run, StepRecord
 
 WEIGHTS: Final = "weights.safetensors"
@@ -117,6 +117,8 @@ async def _unprovable(store: Store, run: Run, records: Sequence[StepRecord], fol
     """Why nothing can be proven; empty where it can be tried."""
     if not records:
         return "it has no committed step"
+    if own := [record.step for record in records if record.context.get(OWN_LOOP)]:
+        return f"step {own[0]} was taken by a loop of its own (Trainer.session), and only that can take it again"
     pruned = await store.get_state(run.id, PRUNED)
     if isinstance(pruned, Mapping) and pruned.get("trained"):
         return "calls that it was trained on were removed (lightning db prune --trained)"

@@ -204,4 +204,6 @@ def test_a_loop_of_ones_own_has_a_teacher_and_a_buffer(train: Any, tmp_path: Pat
     url, run = locate(str(tmp_path / "own"), tmp_path)
     report = asyncio.run(with_store(url, lambda store: audit(store, run)))
     assert (report.ok, report.rollouts, report.reused) == (True, 4, 2)
+    again = asyncio.run(with_store(url, lambda store: retrain(store, run, tmp_path / "own")))
+    assert (again.equal, again.why.partition(" (")[0]) == (None, "step 0 was taken by a loop of its own")
     assert all(record.context["teacher"]["name"] == "parent@2" for record in steps_of(tmp_path / "own"))  # type: ignore[index, call-overload]
