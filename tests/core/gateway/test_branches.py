@@ -14,6 +14,7 @@ import httpx
 import lightning
 import pytest
 from lightning.gateway.replay import branches
+from lightning.gateway.replay.divergence import diverged
 from lightning.server.agents import HowToCall
 from lightning.testing import Reply
 from lightning.types import LLM, CallStatus, Fault, Rollout, Status, Task
@@ -139,6 +140,20 @@ def test_a_state_that_differs_at_the_branching_call_is_void(made: Brancher) -> N
     assert made.sampled == before
     assert "void" in found.rollout.error
     assert "weather" in found.rollout.error
+
+
+def test_of_parallel_calls_with_a_clock_the_one_that_was_meant_is_compared(made: Brancher) -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        for part in range(3):
+            ask(llm, f"It is 14:02:1{part}. Write part {part} of it")
+        return 1.0
+
+    calls = made.whole(made.run(agent).rollout.id).calls
+    body = {"model": "policy", "messages": [{"role": "user", "content": "It is 15:00:00. Write part 2 of it"}]}
+    found = diverged(body, calls[0].caller, "/chat/completions", calls)
+    assert found.nearest is not None
+    assert found.nearest.number == 3
+    assert "the clock" in found.suspect
 
 
 def test_an_agent_that_leaves_a_call_out_is_void(made: Brancher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lightning.gateway.replay.recorded import RecordedCall
-from lightning.store.exchanges import written
+from lightning.store.exchanges import shared, written
 
 SHOWN: Final = 160
 """Characters of a text that are shown around its first difference."""
@@ -69,7 +69,13 @@ def diverged(
     if not same_api:
         return Divergence(caller, path, None, suspect="all recorded calls of this API have been answered already")
     sent = Counter(_leaves(body))
-    nearest = max(same_api, key=lambda call: (call.caller == caller, _alike(sent, call.exchange.request), -call.number))
+    text = written(body)
+
+    def nearness(call: RecordedCall) -> tuple[bool, float, int, int]:
+        asked = call.exchange.request
+        return call.caller == caller, _alike(sent, asked), _shared_ends(text, written(asked)), -call.number
+
+    nearest = max(same_api, key=nearness)
     place, before, now = next(_differences(nearest.exchange.request, body, ""), ("", None, None))
     cause = suspect(place, before, now, nearest, body, threads=threads)
     return Divergence(caller, path, nearest, place, *_around(_text(before), _text(now)), cause)
@@ -87,6 +93,12 @@ def _alike(sent: Counter[tuple[str, bytes]], other: Any) -> float:
     """How much two requests share, from 0 to 1, of their values at the same places."""
     known = Counter(_leaves(other))
     return 2 * (known & sent).total() / max(known.total() + sent.total(), 1)
+
+
+def _shared_ends(one: bytes, other: bytes) -> int:
+    """How many bytes two texts share at their beginnings and ends: it tells apart parallel calls whose texts all differ."""
+    most = min(len(one), len(other))
+    return shared(one, other) + min(most, shared(one[::-1], other[::-1]))
 
 
 def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, bytes]]:
