@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from lightning.store.epochs import mark_over
 from lightning.store.protocol import Store
-from lightning.types import BRANCH_VOID, CallStatus, Fault, Outcome, Rollout, Run, Task, Transition, logprobs, token_ids
+from lightning.types import (
+    BRANCH_VOID,
+    CallStatus,
+    Fault,
+    Json,
+    Outcome,
+    Rollout,
+    Run,
+    Task,
+    Transition,
+    logprobs,
+    token_ids,
+)
 
 from tests.plugins.console.made_rollouts import MARKUP, call
 
@@ -39,7 +51,7 @@ async def write(store: Store, *, ended: bool = True) -> None:
 async def again(store: Store, *, ended: bool) -> None:
     """The run of branches; and one of branches of another rollout."""
     for name, parent in (("again", TRUNK), ("other", "elsewhere/0/0/0")):
-        changes = {"branch": {"rollout": parent, "at": 3, "edit": EDIT}}
+        changes: dict[str, Json] = {"branch": {"rollout": parent, "at": 3, "edit": EDIT}}
         await store.put_run(Run(name, name, changes, 2.0))
         await store.create_rollouts(
             [
