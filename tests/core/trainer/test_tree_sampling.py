@@ -28,7 +28,7 @@ from lightning.types import Status, Task
 
 Open = Callable[..., AbstractAsyncContextManager[Any]]
 TREE = {"trainer__sampling": "tree"}
-BRANCH = LightningRL("rloo", credit="leave-one-out", group_size=4)
+BRANCH = LightningRL("rloo", credit="branch", group_size=4)
 
 
 def script() -> Callable[[Any], Reply]:
