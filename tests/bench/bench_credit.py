@@ -2,7 +2,8 @@
 
 The tasks and the metrics are `lightning.testing`'s; each score is the mean over some seeds, with its deviation over them. All
 credits see the same rollouts. Estimator: `rloo`, and `grpo` in two rows. The critic is given exact values, and values with a
-normal error, drawn anew for each seed.
+normal error, drawn anew for each seed. The rows of trees have groups of `TRUNKS` rollouts and their branches, which sample as
+many calls as the others; the last table is what a call is worth, whatever there were.
 
     python tests/bench/bench_credit.py [--json FILE] [--seeds N] [--groups N]
 """
@@ -19,19 +20,22 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from lightning.credit import Credit, Critic, LeaveOneOut, grpo
+import numpy as np
+from lightning.credit import Branching, Credit, Critic, LeaveOneOut, grpo
 from lightning.plugins import plugins
-from lightning.testing import CreditScore, DecisionTask, bifurcation_tasks, score_credits
+from lightning.testing import Branches, CreditScore, DecisionTask, bifurcation_tasks, score_credits
+from lightning.testing.decisions import DecisionPath, walk
 
 VALUE_ERROR = 0.2
-METRICS = ("correlation", "bias", "variance", "cosine", "slope")
+SIZE, TRUNKS = 8, 4
+METRICS = ("correlation", "bias", "variance", "cosine", "slope", "calls")
 Score = Callable[..., dict[str, CreditScore]]
 
 
 def rows(task: DecisionTask, groups: int, seed: int) -> dict[str, CreditScore]:
     """The scores of one seed, by the name of the row."""
     score: Score = partial(score_credits, task=task, groups=groups, seed=seed)
-    known = {name: plugins().credit(name) for name in plugins().names("credits")}
+    known = {name: plugins().credit(name) for name in plugins().names("credits") if name not in ("branch", "judge")}
     critics: Mapping[str, Credit] = {"critic": Critic(), "critic, lam 0": Critic(lam=0.0)}
     exact = {f"{name}, exact": credit for name, credit in critics.items()}
     wrong = {f"{name}, error {VALUE_ERROR}": credit for name, credit in critics.items()}
@@ -40,7 +44,32 @@ def rows(task: DecisionTask, groups: int, seed: int) -> dict[str, CreditScore]:
         **score({**named, "leave-one-out, prior 0": LeaveOneOut(0.0), **exact}),
         **score(wrong, value_error=VALUE_ERROR),
         **score({f"{name}, grpo": known[name] for name in ("identical", "weighted-variance")}, advantage=grpo),
+        **trees(score, known, rate(task, TRUNKS)),
     }
+
+
+def trees(score: Score, known: Mapping[str, Credit], each: float) -> dict[str, CreditScore]:
+    """Groups with branches. Nearly all answers in these tasks are equally uncertain, so `entropy` would say nothing."""
+    branch, plain, unshared = Branching(), Branching(prior=0.0), Branching(shared=False)
+    others = {f"{name}, tree": known[name] for name in ("identical", "leave-one-out")}
+    randomly = {"branch, random": branch, "branch, prior 0": plain, "branch, not shared": unshared, **others}
+    return {
+        **score(randomly, branches=Branches(TRUNKS)),
+        **score({"branch, rate": branch}, branches=Branches(TRUNKS, per_call=each)),
+        **score({"branch, variance": branch}, branches=Branches(TRUNKS, "variance")),
+        **score({"branch, 2 trunks": branch}, branches=Branches(2)),
+        **score({"branch, 6 trunks": branch}, branches=Branches(6)),
+    }
+
+
+def rate(task: DecisionTask, trunks: int) -> float:
+    """How many branches each call may have for a group to cost what `SIZE` rollouts do, by 2,000 rollouts of its own."""
+    rng = np.random.default_rng(1)
+    trained = task.truth().trained
+    paths = [walk(task, DecisionPath(), rng).states for _ in range(2000)]
+    lengths = sum(map(len, paths))
+    once = sum(len(path) - place for path in paths for place in range(1, len(path)) if trained[path[place]])
+    return (SIZE - trunks) / trunks * lengths / once
 
 
 def summary(scores: Sequence[CreditScore]) -> dict[str, tuple[float, float] | None]:
@@ -64,6 +93,20 @@ def show(metric: str, results: Mapping[str, Mapping[str, Mapping[str, tuple[floa
     sys.stdout.flush()
 
 
+def show_worth(results: Mapping[str, Mapping[str, Mapping[str, tuple[float, float] | None]]]) -> None:
+    """Variance times calls, as a part of `identical`'s: below 1, a gradient as good needs fewer sampled calls."""
+    tasks = list(results)
+    sys.stdout.write(f"\nvariance for each call\n\n| | {' | '.join(tasks)} |\n|{'---|' * (1 + len(tasks))}\n")
+    for row in results[tasks[0]]:
+        cells = []
+        for task in tasks:
+            found = [results[task][name][metric] for name in (row, "identical") for metric in ("variance", "calls")]
+            means = [cell[0] for cell in found if cell is not None]
+            cells.append(f"{means[0] * means[1] / (means[2] * means[3]):.2f}" if len(means) == 4 else "none")
+        sys.stdout.write(f"| {row} | {' | '.join(cells)} |\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     """Print the tables, and keep them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -78,8 +121,9 @@ def main() -> None:
         results[name] = {row: summary([run[row] for run in runs]) for row in runs[0]}
     for metric in METRICS:
         show(metric, results)
+    show_worth(results)
     took = time.process_time() - began
-    sys.stdout.write(f"\n{given.seeds} seeds of {given.groups} groups of 8 rollouts; {took:.0f} CPU-seconds\n")
+    sys.stdout.write(f"\n{given.seeds} seeds of {given.groups} groups of {SIZE} rollouts; {took:.0f} CPU-seconds\n")
     if given.json:
         given.json.write_text(
             json.dumps({"seeds": given.seeds, "groups": given.groups, "cpu_seconds": took, "tasks": results}, indent=1)

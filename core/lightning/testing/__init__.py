@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning.testing.chat_server import ChatServer
     from lightning.testing.contract_script import ReplyFormat
     from lightning.testing.credit_score import CreditScore, score_credit, score_credits
+    from lightning.testing.decision_trees import Branches
     from lightning.testing.decisions import Action, ActionOutcome, Decision, DecisionTask, bifurcation_tasks
     from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
     from lightning.testing.network import NetworkHeldError, hold_network
@@ -28,6 +29,7 @@ __all__ = [
     "Action",
     "ActionOutcome",
     "AdapterContract",
+    "Branches",
     "ChatServer",
     "CreditScore",
     "Decision",
@@ -50,6 +52,7 @@ __all__ = [
 _HOME = {
     "Action": "decisions",
     "AdapterContract": "adapter_contract",
+    "Branches": "decision_trees",
     "ChatServer": "chat_server",
     "CreditScore": "credit_score",
     "Decision": "decisions",
