@@ -2,7 +2,8 @@
 
 The teacher is the demonstration's own trained model, of another seed than the students. Students begin with the untrained
 model. Each is evaluated on the same held-out tasks after some steps. Printed are these rewards by rollouts, the untrained model
-first, and how many rollouts each took to the reward that reinforcement learning ends with in the same seed. What the teacher
+first, and how many rollouts each took to some rewards, the last of which is what reinforcement learning ends with in the same
+seed. What the teacher
 took is not counted: it is there. A run whose result is in the folder is not made again, so the benchmark may be interrupted.
 
     python tests/bench/bench_distill.py [--out FOLDER] [--seeds 3] [--steps 15] [--held-out 100]
@@ -21,6 +22,8 @@ from typing import Any
 TEACHER, TEACHER_SEED = "teacher", 100
 RL, DISTILLED = "reinforcement learning", "distillation"
 EVAL_EVERY = 3
+BARS = (0.5, 0.6, 0.7, 0.8)
+"""Held-out rewards to reach."""
 ROLLOUTS = {TEACHER: (16, 8), RL: (16, 8), DISTILLED: (32, 1)}
 """Tasks in a step and rollouts of each: the demonstration's own, and a quarter of them without any to compare with."""
 
@@ -73,9 +76,9 @@ def made(arm: str, seed: int, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def needed(rewards: list[list[float]], bar: float) -> str:
-    """The rollouts up to the first evaluation that is at least as good."""
+    """The rollouts up to the first evaluation that is at least as good; a dash where none is."""
     reached = next((int(rollouts) for rollouts, reward in rewards if reward >= bar), None)
-    return "not reached" if reached is None else str(reached)
+    return "-" if reached is None else str(reached)
 
 
 def table(results: dict[str, list[dict[str, Any]]], teacher: dict[str, Any]) -> str:
@@ -88,11 +91,14 @@ def table(results: dict[str, list[dict[str, Any]]], teacher: dict[str, Any]) -> 
             lines.append(
                 f"| {int(rollouts)} | {statistics.fmean(own):.3f} | {' '.join(f'{each:.3f}' for each in own)} |"
             )
-    lines += ["", "| seed | reward to reach | " + " | ".join(results) + " |", "|---|---|" + "---|" * len(results)]
-    for seed, result in enumerate(results[RL]):
-        bar = result["rewards"][-1][1]
-        counts = [needed(found[seed]["rewards"], bar) for found in results.values()]
-        lines.append(f"| {seed} | {bar:.3f} | {' | '.join(counts)} |")
+    lines += ["", "| rollouts up to | " + " | ".join(results) + " |", "|---|" + "---|" * len(results)]
+    last = [result["rewards"][-1][1] for result in results[RL]]
+    for bar in (*BARS, None):
+        cells = [
+            " ".join(needed(own["rewards"], last[seed] if bar is None else bar) for seed, own in enumerate(found))
+            for found in results.values()
+        ]
+        lines.append(f"| {'the end of ' + RL if bar is None else bar} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
