@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -16,12 +18,16 @@ from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.testing import ToolCall, rollout
 from lightning.types import Fault, Outcome, Rollout, Run, Task
-from lightning_console.places import SERVER
+from lightning_console.places import SERVER, Places
 from lightning_console.queries.branches import inherited
 
 from tests.plugins.console.made_branches import PROMPTS, TRUNK, write
 from tests.plugins.console.made_rollouts import call
-from tests.plugins.console.reading import places_of, shown, to
+from tests.plugins.console.reading import places_of, shown, texts, to
+from tests.plugins.debug.evaluating import ScriptedVLLM, said
+from tests.plugins.debug.evaluating import vllm as vllm
+from tests.plugins.debug.test_branch import INLINE, recorded
+from tests.plugins.debug.test_branch import runs as runs
 
 
 @pytest.fixture
@@ -177,3 +183,26 @@ async def test_a_tree_names_what_tools_gave(store: MemoryStore) -> None:
     ((name, gave),) = nodes[1]["tools"]
     assert (name, json.loads(gave)) == ("search", {"found": "CATS"})
     assert [node["tools"] for node in nodes[2:]] == [[]]
+
+
+def test_branches_of_the_command_are_read_with_what_they_change(runs: ScriptedVLLM) -> None:
+    """As `lightning branch` itself records them: by default nothing is another than it was."""
+    parent = recorded("agent", "--temperature", "0.25")
+    command = ["branch", parent, "wandering:agent", "--at", "3", "-n", "1", *INLINE]
+    assert said(command) == 0
+    assert said([*command, "--set", "temperature=0.7", "--edit", "said 9"]) == 0
+
+    async def read() -> dict[str, Any]:
+        places = Places(str(Path("runs/first").resolve()))
+        try:
+            return await shown(places, to("rollout", "first", parent, call=3))
+        finally:
+            await places.close()
+
+    blocks = asyncio.run(read())
+    assert [(row["at call"], row["changed"], row["status"]) for row in texts(blocks["Branches"])] == [
+        ("3", "–", "succeeded"),
+        ("3", "edit: said 9, temperature 0.7", "succeeded"),
+    ]
+    assert texts(blocks["Calls"])[2]["branches"] == "2"
+    assert blocks["Branch it"]["notices"][0]["commands"][0].startswith(f"lightning branch {parent} MODULE:AGENT --at 3")
