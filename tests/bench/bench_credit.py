@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from lightning.credit import Branching, Credit, Critic, LeaveOneOut, grpo
+from lightning.credit import Branched, Credit, Critic, LeaveOneOut, grpo
 from lightning.plugins import plugins
-from lightning.testing import Branches, CreditScore, DecisionTask, bifurcation_tasks, score_credits
+from lightning.testing import CreditScore, DecisionTask, TreeSampling, bifurcation_tasks, score_credits
 from lightning.testing.decisions import DecisionPath, walk
 
 VALUE_ERROR = 0.2
@@ -50,15 +50,15 @@ def rows(task: DecisionTask, groups: int, seed: int) -> dict[str, CreditScore]:
 
 def trees(score: Score, known: Mapping[str, Credit], each: float) -> dict[str, CreditScore]:
     """Groups with branches. Nearly all answers in these tasks are equally uncertain, so `entropy` would say nothing."""
-    branch, plain, unshared = Branching(), Branching(prior=0.0), Branching(shared=False)
+    branch, plain, unshared = Branched(), Branched(prior=0.0), Branched(shared=False)
     others = {f"{name}, tree": known[name] for name in ("identical", "leave-one-out")}
     randomly = {"branch, random": branch, "branch, prior 0": plain, "branch, not shared": unshared, **others}
     return {
-        **score(randomly, branches=Branches(TRUNKS)),
-        **score({"branch, rate": branch}, branches=Branches(TRUNKS, per_call=each)),
-        **score({"branch, variance": branch}, branches=Branches(TRUNKS, "variance")),
-        **score({"branch, 2 trunks": branch}, branches=Branches(2)),
-        **score({"branch, 6 trunks": branch}, branches=Branches(6)),
+        **score(randomly, tree=TreeSampling(TRUNKS)),
+        **score({"branch, rate": branch}, tree=TreeSampling(TRUNKS, per_call=each)),
+        **score({"branch, variance": branch}, tree=TreeSampling(TRUNKS, "variance")),
+        **score({"branch, 2 trunks": branch}, tree=TreeSampling(2)),
+        **score({"branch, 6 trunks": branch}, tree=TreeSampling(6)),
     }
 
 

@@ -28,7 +28,7 @@ def register_algorithms(register: Callable[[str, Callable[..., Algorithm]], None
 def register_credits(register: Callable[[str, Credit], None]) -> None:
     """Every credit of `lightning.credit` with its defaults; `identical` is LightningRL's default."""
     from lightning.credit.assign import Decayed, Discounted, identical, per_agent
-    from lightning.credit.branching import Branching
+    from lightning.credit.branching import Branched
     from lightning.credit.critic import Critic
     from lightning.credit.intermediate import Intermediate
     from lightning.credit.tree import GiGPO, LeaveOneOut
@@ -40,7 +40,7 @@ def register_credits(register: Callable[[str, Credit], None]) -> None:
     register("per-agent", per_agent)
     register("leave-one-out", LeaveOneOut())
     register("gigpo", GiGPO())
-    register("branch", Branching())
+    register("branch", Branched())
     register("intermediate", Intermediate())
     register("critic", Critic())
     register("weighted", Weighted())

@@ -26,7 +26,7 @@ START: Node = ("", 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Branching:
+class Branched:
     """The value of what came of a call, minus the mean of the *other* continuations from the same node.
 
     A parent's calls are cut into segments at the calls where it has branches. Each cut is a node. Its continuations are the

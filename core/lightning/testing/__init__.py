@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning.testing.chat_server import ChatServer
     from lightning.testing.contract_script import ReplyFormat
     from lightning.testing.credit_score import CreditScore, score_credit, score_credits
-    from lightning.testing.decision_trees import Branches
+    from lightning.testing.decision_trees import TreeSampling
     from lightning.testing.decisions import Action, ActionOutcome, Decision, DecisionTask, bifurcation_tasks
     from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
     from lightning.testing.network import NetworkHeldError, hold_network
@@ -29,7 +29,6 @@ __all__ = [
     "Action",
     "ActionOutcome",
     "AdapterContract",
-    "Branches",
     "ChatServer",
     "CreditScore",
     "Decision",
@@ -40,6 +39,7 @@ __all__ = [
     "ReplyFormat",
     "RolloutRecord",
     "ToolCall",
+    "TreeSampling",
     "bifurcation_tasks",
     "check_imports",
     "hold_network",
@@ -52,7 +52,7 @@ __all__ = [
 _HOME = {
     "Action": "decisions",
     "AdapterContract": "adapter_contract",
-    "Branches": "decision_trees",
+    "TreeSampling": "decision_trees",
     "ChatServer": "chat_server",
     "CreditScore": "credit_score",
     "Decision": "decisions",

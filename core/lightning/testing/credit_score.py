@@ -15,7 +15,7 @@ import numpy as np
 from lightning.credit.advantage import rloo
 from lightning.credit.protocol import Credit, GroupAdvantage
 from lightning.errors import ConfigError, DataError
-from lightning.testing.decision_trees import Branches, independent, sample_tree
+from lightning.testing.decision_trees import TreeSampling, independent, sample_tree
 from lightning.testing.decisions import DecisionTask, Floats, SampledGroup, Truth, sample_group
 
 
@@ -51,13 +51,13 @@ def score_credit(
     seed: int = 0,
     advantage: GroupAdvantage = rloo,
     value_error: float = 0.0,
-    branches: Branches | None = None,
+    tree: TreeSampling | None = None,
 ) -> CreditScore:
     """Sample groups of a task and compare the credit's advantages with the true ones.
 
     `advantage` is the low level's estimator. Credits that read `Trajectory.values` are given the exact value of each state
     plus a normal error of deviation `value_error`, drawn once for each state: a critic errs in the same way each time.
-    With `branches`, a group has fewer independent rollouts and branches of them, for about as many calls (`CreditScore.calls`)
+    With `tree`, a group has fewer independent rollouts and branches of them, for about as many calls (`CreditScore.calls`)
     as `group_size` rollouts make.
     Raises `DataError` when the credit does not give one finite number for each call.
     """
@@ -69,7 +69,7 @@ def score_credit(
         seed=seed,
         advantage=advantage,
         value_error=value_error,
-        branches=branches,
+        tree=tree,
     )
     return scores["credit"]
 
@@ -83,7 +83,7 @@ def score_credits(
     seed: int = 0,
     advantage: GroupAdvantage = rloo,
     value_error: float = 0.0,
-    branches: Branches | None = None,
+    tree: TreeSampling | None = None,
 ) -> dict[str, CreditScore]:
     """Score several credits on the same rollouts, as `score_credit` does one."""
     if groups < 2:
@@ -94,10 +94,10 @@ def score_credits(
     rng = np.random.default_rng(seed)
     values = truth.values + value_error * rng.standard_normal(len(truth.values))
     names = [f"group-{number}" for number in range(groups)]
-    if branches is None:
+    if tree is None:
         sampled = [sample_group(task, group_size, rng, name=name, values=values) for name in names]
     else:
-        sampled = [sample_tree(task, group_size, branches, rng, name=name, values=values) for name in names]
+        sampled = [sample_tree(task, group_size, tree, rng, name=name, values=values) for name in names]
     return {name: _score(truth, _calls(credit, sampled, advantage), sampled) for name, credit in named.items()}
 
 

@@ -27,7 +27,7 @@ from lightning.trainer.branch_points import branch_points
 
 
 @dataclass(frozen=True, slots=True)
-class Branches:
+class TreeSampling:
     """How a group is sampled instead of as independent rollouts: `trunks` of them, and for the tokens of the others branches,
     at the calls that `branch_points` chooses `by`.
 
@@ -48,22 +48,22 @@ class Branches:
 def sample_tree(
     task: DecisionTask,
     size: int,
-    branches: Branches,
+    tree: TreeSampling,
     rng: np.random.Generator,
     *,
     name: str = "group",
     values: Floats | None = None,
 ) -> SampledGroup:
     """A group that samples about as many calls as `size` independent rollouts. `values` as of `sample_group`."""
-    paths = [walk(task, DecisionPath(), rng) for _ in range(branches.trunks)]
+    paths = [walk(task, DecisionPath(), rng) for _ in range(tree.trunks)]
     trunks = [path_trajectory(task, path, name, index, values) for index, path in enumerate(paths)]
     made, own = list(trunks), list(paths)
-    share = 1e6 if branches.per_call is not None else max(0, size - branches.trunks) / branches.trunks
+    share = 1e6 if tree.per_call is not None else max(0, size - tree.trunks) / tree.trunks
     tokens = share * sum(len(path.states) for path in paths)
-    for part in (tokens / 2, tokens / 2) if branches.by == "variance" else (tokens,):
+    for part in (tokens / 2, tokens / 2) if tree.by == "variance" else (tokens,):
         seed = int(rng.integers(2**31))
         known = made[len(trunks) :]
-        for trunk, call in branch_points(trunks, part, branches.by, seed, known, branches.per_call):
+        for trunk, call in branch_points(trunks, part, tree.by, seed, known, tree.per_call):
             at = paths[trunk.rollout.index]
             whole = walk(task, at.part(slice(call.seq)), rng, at.states[call.seq])
             made.append(branch_of(path_trajectory(task, whole, name, len(made), values), trunk, call.seq))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.batch.trajectory import Group, Trajectory
-from lightning.credit import Branching, centre, group_returns, grpo, rloo
+from lightning.credit import Branched, centre, group_returns, grpo, rloo
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.testing.decision_trees import branch_of
@@ -90,7 +90,7 @@ def slow_branching(group: Group, prior: float, shared: bool) -> list[list[float]
 @few
 @given(trees(), st.sampled_from([0.0, 1.0, 2.5]), st.booleans())
 def test_it_is_what_its_definition_says(group: Group, prior: float, shared: bool) -> None:
-    found = Branching(prior, shared)(group, centre)
+    found = Branched(prior, shared)(group, centre)
     for one, other in zip(found, slow_branching(group, prior, shared), strict=True):
         assert one.dtype == np.float64
         np.testing.assert_allclose(one, other, atol=1e-9)
@@ -100,8 +100,8 @@ def test_it_is_what_its_definition_says(group: Group, prior: float, shared: bool
 @given(trees(), st.data())
 def test_the_order_of_the_group_changes_nothing(group: Group, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(group.trajectories))))
-    found = Branching()(group, rloo)
-    again = Branching()(Group("g", tuple(group.trajectories[index] for index in order)), rloo)
+    found = Branched()(group, rloo)
+    again = Branched()(Group("g", tuple(group.trajectories[index] for index in order)), rloo)
     for place, index in enumerate(order):
         np.testing.assert_allclose(again[place], found[index], atol=1e-12)
 
@@ -113,17 +113,17 @@ def test_a_constant_changes_nothing_and_equal_rewards_teach_nothing(group: Group
         return replace(each, rollout=replace(each.rollout, reward=reward))
 
     raised = Group("g", tuple(with_reward(each, each.reward + amount) for each in group.trajectories))
-    for one, other in zip(Branching()(raised, advantage), Branching()(group, centre), strict=True):
+    for one, other in zip(Branched()(raised, advantage), Branched()(group, centre), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-9)
     tied = Group("g", tuple(with_reward(each, amount / 3) for each in group.trajectories))
-    assert all((part == 0.0).all() for part in Branching()(tied, advantage))
+    assert all((part == 0.0).all() for part in Branched()(tied, advantage))
 
 
 @few
 @given(st.lists(st.tuples(st.integers(0, 4), number), min_size=1, max_size=6), st.booleans())
 def test_without_branches_it_is_leave_one_out_of_whole_rollouts(drawn: list[tuple[int, float]], shared: bool) -> None:
     group = Group("g", tuple(member(index, calls, reward) for index, (calls, reward) in enumerate(drawn)))
-    found = Branching(shared=shared)(group, centre)
+    found = Branched(shared=shared)(group, centre)
     for own, each, value in zip(found, group.trajectories, rloo(group_returns(group)), strict=True):
         assert own.tolist() == [value] * len(each.transitions)
 
@@ -134,12 +134,12 @@ def test_by_hand() -> None:
     trunk = member(0, 3, 1.0)
     at = trunk.transitions[1].key
     group = Group("g", (trunk, member(1, 2, 0.0), member(2, 2, 0.0, at), member(3, 1, 0.5, at)))
-    plain = [part.tolist() for part in Branching(prior=0.0, shared=False)(group, centre)]
+    plain = [part.tolist() for part in Branched(prior=0.0, shared=False)(group, centre)]
     assert plain == [[0.5, 0.75, 0.75], [-0.5, -0.5], [-0.75, -0.75], [0.0]]
-    shared = Branching(prior=0.0)(group, centre)
+    shared = Branched(prior=0.0)(group, centre)
     np.testing.assert_allclose(shared[0], [0.5, 0.25, 0.25])
     np.testing.assert_allclose(shared[3], [0.0])
-    mixed = Branching(prior=1.0, shared=False)(group, centre)
+    mixed = Branched(prior=1.0, shared=False)(group, centre)
     np.testing.assert_allclose(mixed[0], [0.5, 1 - 0.5 / 3, 1 - 0.5 / 3])
     np.testing.assert_allclose(mixed[2], [-0.5, -0.5])
 
@@ -147,18 +147,18 @@ def test_by_hand() -> None:
 def test_what_has_nothing_to_be_compared_with_gets_nothing() -> None:
     trunk = member(0, 3, 1.0)
     alone = Group("g", (trunk, member(1, 1, 0.0, trunk.transitions[1].key)))
-    assert [part.tolist() for part in Branching(shared=False)(alone, centre)] == [[0.0, 1.0, 1.0], [-1.0]]
+    assert [part.tolist() for part in Branched(shared=False)(alone, centre)] == [[0.0, 1.0, 1.0], [-1.0]]
     lost = Group("g", (member(0, 2, 1.0), member(1, 2, 0.0), member(2, 1, 5.0, ("gone", 1, 3))))
-    assert [part.tolist() for part in Branching()(lost, centre)] == [[1.0, 1.0], [-1.0, -1.0], [0.0]]
+    assert [part.tolist() for part in Branched()(lost, centre)] == [[1.0, 1.0], [-1.0, -1.0], [0.0]]
     two = Group("g", (*lost.trajectories, member(3, 1, 4.0, ("gone", 1, 3))))
-    assert [part.tolist() for part in Branching()(two, centre)][2:] == [[0.5], [-0.5]]
-    assert [part.tolist() for part in Branching()(Group("g", ()), centre)] == []
+    assert [part.tolist() for part in Branched()(two, centre)][2:] == [[0.5], [-0.5]]
+    assert [part.tolist() for part in Branched()(Group("g", ()), centre)] == []
 
 
 def test_another_attempt_of_the_parent_is_another_rollout() -> None:
     name, _, seq = member(0, 3, 1.0).transitions[1].key
     group = Group("g", (member(0, 3, 1.0), member(1, 3, 0.0), member(2, 1, 0.5, (name, 2, seq))))
-    assert [part.tolist() for part in Branching()(group, centre)] == [[1.0] * 3, [-1.0] * 3, [0.0]]
+    assert [part.tolist() for part in Branched()(group, centre)] == [[1.0] * 3, [-1.0] * 3, [0.0]]
 
 
 def test_calls_that_were_under_way_are_part_of_what_follows() -> None:
@@ -171,14 +171,14 @@ def test_calls_that_were_under_way_are_part_of_what_follows() -> None:
     )
     trunk = replace(made, transitions=tuple(calls))
     group = Group("g", (trunk, member(1, 1, 0.5), member(2, 3, 0.0, trunk.transitions[2].key)))
-    found = Branching(prior=0.0, shared=False)(group, centre)
+    found = Branched(prior=0.0, shared=False)(group, centre)
     assert [part.tolist() for part in found] == [[0.0, 1.0, 1.0, 1.0], [0.0], [-1.0] * 3]
 
 
 def test_settings_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="prior=-1"):
-        Branching(-1)
-    assert plugins().credit("branch") == Branching()
+        Branched(-1)
+    assert plugins().credit("branch") == Branched()
 
 
 SMALL = DecisionTask(
@@ -233,7 +233,7 @@ def grown(
         yield float(np.prod([chance for chance, _ in chosen])), members
 
 
-def expected(credit: Branching, trunks: int, points: Points) -> tuple[np.ndarray, np.ndarray]:
+def expected(credit: Branched, trunks: int, points: Points) -> tuple[np.ndarray, np.ndarray]:
     """The expected gradient of a group for each trunk, and how often its calls are in each state: a sum over all groups."""
     truth = SMALL.truth()
     gradient, visits = np.zeros(truth.policy.shape), np.zeros(len(truth.policy))
@@ -261,24 +261,24 @@ def unevenly(path: DecisionPath) -> list[int]:
 
 @pytest.mark.parametrize(("points", "prior"), [(once, 0.0), (once, 2.5), (unevenly, 1.0)])
 def test_the_expected_gradient_is_exact(points: Points, prior: float) -> None:
-    gradient, _ = expected(Branching(prior), 2, points)
+    gradient, _ = expected(Branched(prior), 2, points)
     np.testing.assert_allclose(gradient, SMALL.truth().gradient, atol=1e-12)
 
 
 def test_without_shares_each_states_gradient_is_exact_and_counts_as_often_as_it_was_sampled() -> None:
     truth = SMALL.truth()
-    gradient, visits = expected(Branching(shared=False), 2, once)
+    gradient, visits = expected(Branched(shared=False), 2, once)
     np.testing.assert_allclose(visits, truth.visits * [1, 2, 3], atol=1e-12)
     np.testing.assert_allclose(gradient, truth.gradient * [[1], [2], [3]], atol=1e-12)
 
 
 def test_a_single_trunk_teaches_what_comes_after_its_first_node() -> None:
-    gradient, _ = expected(Branching(), 1, once)
+    gradient, _ = expected(Branched(), 1, once)
     np.testing.assert_allclose(gradient[1:], SMALL.truth().gradient[1:], atol=1e-12)
     assert not gradient[0].any()
 
 
 def test_calls_that_are_chosen_for_their_answers_bias_it() -> None:
     """The condition that the docstring names is one: here a call is branched where it ended the rollout."""
-    gradient, _ = expected(Branching(), 2, lambda path: [call for call in once(path) if call == len(path.states) - 1])
+    gradient, _ = expected(Branched(), 2, lambda path: [call for call in once(path) if call == len(path.states) - 1])
     assert np.abs(gradient - SMALL.truth().gradient).max() > 0.01

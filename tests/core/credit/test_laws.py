@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit import (
-    Branching,
+    Branched,
     Credit,
     Critic,
     Decayed,
@@ -36,7 +36,7 @@ COMPARING: dict[str, Credit] = {
     "per-agent": per_agent,
     "leave-one-out": LeaveOneOut(),
     "gigpo": GiGPO(gamma=1.0),
-    "branch": Branching(),
+    "branch": Branched(),
     "intermediate": Intermediate(),
 }
 """Credits that compare within the group, without a discount where that would make the length of a rollout count."""
