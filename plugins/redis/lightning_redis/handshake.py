@@ -25,8 +25,8 @@ from lightning_redis.settings import Settings
 
 SCHEMA: Final = 6
 """The version of what `keys` describes: since 2 a call may have a conversation (`calls.pack`), since 3 a step a context, since
-4 a call an error, since 5 a call an exchange, since 6 a rollout a parent. All that was written as of an older one is read as it is, so that only the mark
-is brought forward."""
+4 a call an error, since 5 a call an exchange, since 6 a rollout a parent. All that was written as of an older one is read as it
+is, so that only the mark is brought forward."""
 PROGRAM: Final = "lightning"
 OLDEST: Final = (6, 2)
 REPLACE: Final = b"if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('SET', KEYS[1], ARGV[2]) end"

@@ -74,7 +74,8 @@ ADDED = """
         store = SqliteStore(path)
         await store.open()
         await store.put_run(Run("run", "run"))
-        await store.create_rollouts([Rollout("a", "run", Task("q"), "g", ancestor="first"), Rollout("b", "run", Task("q"), "g")])
+        first = Rollout("a", "run", Task("q"), "g", ancestor="first")
+        await store.create_rollouts([first, Rollout("b", "run", Task("q"), "g")])
         for lease in await store.lease("run", "w", limit=2):
             await store.complete(lease.rollout.id, 1, Outcome(reward=1.0))
         a, b = (await store.list_rollouts("run")).rollouts

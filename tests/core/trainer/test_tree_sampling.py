@@ -158,7 +158,6 @@ async def test_the_audit_names_a_branch_that_is_none(bench: Open, tmp_path: Path
     folder = tmp_path / "run"
     async with bench(folder, chain, algorithm=BRANCH, script=script(), trainer__steps=1, **TREE) as made:
         await made.loop.run({})
-        (record,) = await made.store.steps("run")
         every = await all_rollouts(made.store, "run", split="train")
         branch = next(each for each in every if each.parent is not None and each.trained_at_step is not None)
     rollout, attempt, seq = branch.parent

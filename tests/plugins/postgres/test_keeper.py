@@ -328,7 +328,8 @@ async def test_a_frozen_schema_is_read_back_equal(postgres_server: PostgresServe
     assert rollout is not None
     assert (rollout.reward, rollout.trained_at_step, rollout.resources) == (0.5, 0, {"writer": 2})
     branch = await store.get_rollout("c")
-    assert branch is not None and branch.parent == (("a", 1, 1) if version > 6 else None)
+    assert branch is not None
+    assert branch.parent == (("a", 1, 1) if version > 6 else None)
     assert [token.id for token in await store.list_tokens()] == ["t1", "t2"]
     assert [move.version for move in await store.alias_history("writer", "production")] == [1, 2, 1]
     (step,) = await store.steps("run")
