@@ -3,8 +3,8 @@
 The teacher is the demonstration's own trained model, of another seed than the students. Students begin with the untrained
 model. Each is evaluated on the same held-out tasks after some steps. Printed are these rewards by rollouts, the untrained model
 first, and how many rollouts each took to some rewards, the last of which is what reinforcement learning ends with in the same
-seed. What the teacher
-took is not counted: it is there. A run whose result is in the folder is not made again, so the benchmark may be interrupted.
+seed. What the teacher took is not counted: it is there. A run whose result is in the folder is not made again, so the
+benchmark may be interrupted.
 
     python tests/bench/bench_distill.py [--out FOLDER] [--seeds 3] [--steps 15] [--held-out 100]
 """
@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 TEACHER, TEACHER_SEED = "teacher", 100
-RL, DISTILLED = "reinforcement learning", "distillation"
+RL, SMALL, DISTILLED = "reinforcement learning", "reinforcement learning small", "distillation"
 EVAL_EVERY = 3
 BARS = (0.5, 0.6, 0.7, 0.8)
 """Held-out rewards to reach."""
-ROLLOUTS = {TEACHER: (16, 8), RL: (16, 8), DISTILLED: (32, 1)}
-"""Tasks in a step and rollouts of each: the demonstration's own, and a quarter of them without any to compare with."""
+ROLLOUTS = {TEACHER: (16, 8), RL: (16, 8), SMALL: (4, 8), DISTILLED: (32, 1)}
+"""Tasks in a step and rollouts of each: the demonstration's own; a quarter of them, so that there are as many updates for so
+many rollouts as with the teacher; and as few without any to compare with."""
 
 
 def train(arm: str, seed: int, asked: argparse.Namespace, folder: Path) -> None:
@@ -123,7 +124,7 @@ def main() -> None:
         train(arm, int(seed), asked, asked.out / (TEACHER if arm == TEACHER else f"{arm.replace(' ', '-')}-{seed}"))
         return
     teacher = made(TEACHER, TEACHER_SEED, asked)
-    results: dict[str, list[dict[str, Any]]] = {RL: [], DISTILLED: []}
+    results: dict[str, list[dict[str, Any]]] = {RL: [], SMALL: [], DISTILLED: []}
     for seed in range(asked.seeds):
         for arm, found in results.items():
             found.append(made(arm, seed, asked))
