@@ -200,7 +200,10 @@ async def _teacher_folder(name: str, into: Path, config: Config, url: str) -> Pa
         known = hashlib.sha256(name.encode()).hexdigest()[:8]
         made = into / TEACHER / f"{Path(run).name}@{step}-{known}"
         if not (made / "config.json").is_file():  # it is written whole or not at all
-            await export_step(name, into, made, config, url)
+            try:
+                await export_step(name, into, made, config, url)
+            except ConfigError as error:
+                raise ConfigError(f"the teacher {name} is not there: {error}") from error
         return made.resolve()
     if any(store_in(folder) for folder in (Path(name), into.parent / name)):
         raise ConfigError(f"the teacher {name} is a run: say which step of it, as {name}@20")

@@ -92,8 +92,8 @@ def test_a_run_goes_on_with_its_teacher_and_begins_an_epoch_with_another(train: 
 @pytest.mark.parametrize(
     ("teacher", "problem"),
     [
-        ("parent@9", "parent has 1 committed steps: there is no parent@9"),
-        ("nobody@1", "no run 'nobody'"),
+        ("parent@9", "the teacher parent@9 is not there: run parent has 1 committed steps: there is no parent@9"),
+        ("nobody@1", "the teacher nobody@1 is not there: no run 'nobody'"),
         ("parent", "the teacher parent is a run: say which step of it, as parent@20"),
         ("no/such/folder", "the teacher no/such/folder is not there: the model folder .* does not exist"),
     ],
