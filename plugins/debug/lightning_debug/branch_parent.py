@@ -68,6 +68,10 @@ class Parent:
 def find_parent(where: str, rollout: str, attempt: int | None, at: int) -> Parent:
     """A rollout of the stores at a place, to be branched at its call number `at`. Raises `ConfigError` where none has it,
     `DataError` where it cannot be branched there."""
+    if where.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{redacted(where)} is a Lightning Server, which answers agents itself: branch where its database can be reached"
+        )
     for url, found in answers(where, lambda _, store: _find(store, rollout, attempt)):
         if isinstance(found, LightningError):
             raise found

@@ -266,6 +266,16 @@ def test_another_prompt_from_the_call_on(runs: ScriptedVLLM, capsys: Any) -> Non
     assert "no call of a branch has the text that was given for judge" in words(shown.out)
 
 
+def test_the_prompts_of_the_parents_run_hold(runs: ScriptedVLLM) -> None:
+    parent = recorded("agent", "--set", 'runner.prompts.writer="Sing of {topic}"')
+    assert prompts_of(parent)[0].startswith("Sing of tides")
+    report = branch(parent, "wandering:agent", at=2, n=2, prompts={"critic": "Praise {text}"}, runner="inline")
+    assert report.valid == 2, report
+    assert prompts_of(report.branches[0].id)[0] == "Praise said 1"
+    assert report.warnings == ()
+    assert said(["replay", report.branches[0].id, "wandering:agent"]) == 0, "with both prompts"
+
+
 def test_tools_that_run_again_need_a_word(runs: ScriptedVLLM, capsys: Any) -> None:
     parent = recorded("looks_after")
     command = ["branch", parent, "wandering:looks_after", "--at", "2", "-n", "2", *INLINE]
@@ -310,6 +320,7 @@ def test_other_weights_are_named_or_those_that_are_left_are_told(runs: ScriptedV
         (["--at", "2", "-n", "0"], "-n"),
         (["--at", "2", "--attempt", "3"], "has 1 attempts, so there is no attempt 3"),
         (["--at", "2", "--runs", "nowhere"], "nowhere is neither a folder nor a database"),
+        (["--at", "2", "--runs", "http://127.0.0.1:9"], "is a Lightning Server, which answers agents itself"),
         (["--at", "2", "--prompt", "critic"], "write NAME=FILE"),
         (["--at", "2", "--prompt", "critic=nothing.txt"], "cannot read the prompt"),
     ],
