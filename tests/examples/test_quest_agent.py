@@ -23,9 +23,20 @@ from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.types import Rollout, Run, Status, Task, ToolEvent, Transition
 from lightning_examples.quest_python import demo as demonstration
 from lightning_examples.quest_python import world
-from lightning_examples.quest_python.agent import DIGITS, EXAMPLES, MAX_CALLS, agent, ask, messages, read
+from lightning_examples.quest_python.agent import EXAMPLES, MAX_CALLS, agent, ask, messages, read
 from lightning_examples.quest_python.tasks import make_task, quest_of, tasks, val_tasks
-from lightning_examples.quest_python.world import ROOMS, SHELVES, SIDES, Quest, State, choices, choose, is_over, worth
+from lightning_examples.quest_python.world import (
+    ROOMS,
+    SHELVES,
+    SIDES,
+    Quest,
+    Room,
+    State,
+    choices,
+    choose,
+    is_over,
+    worth,
+)
 
 CHOICES = len(SHELVES) + len(ROOMS)
 quests = st.integers(0, 2**32).map(lambda seed: quest_of(make_task(random.Random(seed))))
@@ -87,11 +98,11 @@ def test_a_choice_in_a_room_is_worth_its_treasure_and_no_more(quest: Quest, room
 
 @given(quests)
 def test_what_cannot_be_chosen_is_refused(quest: Quest) -> None:
-    for choice in ("left", "sword", ""):
+    for choice in ("left", "shield", ""):
         with pytest.raises(ValueError, match="cannot be chosen"):
             choose(quest, State(), choice)
     with pytest.raises(ValueError, match="cannot be chosen"):
-        choose(quest, State(("boat", "lamp"), len(ROOMS)), "left")
+        choose(quest, State(("boat", "light"), len(ROOMS)), "left")
 
 
 def test_each_danger_has_one_thing_against_it() -> None:
@@ -133,10 +144,10 @@ def test_a_demonstration_has_tasks_enough_and_the_examples_are_none() -> None:
 # --- the agent --------------------------------------------------------------------------------------------------------
 
 TASK = Task(
-    "A cliff, then a ghost.",
-    metadata={"danger": "cliff", "guard": "ghost", "rooms": [["gems", side] for side in (*SIDES, *SIDES)]},
+    "A desert, then a ghost.",
+    metadata={"danger": "desert", "guard": "ghost", "rooms": [["gems", side] for side in (*SIDES, *SIDES)]},
 )
-BEST = ("2", "2", "1", "2", "3", "1", "2", "3")
+BEST = ("horse", "light", *SIDES, *SIDES)
 
 
 @dataclass(frozen=True)
@@ -183,14 +194,14 @@ async def test_the_best_answers_get_everything_and_each_is_a_call_and_a_tool() -
 
 
 async def test_the_first_danger_that_cannot_be_passed_ends_it() -> None:
-    played = await play("1", *BEST[1:])
+    played = await play("boat", *BEST[1:])
     assert played.rollout.reward == pytest.approx(world.TREASURES)
     assert [(event.name, event.result or event.output) for event in played.events][-1] == ("face", "false")
     assert [event.name for event in played.events].count("face") == 1
 
 
-async def test_an_answer_that_is_no_digit_is_a_wasted_move() -> None:
-    wasted = ["", "12", "left", "4"]
+async def test_an_answer_that_is_no_choice_is_a_wasted_move() -> None:
+    wasted = ["", "boat", "ahead or", "the left"]
     played = await play(*BEST[:3], *wasted, *BEST[3:])
     assert played.rollout.reward == pytest.approx(1.0), "there are as many moves to spare"
     prompts = [request["messages"] for request in played.requests]
@@ -207,12 +218,12 @@ async def test_when_all_moves_are_wasted_the_dangers_are_not_met() -> None:
 
 async def test_rollouts_meet_again_in_the_same_state_for_credit_that_compares_there() -> None:
     """Two rollouts differ in one room: gigpo's states are the same before it and after it."""
-    ways = [await play(*BEST), await play(*BEST[:4], "1", *BEST[5:])]
+    ways = [await play(*BEST), await play(*BEST[:4], "right", *BEST[5:])]
     members = [Trajectory(way.rollout, tuple(way.calls), (True,) * len(way.calls)) for way in ways]
     first, second = state_ids(Group("g", tuple(members)))
     assert len(set(first)) == CHOICES
     assert list(first) == list(second)
-    wrong = await play("1", *BEST[1:])
+    wrong = await play("boat", *BEST[1:])
     member = Trajectory(wrong.rollout, tuple(wrong.calls), (True,) * CHOICES)
     first, other = state_ids(Group("g", (members[0], member)))
     assert [one == two for one, two in zip(first, other, strict=True)] == [True] + [False] * (CHOICES - 1)
@@ -235,12 +246,22 @@ def test_a_prompt_tells_all_that_decides_what_can_still_be_earned(
             assert earned[0] == pytest.approx(earned[1])
 
 
-def test_the_examples_answer_with_each_digit_and_are_right() -> None:
-    assert sorted(answer for _, answer in EXAMPLES) == list(DIGITS)
-    for digit in DIGITS:
-        assert read(f" {digit}\n", State()) == choices(State())[DIGITS.index(digit)]
-    shown = messages(quest_of(TASK), State())
-    assert [message["role"] for message in shown] == ["system", *["user", "assistant"] * 3, "user"]
+@pytest.mark.parametrize(
+    ("reply", "choice"),
+    [("horse", "horse"), (" Horse.\n", "horse"), ("light", None), ("horses", None), ("", None), ("a horse", None)],
+)
+def test_a_choice_is_read_from_its_word_alone(reply: str, choice: str | None) -> None:
+    assert read(reply, State()) == choice
+
+
+def test_the_examples_are_questions_and_right_answers_of_each_kind() -> None:
+    quest = Quest("swamp", "thief", (Room("jewels", "ahead"),) * len(ROOMS))
+    shown = (State(("map", "shield")), State(("map",)), State())
+    for (question, answer), state in zip(EXAMPLES, shown, strict=True):
+        asked = ask(quest, state).replace(ROOMS[0].capitalize(), "Tower")
+        assert question == asked
+        assert read(answer, state) == answer
+    assert [message["role"] for message in messages(quest, State())] == ["system", *["user", "assistant"] * 3, "user"]
 
 
 def test_the_demo_s_settings_are_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

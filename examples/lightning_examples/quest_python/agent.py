@@ -1,4 +1,4 @@
-"""An agent on a quest: eight choices of one digit, of which the first two decide what the last two dangers make of it.
+"""An agent on a quest: eight choices of one word, of which the first two decide what the last two dangers make of it.
 
 Each choice is a prompt of its own that says the quest, what is carried and what is there, and nothing of how it came to that.
 So rollouts of one quest come to the same prompts. Nothing in this file knows that it is being trained: `llm` only says where
@@ -31,22 +31,20 @@ if TYPE_CHECKING:
     from lightning import LLM, Task
     from openai.types.chat import ChatCompletionMessageParam
 
-SYSTEM = "You are on a quest. Answer with one number: 1, 2 or 3."
+SYSTEM = "You are on a quest. Answer with one word."
 EXAMPLES = (
     (
-        "Quest: a moat, then a thief.\nYou carry a rope and a sword. Go 1 left, 2 ahead, 3 right.\nTower: jewels ahead",
-        "2",
+        "Quest: a swamp, then a thief.\nYou carry a map and a shield. Go left, ahead or right.\nTower: jewels are ahead",
+        "ahead",
     ),
-    ("Quest: a moat, then a thief.\nYou carry a rope. Pack 1 sword, 2 lamp, 3 meat.\nNeeded for the thief", "3"),
-    ("Quest: a moat, then a thief.\nYou carry nothing. Pack 1 boat, 2 rope, 3 camel.\nNeeded for the moat", "1"),
+    ("Quest: a swamp, then a thief.\nYou carry a map. Take shield, light or bread.\nAgainst the thief", "shield"),
+    ("Quest: a swamp, then a thief.\nYou carry nothing. Take boat, horse or map.\nAgainst the swamp", "boat"),
 )
-"""One answer with each digit, so that the untrained model answers with digits and prefers none of them much."""
-DIGITS = ("1", "2", "3")
-"""One token each. A is a word as well, and the untrained model often goes on after it."""
+"""One answer of each kind, so that the untrained model knows the form."""
 MAX_TOKENS = 2
-"""The digit, and the token that ends the answer."""
+"""A word, and the token that ends the answer. Every choice is one token of SmolLM2's."""
 MAX_CALLS = 12
-"""Answers that are no digit are wasted moves: the same is asked again, and after so many answers the quest is over."""
+"""Answers that are no choice are wasted moves: the same is asked again, and after so many answers the quest is over."""
 
 
 def agent(task: Task, llm: LLM) -> dict[str, float]:
@@ -80,19 +78,20 @@ def messages(quest: Quest, state: State) -> list[ChatCompletionMessageParam]:
 def ask(quest: Quest, state: State) -> str:
     """A state in words."""
     carried = " and ".join(f"a {thing}" for thing in state.packed) or "nothing"
-    verb, named = "Go", ", ".join(f"{digit} {choice}" for digit, choice in zip(DIGITS, choices(state), strict=True))
     if len(state.packed) < len(SHELVES):
-        verb, last = "Pack", f"Needed for the {quest.dangers[len(state.packed)]}"
+        verb, last = "Take", f"Against the {quest.dangers[len(state.packed)]}"
     else:
         room = quest.rooms[state.room]
-        last = f"{ROOMS[state.room].capitalize()}: {look(room.treasure, room.side)}"
-    return f"Quest: a {quest.danger}, then a {quest.guard}.\nYou carry {carried}. {verb} {named}.\n{last}"
+        verb, last = "Go", f"{ROOMS[state.room].capitalize()}: {look(room.treasure, room.side)}"
+    first, second, third = choices(state)
+    start = f"Quest: a {quest.danger}, then a {quest.guard}.\nYou carry {carried}."
+    return f"{start} {verb} {first}, {second} or {third}.\n{last}"
 
 
 def read(reply: str, state: State) -> str | None:
-    """The choice that a reply names by its digit; None for any other reply."""
-    digit = reply.strip()
-    return choices(state)[DIGITS.index(digit)] if digit in DIGITS else None
+    """The choice that a reply names; None for any other reply."""
+    word = reply.strip().rstrip(".").lower()
+    return word if word in choices(state) else None
 
 
 def act(quest: Quest, state: State, choice: str) -> State:
@@ -129,7 +128,7 @@ def pack(thing: str) -> str:
 @lightning.tool
 def look(treasure: str, side: str) -> str:
     """What there is to see in a room."""
-    return f"{treasure} {side}"
+    return f"{treasure} are {side}"
 
 
 @lightning.tool

@@ -11,7 +11,7 @@ from lightning.types import Task
 from lightning_examples.quest_python.world import ROOMS, SIDES, WAYS, WEAPONS, Quest, Room
 from lightning_examples.word_problems import take
 
-TREASURES = ("gems", "gold", "coins", "pearls", "rings", "silver")
+TREASURES = ("gems", "crowns", "coins", "pearls", "rings", "cups")
 
 
 def tasks(n: int, seed: int) -> list[Task]:

@@ -12,15 +12,15 @@ from itertools import takewhile
 from typing import Final
 
 WAYS: Final[Mapping[str, Sequence[str]]] = {
-    "boat": ("river", "lake", "swamp"),
-    "rope": ("cliff", "wall", "tower"),
-    "camel": ("desert", "dunes", "steppe"),
+    "boat": ("river", "lake", "sea"),
+    "horse": ("desert", "plain", "steppe"),
+    "map": ("forest", "maze", "cave"),
 }
 """The first thing to pack, and the dangers on the way that it helps against."""
 WEAPONS: Final[Mapping[str, Sequence[str]]] = {
-    "sword": ("dragon", "knight", "giant"),
-    "lamp": ("ghost", "shadow", "spirit"),
-    "meat": ("dog", "wolf", "lion"),
+    "shield": ("dragon", "knight", "giant"),
+    "light": ("ghost", "shadow", "spirit"),
+    "bread": ("dog", "wolf", "bear"),
 }
 """The second thing to pack, and the guards of the castle that it helps against."""
 SIDES: Final = ("left", "ahead", "right")
