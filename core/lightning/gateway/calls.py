@@ -48,7 +48,7 @@ from lightning.gateway.policy import LiveCall, Policy
 from lightning.gateway.policy_registry import Policies
 from lightning.gateway.providers import Providers
 from lightning.gateway.recorder import NOTHING, Recorder, Ticket, described
-from lightning.gateway.replay.branches import Branch, Branches, recorded_answer
+from lightning.gateway.replay.branches import BranchedAttempt, Branches, recorded_answer
 from lightning.gateway.sampling import (
     apply_sampling,
     call_seed,
@@ -93,7 +93,7 @@ class Call:
     live: LiveCall
     headers: list[tuple[str, str]]
     translator: Translator | None = None
-    branch: Branch | None = None
+    branch: BranchedAttempt | None = None
     started: bool = False
     streamed: WholeReply = field(default_factory=WholeReply)
 
@@ -198,7 +198,9 @@ class CallEndpoint:
             log.exception("the gateway failed on a call")
             await self._refuse(call, send, RefusalError(500, "gateway_fault", "The gateway failed; see its log."))
 
-    async def _answer_recorded(self, branch: Branch, claims: Claims, scope: Scope, body: Body, send: Send) -> bool:
+    async def _answer_recorded(
+        self, branch: BranchedAttempt, claims: Claims, scope: Scope, body: Body, send: Send
+    ) -> bool:
         """Answer a call of a branch from the record, if that has it."""
         caller = self._identity.caller(scope, _model_in(body, scope))
         found = await branch.answer(caller.name, self._dialect.path, body)
@@ -210,7 +212,7 @@ class CallEndpoint:
             await send_bytes(send, status, answer, [(b"content-type", kind), header])
         return found is not None
 
-    async def _admit(self, claims: Claims, scope: Scope, body: Body, size: int, branch: Branch | None) -> Call:
+    async def _admit(self, claims: Claims, scope: Scope, body: Body, size: int, branch: BranchedAttempt | None) -> Call:
         asked = self._recorder.exchanges.asked(self._dialect.path, body, size)
         policy, model = self._policies.of(claims.run), _model_in(body, scope)
         await self._policies.asked.look(claims.run, policy, model)

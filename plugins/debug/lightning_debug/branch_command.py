@@ -6,6 +6,7 @@ branched.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,6 @@ import typer
 from lightning.cli.locate import load_agent
 from lightning.cli.output import AsJson, escape, fail, print_json, print_table, say
 from lightning.config import Config, load_config
-from lightning.config.load import parse_value
 from lightning.errors import ConfigError
 from lightning.store.url import redacted
 
@@ -129,11 +129,15 @@ def _split(given: list[str]) -> tuple[dict[str, float | int], list[str]]:
         if not equals or "." in name or name in Config.model_fields:
             settings.append(each)
             continue
-        number = parse_value(value.strip(), f"--set {each}")
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise ConfigError(f"--set {each}: give a number")
-        sampling[name] = number
+        sampling[name] = _number(value.strip(), each)
     return sampling, settings
+
+
+def _number(text: str, given: str) -> float | int:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    raise ConfigError(f"--set {given}: give a number")
 
 
 def show(report: BranchReport, where: str, agent: str) -> None:

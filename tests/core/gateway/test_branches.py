@@ -18,7 +18,6 @@ from lightning.gateway.replay.divergence import diverged
 from lightning.server.agents import HowToCall
 from lightning.testing import Reply
 from lightning.types import LLM, CallStatus, Fault, Rollout, Status, Task
-from lightning_debug.replay import replay_agent
 
 from tests.core.gateway.branching import Brancher, brancher, numbered
 
@@ -282,23 +281,6 @@ def test_an_edit_that_was_never_asked_for_is_no_success(made: Brancher) -> None:
     found = made.run(agent, parent=parent.key(2), config={"branch": {"edit": "another word"}})
     assert found.rollout.reward is None
     assert "the agent ended before it made the call" in found.rollout.error
-
-
-@pytest.mark.parametrize("edit", [None, "said 500"])
-def test_a_branch_is_replayed_as_a_whole(made: Brancher, edit: str | None) -> None:
-    parent = made.run(chain(4))
-    config: dict[str, Any] = {"branch": {"edit": edit}} if edit else {}
-    branch = made.run(chain(4), parent=parent.key(3), config=config)
-    whole = made.whole(branch.rollout.id)
-    assert [call.number for call in whole.calls] == [1, 2, 3, 4]
-    assert len(branch.calls) == (1 if edit else 2)
-    assert whole.calls[1].transition.id == parent.calls[1].id
-    result = replay_agent(whole, chain(4))
-    assert result.same, result
-    assert result.outcome is not None
-    assert result.outcome.reward == branch.rollout.reward != parent.rollout.reward
-    last = made.run(chain(2), parent=parent.key(1), config={"branch": {"edit": "said 9"}})
-    assert len(made.whole(last.rollout.id).calls) == 2
 
 
 def test_a_changed_prompt_is_no_divergence_where_it_is_meant(made: Brancher) -> None:

@@ -23,6 +23,9 @@ from lightning.types import LLM, Task, ToolEvent
 from lightning_debug.replay import ReplayResult, replay_agent, result_of
 from lightning_debug.replay_server import ReplayServer
 
+from tests.core.gateway.branching import brancher, numbered
+from tests.core.gateway.test_branches import chain
+
 SCRIPT = ("first", "second", "third", "fourth")
 
 
@@ -510,3 +513,21 @@ async def test_a_server_ends_with_the_last_call_also_when_that_was_refused() -> 
         await asyncio.to_thread(agent, Task("x"), server.llm)
         await asyncio.wait_for(server.finished(), 5)
         assert result_of(server).same
+
+
+@pytest.mark.parametrize("edit", [None, "said 500"])
+def test_a_branch_is_replayed_as_a_whole(edit: str | None) -> None:
+    with brancher(numbered()) as made:
+        parent = made.run(chain(4))
+        config: dict[str, Any] = {"branch": {"edit": edit}} if edit else {}
+        branch = made.run(chain(4), parent=parent.key(3), config=config)
+        whole = made.whole(branch.rollout.id)
+        assert [call.number for call in whole.calls] == [1, 2, 3, 4]
+        assert len(branch.calls) == (1 if edit else 2)
+        assert whole.calls[1].transition.id == parent.calls[1].id
+        result = replay_agent(whole, chain(4))
+        assert result.same, result
+        assert result.outcome is not None
+        assert result.outcome.reward == branch.rollout.reward != parent.rollout.reward
+        last = made.run(chain(2), parent=parent.key(1), config={"branch": {"edit": "said 9"}})
+        assert len(made.whole(last.rollout.id).calls) == 2

@@ -85,7 +85,7 @@ def _is_before(event: ToolEvent, answered: set[str], sent: float) -> bool:
     return event.response_id in answered if event.response_id else event.at <= sent
 
 
-class Branch:
+class BranchedAttempt:
     """One attempt of a branch. With `changed` the call at which it branches may ask something else than it did; with an `edit`
     it is answered with that text instead of being sampled."""
 
@@ -224,10 +224,10 @@ class Branches:
     """The branches that this gateway answers, by attempt."""
 
     store: Store
-    _known: OrderedDict[tuple[str, int], Branch] = field(default_factory=OrderedDict)
-    _reading: dict[tuple[str, int], asyncio.Task[Branch]] = field(default_factory=dict)
+    _known: OrderedDict[tuple[str, int], BranchedAttempt] = field(default_factory=OrderedDict)
+    _reading: dict[tuple[str, int], asyncio.Task[BranchedAttempt]] = field(default_factory=dict)
 
-    async def of(self, claims: Claims) -> Branch:
+    async def of(self, claims: Claims) -> BranchedAttempt:
         """The branch of an attempt. Raises `RefusalError`: 409 where it is void from the beginning, 503 when the store cannot
         tell."""
         key = (claims.rollout, claims.attempt)
@@ -250,7 +250,7 @@ class Branches:
             self._known.popitem(last=False)
         return branch
 
-    async def keep_edit(self, branch: Branch, claims: Claims) -> None:
+    async def keep_edit(self, branch: BranchedAttempt, claims: Claims) -> None:
         """The agent is about to get the edited answer: keep that, since it may make no call of its own after it. Raises
         `RefusalError` (409) where the store fails: the answer is given once, so that the branch is void."""
         try:
@@ -262,7 +262,7 @@ class Branches:
         """The runs of tools that are answered in a branch. Raises as `of` does."""
         return list((await self.of(claims)).prefix.tool_events)
 
-    async def _read(self, name: str) -> Branch:
+    async def _read(self, name: str) -> BranchedAttempt:
         rollout = await self.store.get_rollout(name)
         if rollout is None or rollout.parent is None:
             raise DataError(f"the rollout {name} is no branch")
@@ -271,7 +271,7 @@ class Branches:
         changes = await self._changes(rollout)
         edit = changes.get("edit")
         changed = bool(changes.get("prompts"))
-        return Branch(
+        return BranchedAttempt(
             prefix_of(recorded, seq), (parent, attempt), changed=changed, edit=None if edit is None else str(edit)
         )
 
