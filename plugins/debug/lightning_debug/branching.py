@@ -29,7 +29,7 @@ from lightning.runner.protocol import Agent
 from lightning.store import exchanges
 from lightning.store.epochs import mark_over
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import existing_store
+from lightning.store.resource_ref import existing_store, store_in
 from lightning.store.url import parse
 from lightning.trainer.agents import hidden_from_agents
 from lightning.trainer.model import with_dtypes
@@ -132,15 +132,17 @@ def branch(
     is given. `prompts` are texts by component, `sampling` parameters of the live calls (`{"temperature": 0.7}`), `settings`
     those of the run with dotted names, or a function that changes them; all else is as the parent's run had it. `runs` is where
     the rollout is: a folder of runs, a run's folder, a database, a URL. The agent is a function, or `MODULE:FUNCTION`. Tools
-    that run again need `run_tools`.
-    `out` is a folder for vLLM's log and weights that are made again.
+    that run again need `run_tools`. `out` is a folder for vLLM's log and weights that are made again.
 
     Raises `ConfigError` or `DataError` for what cannot be branched so; a branch that fails is in the report.
     """
-
     if n < 1:
         raise ConfigError(f"n = {n}: give the number of branches, 1 or more")
-    named = agent if isinstance(agent, str) else f"{agent.__module__}:{getattr(agent, '__qualname__', agent)}"
+    named = (
+        agent
+        if isinstance(agent, str)
+        else f"{agent.__module__}:{getattr(agent, '__qualname__', type(agent).__name__)}"
+    )
     function = load_agent(agent) if isinstance(agent, str) else agent
 
     def run() -> BranchReport:
@@ -190,13 +192,23 @@ def _folder(parent: Parent) -> Path:
 def _model(parent: Parent, weights: str, runs: str, into: Path, config: Config) -> tuple[EvaluatedModel, str]:
     """The weights, and what is to be said of them."""
     if weights:
-        return find_model(weights, Path("runs" if "://" in runs else runs), into, config), ""
+        return find_model(weights, _folder_of_runs(runs), into, config), ""
     return asyncio.run(
         with_store(
             parent.url,
             lambda store: model_of_run(store, parent.run, parent.folder, parent.version, into.resolve(), config),
         )
     )
+
+
+def _folder_of_runs(place: str) -> Path:
+    """Where runs are looked for by name, from the place of one of them."""
+    path = Path(place)
+    if "://" in place:
+        return Path("runs")
+    if path.is_file():
+        return path.resolve().parent.parent
+    return path.resolve().parent if store_in(path) else path
 
 
 async def _branched(plan: _Plan, reporter: Reporter) -> BranchReport:

@@ -304,6 +304,9 @@ def test_other_weights_are_named_or_those_that_are_left_are_told(runs: ScriptedV
     assert said([*command, "--weights", "other"]) == 0
     assert runs.models[-1] == Path("other").resolve()
     assert run_of("first.0.0.0-call3").config["branch"]["weights"] == "other"  # type: ignore[index]
+    for place in ("runs/first", "runs/first/lightning.db"):
+        assert said([*command, "--runs", place, "--weights", "first@0"]) == 0, "a name beside the parent's run"
+        assert runs.models[-1] == Path("one").resolve()
     Path("one").rename("moved")
     capsys.readouterr()
     assert said(command) == 2
