@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,7 +25,7 @@ from lightning.types import Rollout, Run, Status, Task, ToolEvent, Transition
 from lightning_examples.quest_python import demo as demonstration
 from lightning_examples.quest_python import world
 from lightning_examples.quest_python.agent import EXAMPLES, MAX_CALLS, agent, ask, messages, read
-from lightning_examples.quest_python.tasks import make_task, quest_of, tasks, val_tasks
+from lightning_examples.quest_python.tasks import TREASURES, make_task, quest_of, tasks, val_tasks
 from lightning_examples.quest_python.world import (
     ROOMS,
     SHELVES,
@@ -38,7 +39,7 @@ from lightning_examples.quest_python.world import (
     worth,
 )
 
-CHOICES = len(SHELVES) + len(ROOMS)
+CHOICES = len(SHELVES) + ROOMS
 quests = st.integers(0, 2**32).map(lambda seed: quest_of(make_task(random.Random(seed))))
 choosers = st.lists(st.integers(0, 2), min_size=CHOICES, max_size=CHOICES)
 
@@ -81,11 +82,11 @@ def test_a_wrong_thing_cannot_be_made_good_later(quest: Quest, wrong: int, other
         return right
 
     states = go(quest, chooser)
-    assert states[-1].treasures == len(ROOMS), "everything after it was as good as can be"
+    assert states[-1].treasures == ROOMS, "everything after it was as good as can be"
     assert worth(quest, states[-1]) == pytest.approx(world.TREASURES + world.PASSED[wrong])
 
 
-@given(quests, st.integers(0, len(ROOMS) - 1))
+@given(quests, st.integers(0, ROOMS - 1))
 def test_a_choice_in_a_room_is_worth_its_treasure_and_no_more(quest: Quest, room: int) -> None:
     def chooser(state: State) -> str:
         right = world.best(quest, state)
@@ -93,7 +94,7 @@ def test_a_choice_in_a_room_is_worth_its_treasure_and_no_more(quest: Quest, room
             next(side for side in SIDES if side != right) if choices(state) == SIDES and state.room == room else right
         )
 
-    assert worth(quest, go(quest, chooser)[-1]) == pytest.approx(1.0 - world.TREASURES / len(ROOMS))
+    assert worth(quest, go(quest, chooser)[-1]) == pytest.approx(1.0 - world.TREASURES / ROOMS)
 
 
 @given(quests)
@@ -102,7 +103,7 @@ def test_what_cannot_be_chosen_is_refused(quest: Quest) -> None:
         with pytest.raises(ValueError, match="cannot be chosen"):
             choose(quest, State(), choice)
     with pytest.raises(ValueError, match="cannot be chosen"):
-        choose(quest, State(("boat", "light"), len(ROOMS)), "left")
+        choose(quest, State(("boat", "light"), ROOMS), "left")
 
 
 def test_each_danger_has_one_thing_against_it() -> None:
@@ -143,10 +144,8 @@ def test_a_demonstration_has_tasks_enough_and_the_examples_are_none() -> None:
 
 # --- the agent --------------------------------------------------------------------------------------------------------
 
-TASK = Task(
-    "A desert, then a ghost.",
-    metadata={"danger": "desert", "guard": "ghost", "rooms": [["gems", side] for side in (*SIDES, *SIDES)]},
-)
+SIX_ROOMS = [[name, side] for name, side in zip(TREASURES, (*SIDES, *SIDES), strict=False)]
+TASK = Task("A desert, then a ghost.", metadata={"danger": "desert", "guard": "ghost", "rooms": SIX_ROOMS})
 BEST = ("horse", "light", *SIDES, *SIDES)
 
 
@@ -189,7 +188,7 @@ async def test_the_best_answers_get_everything_and_each_is_a_call_and_a_tool() -
     assert played.rollout.reward == pytest.approx(1.0)
     assert (played.rollout.rewards["reached"], played.rollout.rewards["treasures"]) == (1.0, 1.0)
     assert len(played.requests) == len(BEST)
-    assert [event.name for event in played.events] == ["pack"] * 2 + ["look", "search"] * len(ROOMS) + ["face"] * 2
+    assert [event.name for event in played.events] == ["pack"] * 2 + ["look", "search"] * ROOMS + ["face"] * 2
     assert {event.status for event in played.events} == {"ok"}
 
 
@@ -241,7 +240,7 @@ def test_a_prompt_tells_all_that_decides_what_can_still_be_earned(
     for first, second in zip(states[0][:-1], states[1][:-1], strict=True):
         if ask(quest, first) == ask(quest, second):
             ends = [go(quest, lambda state: world.best(quest, state), start)[-1] for start in (first, second)]
-            earned = [worth(quest, end) - world.TREASURES * start.treasures / len(ROOMS)
+            earned = [worth(quest, end) - world.TREASURES * start.treasures / ROOMS
                       for end, start in zip(ends, (first, second), strict=True)]  # fmt: skip
             assert earned[0] == pytest.approx(earned[1])
 
@@ -255,13 +254,21 @@ def test_a_choice_is_read_from_its_word_alone(reply: str, choice: str | None) ->
 
 
 def test_the_examples_are_questions_and_right_answers_of_each_kind() -> None:
-    quest = Quest("swamp", "thief", (Room("jewels", "ahead"),) * len(ROOMS))
-    shown = (State(("map", "shield")), State(("map",)), State())
-    for (question, answer), state in zip(EXAMPLES, shown, strict=True):
-        asked = ask(quest, state).replace(ROOMS[0].capitalize(), "Tower")
-        assert question == asked
+    for question, answer in EXAMPLES:
+        danger, guard, carried, last = re.findall(
+            r"Quest: a (\w+), then a (\w+)\.\nYou carry (.*?)\..*\n(.*)", question
+        )[0]
+        packed = tuple(thing for thing in re.findall(r"\w+", carried) if thing not in ("a", "and", "nothing"))
+        treasure, side = (
+            re.findall(r"The (\w+) are (\w+)", last)[0] if len(packed) == len(SHELVES) else ("gems", "left")
+        )
+        quest, state = Quest(danger, guard, (Room(treasure, side),) * ROOMS), State(packed)
+        assert question == ask(quest, state)
         assert read(answer, state) == answer
-    assert [message["role"] for message in messages(quest, State())] == ["system", *["user", "assistant"] * 3, "user"]
+        if len(packed) == len(SHELVES):
+            assert answer == side
+    roles = [message["role"] for message in messages(quest, State())]
+    assert roles == ["system", *["user", "assistant"] * len(EXAMPLES), "user"]
 
 
 def test_the_demo_s_settings_are_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -15,7 +15,6 @@ from openai import OpenAI
 
 from lightning_examples.quest_python.tasks import quest_of
 from lightning_examples.quest_python.world import (
-    ROOMS,
     SHELVES,
     Quest,
     State,
@@ -34,13 +33,22 @@ if TYPE_CHECKING:
 SYSTEM = "You are on a quest. Answer with one word."
 EXAMPLES = (
     (
-        "Quest: a swamp, then a thief.\nYou carry a map and a shield. Go left, ahead or right.\nTower: jewels are ahead",
+        "Quest: a swamp, then a thief.\nYou carry a boat and a shield. Go left, ahead or right.\nThe jewels are ahead",
         "ahead",
     ),
-    ("Quest: a swamp, then a thief.\nYou carry a map. Take shield, light or bread.\nAgainst the thief", "shield"),
-    ("Quest: a swamp, then a thief.\nYou carry nothing. Take boat, horse or map.\nAgainst the swamp", "boat"),
+    ("Quest: a swamp, then a thief.\nYou carry a boat.\nAgainst the thief take shield, light or bread", "shield"),
+    (
+        "Quest: a jungle, then a cat.\nYou carry a map and a bread. Go left, ahead or right.\nThe furs are right",
+        "right",
+    ),
+    ("Quest: a jungle, then a cat.\nYou carry nothing.\nAgainst the jungle take boat, horse or map", "map"),
+    (
+        "Quest: a beach, then a bat.\nYou carry a horse and a light. Go left, ahead or right.\nThe swords are left",
+        "left",
+    ),
+    ("Quest: a beach, then a bat.\nYou carry a horse.\nAgainst the bat take shield, light or bread", "light"),
 )
-"""One answer of each kind, so that the untrained model knows the form."""
+"""Answers of all kinds, so that the untrained model knows the form. All prompts share them, so they cost next to nothing."""
 MAX_TOKENS = 2
 """A word, and the token that ends the answer. Every choice is one token of SmolLM2's."""
 MAX_CALLS = 12
@@ -78,14 +86,12 @@ def messages(quest: Quest, state: State) -> list[ChatCompletionMessageParam]:
 def ask(quest: Quest, state: State) -> str:
     """A state in words."""
     carried = " and ".join(f"a {thing}" for thing in state.packed) or "nothing"
-    if len(state.packed) < len(SHELVES):
-        verb, last = "Take", f"Against the {quest.dangers[len(state.packed)]}"
-    else:
-        room = quest.rooms[state.room]
-        verb, last = "Go", f"{ROOMS[state.room].capitalize()}: {look(room.treasure, room.side)}"
-    first, second, third = choices(state)
     start = f"Quest: a {quest.danger}, then a {quest.guard}.\nYou carry {carried}."
-    return f"{start} {verb} {first}, {second} or {third}.\n{last}"
+    named = "{}, {} or {}".format(*choices(state))
+    if len(state.packed) < len(SHELVES):
+        return f"{start}\nAgainst the {quest.dangers[len(state.packed)]} take {named}"
+    room = quest.rooms[state.room]
+    return f"{start} Go {named}.\n{look(room.treasure, room.side)}"
 
 
 def read(reply: str, state: State) -> str | None:
@@ -128,7 +134,7 @@ def pack(thing: str) -> str:
 @lightning.tool
 def look(treasure: str, side: str) -> str:
     """What there is to see in a room."""
-    return f"{treasure} are {side}"
+    return f"The {treasure} are {side}"
 
 
 @lightning.tool

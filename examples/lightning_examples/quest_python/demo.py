@@ -12,14 +12,14 @@ from lightning_examples.quest_python.tasks import describe, tasks, val_tasks
 from lightning_examples.smollm2 import model_folder
 
 SETTINGS: dict[str, object] = {
-    "trainer.steps": 15,
+    "trainer.steps": 10,
     "trainer.tasks_per_step": 4,
     "trainer.eval_every": 0,
     "engine.threads": 0,  # all cores: vLLM samples and the engine trains in turns
     # A choice is one token, and where two are as likely bfloat16 rounds their odds too far.
     "engine.dtype": "float32",
     "policy_server.dtype": "float32",
-    "engine.lr": 1.5e-5,
+    "engine.lr": 3e-5,
     "engine.warmup_steps": 2,
     "policy_server.max_model_len": 512,
     "runner.concurrency": 32,

@@ -11,7 +11,8 @@ from lightning.types import Task
 from lightning_examples.quest_python.world import ROOMS, SIDES, WAYS, WEAPONS, Quest, Room
 from lightning_examples.word_problems import take
 
-TREASURES = ("gems", "crowns", "coins", "pearls", "rings", "cups")
+TREASURES = ("gems", "crowns", "coins", "pearls", "rings", "cups", "books", "silks")
+"""A quest has none of them twice, so that a prompt tells its room."""
 
 
 def tasks(n: int, seed: int) -> list[Task]:
@@ -28,7 +29,7 @@ def make_task(rng: random.Random) -> Task:
     """One quest: the input says it in words, `metadata` holds its parts."""
     danger = rng.choice([name for names in WAYS.values() for name in names])
     guard = rng.choice([name for names in WEAPONS.values() for name in names])
-    rooms = [[rng.choice(TREASURES), rng.choice(SIDES)] for _ in ROOMS]
+    rooms = [[treasure, rng.choice(SIDES)] for treasure in rng.sample(TREASURES, ROOMS)]
     text = f"A {danger}, then a {guard}. Rooms: {', '.join(' '.join(room) for room in rooms)}."
     return Task(text, metadata={"danger": danger, "guard": guard, "rooms": rooms})
 

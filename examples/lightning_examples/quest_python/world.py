@@ -24,8 +24,7 @@ WEAPONS: Final[Mapping[str, Sequence[str]]] = {
 }
 """The second thing to pack, and the guards of the castle that it helps against."""
 SIDES: Final = ("left", "ahead", "right")
-ROOMS: Final = ("hall", "kitchen", "cellar", "library", "attic", "stable")
-"""Those of the castle, in the order in which they are met."""
+ROOMS: Final = 6
 TREASURES: Final = 0.3
 """What all treasures of the rooms are worth together."""
 PASSED: Final = (0.0, 0.2, 0.7)
