@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning.algorithms.protocol import Algorithm, needs_critic
-from lightning.batch.trajectory import Group
+from lightning.batch.trajectory import Group, begins_at
 from lightning.errors import DataError, StoreError
 from lightning.maintenance.prune import PRUNED
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
@@ -277,7 +277,7 @@ def _no_branches(record: StepRecord, groups: Sequence[Group]) -> list[Finding]:
             if at is None:
                 problem = f"branches at a call that its group does not have: {member.rollout.parent}"
                 findings.append(Finding(record.step, name, problem))
-            elif not any(call.prompt_ids == at.prompt_ids for call in member.transitions):
+            elif not begins_at(member.transitions, at):
                 problem = f"has no call with the prompt of that at which it branches, {member.rollout.parent}"
                 findings.append(Finding(record.step, name, problem))
     return findings

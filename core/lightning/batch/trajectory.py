@@ -6,7 +6,7 @@ that has one can be left out before anything is computed from its group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,6 +81,11 @@ def is_prefix(call: Transition, at: Transition) -> bool:
     """Whether a branch at the call `at` is answered another call of the same rollout from the record: it had been answered
     when `at` was sent. Calls that were still under way are sampled anew."""
     return call.seq < at.seq and call.ended_at <= at.started_at
+
+
+def begins_at(calls: Sequence[Transition], at: Transition) -> bool:
+    """Whether one of a branch's own calls was answered and has the prompt of the call at which it branches, token for token."""
+    return any(call.status.answered and call.prompt_ids == at.prompt_ids for call in calls)
 
 
 def branched_at(trajectories: Iterable[Trajectory]) -> dict[str, BranchedAt]:

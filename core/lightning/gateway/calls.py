@@ -229,6 +229,8 @@ class CallEndpoint:
             body = self._without_hosted_tools(body)
         body, translator = self._dialect.translate(body, before, capture.id)
         apply_sampling(body, self._config.override_sampling, claims.sampling)
+        if branch is not None and isinstance(body.get("seed"), int):
+            body["seed"] = branch.own_seed(claims, body["seed"])
         plan = self._dialect.plan(body)
         plan.temperature, plan.constrained, plan.media = temperature_of(body), is_constrained(body), has_media(body)
         plan.requested_model = model[:LONGEST_NAME] if isinstance(model, str) else ""

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from lightning.errors import DataError, StaleAttemptError
 from lightning.gateway.redaction import redacted_outcome
-from lightning.gateway.replay.branches import VOID, edit_key
+from lightning.gateway.replay.branches import why_no_branch
 from lightning.instrument.texts import number
 from lightning.runner.policy_faults import cause_in_record, described
 from lightning.spans.derive import with_spans
@@ -48,9 +48,6 @@ NEVER_FINISHED = (
     "the agent returned a reward but none of its model calls came to an end, so there is nothing to learn from"
 )
 
-NEVER_BRANCHED = f"{VOID} the agent ended before it made the call at which it branches"
-"""Of a branch that has answers from the record alone."""
-
 OUTLIVED = (
     "the agent's API key expired under it, so that a model call was refused: raise gateway.token_ttl of the server above the "
     "client's runner.timeout"
@@ -68,10 +65,12 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome) -> 
         calls = await store.transitions(rollout, attempt)
         await _check_labels(store, rollout, attempt, outcome, calls)
         if judged:
-            edited = False
-            if not calls and outcome.reward is not None:
-                outcome, edited = await _without_calls(store, rollout, attempt, outcome)
-            outcome = judge(outcome, calls, edited=edited)
+            kept = await store.get_rollout(rollout)
+            branch = kept is not None and kept.parent is not None
+            outcome = judge(outcome, calls, branch=branch)
+            if kept is not None and branch and (outcome.reward is not None or outcome.fault is Fault.POLICY):
+                why = await why_no_branch(store, replace(kept, attempt=attempt), calls)
+                outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=why) if why else outcome
             spend = not (outcome.fault is Fault.INFRASTRUCTURE and any(map(is_unserved, calls)))
         outcome = with_spans(outcome, spans, calls)
     if outcome.error or outcome.tool_events or outcome.step_states:  # in a thread, since tools may say a lot
@@ -85,17 +84,6 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome) -> 
         return kept
 
 
-async def _without_calls(store: Store, rollout: str, attempt: int, outcome: Outcome) -> tuple[Outcome, bool]:
-    """The outcome of an agent that has called no model, and whether that is all right: in a branch an edited answer may be the
-    last that there is. A branch that made no call and had no such answer is void."""
-    kept = await store.get_rollout(rollout)
-    if kept is None or kept.parent is None:
-        return outcome, False
-    if await store.get_state(kept.run, edit_key(rollout, attempt)) is True:
-        return outcome, True
-    return replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=NEVER_BRANCHED), False
-
-
 def _ended_so(kept: Rollout, attempt: int, outcome: Outcome) -> bool:
     """Whether the attempt has ended with this outcome, told before: spans that came since have only added to its events."""
     if kept.attempt != attempt or kept.status is Status.RUNNING:
@@ -104,7 +92,7 @@ def _ended_so(kept: Rollout, attempt: int, outcome: Outcome) -> bool:
     return told == (kept.reward, dict(kept.rewards), kept.fault, kept.error, kept.seconds)
 
 
-def judge(outcome: Outcome, calls: Sequence[Transition], *, edited: bool = False) -> Outcome:
+def judge(outcome: Outcome, calls: Sequence[Transition], *, branch: bool = False) -> Outcome:
     """The outcome in the light of the model calls that were recorded for it.
 
     A reward without a successful call is nobody's success, and one that cannot be trained on is none. An agent that failed,
@@ -112,14 +100,14 @@ def judge(outcome: Outcome, calls: Sequence[Transition], *, edited: bool = False
     failure and may be retried. So does one that made a reward of it (`except Exception: return 0.0`), its last call unserved,
     and one that outlived its API key and called the model after that. What the model did wrong itself is a fault of the
     policy's (`lightning.runner.outcomes`). A branch that does not begin as its parent did has no reward, whatever it came to.
-    With `edited` a reward without a call is right: the agent had an edited answer of its parent's.
+    A `branch` may have a reward without a call of its own, after an edited answer; `why_no_branch` looks at that.
     """
     if why := next((call.error for call in calls if call.finish_reason == BRANCH_VOID), ""):
         return replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=why)
     if outcome.fault is not Fault.INFRASTRUCTURE and any(map(_is_expired, calls)):
         message = f"{OUTLIVED}; the agent ended with: {outcome.error}" if outcome.error else OUTLIVED
         return replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=message)
-    if outcome.reward is not None and not edited and not any(call.status.answered for call in calls):
+    if outcome.reward is not None and not branch and not any(call.status.answered for call in calls):
         message = NEVER_FINISHED if calls else NEVER_CALLED
         if refused := [call for call in calls if call.status is CallStatus.REFUSED]:
             message += f". {len(refused)} of {len(calls)} were refused; the first: {refused[0].error}"

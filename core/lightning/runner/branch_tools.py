@@ -1,11 +1,13 @@
 """The tools of a branch: those that ran before the call at which it branches give what they gave, and do not run again.
 
-The invariant: only a run with the recorded arguments is answered; any other tool runs.
+The invariant: only a run with the recorded arguments is answered; any other tool runs. Where nobody says which ran, the agent
+is not started.
 """
 
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,24 +17,35 @@ from typing import Final
 from lightning.errors import RunnerError
 from lightning.instrument.recorded_tools import RecordedRuns, answer_tools
 from lightning.runner.outcomes import read_tool_event
-from lightning.types import LLM, ToolEvent
+from lightning.types import LLM, Fault, ToolEvent
 
 TIMEOUT: Final = 60.0
+TRIES: Final = 4
+"""How often the gateway is asked."""
+PAUSE: Final = 0.5
+"""Seconds after the first time; they double."""
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Straight to the gateway: it is no proxy's to reach."""
 
 
+class NoBranchError(RunnerError):
+    """An agent cannot be run as a branch. `fault` is whose that is: the infrastructure's where nobody has answered."""
+
+    def __init__(self, message: str, fault: Fault) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
 @contextmanager
 def branch_tools(llm: LLM) -> Iterator[None]:
-    """Inside the block, in a branch, recorded runs of `lightning.tool` are answered. Raises `RunnerError` when the gateway does
-    not tell them."""
+    """Inside the block, in a branch, recorded runs of `lightning.tool` are answered. Raises `NoBranchError`."""
     with answered_with(llm, recorded_runs(llm)):
         yield
 
 
 def recorded_runs(llm: LLM) -> RecordedRuns | None:
     """The tool runs that are answered in a branch; None outside one. It waits for the gateway: call it in a thread where a loop
-    runs. Raises `RunnerError`."""
+    runs. Raises `NoBranchError`."""
     return RecordedRuns(_recorded(llm)) if llm.branch else None
 
 
@@ -44,6 +57,17 @@ def answered_with(llm: LLM, runs: RecordedRuns | None) -> Iterator[None]:
 
 
 def _recorded(llm: LLM) -> list[ToolEvent]:
+    for number in range(TRIES):
+        try:
+            return _asked(llm)
+        except NoBranchError as error:
+            if error.fault is not Fault.INFRASTRUCTURE or number == TRIES - 1:
+                raise
+            time.sleep(PAUSE * 2**number)
+    raise AssertionError("the last try returns or raises")
+
+
+def _asked(llm: LLM) -> list[ToolEvent]:
     request = urllib.request.Request(  # noqa: S310 — the gateway's own address
         f"{llm.base_url}/tool_runs", headers={"authorization": f"Bearer {llm.api_key}"}
     )
@@ -52,9 +76,11 @@ def _recorded(llm: LLM) -> list[ToolEvent]:
             return [read_tool_event(event) for event in json.load(answer)["tool_runs"]]
     except urllib.error.HTTPError as error:
         with error:
-            raise RunnerError(_message(error.read())) from error
+            fault = Fault.INFRASTRUCTURE if error.code >= 500 else Fault.AGENT
+            raise NoBranchError(_message(error.read()), fault) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunnerError(f"the gateway does not say which tools ran before the branch: {error}") from error
+        message = f"the gateway does not say which tools ran before the branch: {error}"
+        raise NoBranchError(message, Fault.INFRASTRUCTURE) from error
 
 
 def _message(body: bytes) -> str:

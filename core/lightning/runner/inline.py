@@ -23,7 +23,7 @@ from lightning.instrument.providers import own, remember
 from lightning.instrument.tool_slots import limit_tools, unheld
 from lightning.plugins import plugins
 from lightning.runner.agent_serialization import check_agent
-from lightning.runner.branch_tools import answered_with, recorded_runs
+from lightning.runner.branch_tools import NoBranchError, answered_with, recorded_runs
 from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
 from lightning.runner.tool_limits import LimitWatch, make_slots
@@ -115,6 +115,8 @@ class InlineRunner:
             if current is not None and current.cancelling():
                 raise
             return raised(error, session, time.monotonic() - started)
+        except NoBranchError as error:
+            return failed(error.fault, str(error), session, time.monotonic() - started)
         except BaseException as error:  # noqa: BLE001 — isolates the user's agent, and the object that it returned
             return raised(error, session, time.monotonic() - started)
 

@@ -27,8 +27,8 @@ from lightning.instrument.tool_slots import ToolLimits, limit_tools, unheld
 from lightning.plugins import plugins
 from lightning.runner import socket_framing
 from lightning.runner.agent_serialization import is_installed, unpack_agent
-from lightning.runner.branch_tools import branch_tools
-from lightning.runner.outcomes import decode_request, encode_outcome, raised, returned
+from lightning.runner.branch_tools import NoBranchError, branch_tools
+from lightning.runner.outcomes import decode_request, encode_outcome, failed, raised, returned
 from lightning.runner.protocol import Agent, Reward
 from lightning.runner.seeding import seed_process
 from lightning.runner.warmth import Contexts, built_models
@@ -98,6 +98,8 @@ def run_agent(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outco
             with branch_tools(llm):
                 result = _call(agent, task, llm, session, loop)
             return returned(result, session, time.monotonic() - started)
+        except NoBranchError as error:
+            return failed(error.fault, str(error), session, time.monotonic() - started)
         except BaseException as error:  # noqa: BLE001 — isolates the user's agent, and the object that it returned
             return raised(error, session, time.monotonic() - started)
 

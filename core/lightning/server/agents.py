@@ -49,7 +49,8 @@ class HowToCall:
         where, attempt = rollout.id.removeprefix(rollout.run), rollout.attempt
         if rollout.parent is not None:
             parent, attempt, _ = rollout.parent
-            where = f"/{parent.partition('/')[2]}"
+            mine = parent.startswith(f"{rollout.run}/")
+            where = parent.removeprefix(rollout.run) if mine else f"/{parent.partition('/')[2]}"
         place = json.dumps([self.seed, where, rollout.task.id, attempt])
         return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest()) >> 1
 

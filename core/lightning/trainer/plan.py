@@ -128,13 +128,16 @@ def generation(rollouts: Sequence[Rollout], planned: Sequence[Rollout], later: S
     with other settings. `planned` is the plan of a first try, `later` what may follow in it.
 
     A try that failed as a whole (the agent's database was down) is not the end of a run: a resume plans the step again,
-    under new ids. So it does where it plans other tasks, or another number of rollouts of each.
+    under new ids. So it does where it plans other tasks, or another number of rollouts of each, or has branches in the
+    places of rollouts that begin at their task.
     """
     newest = newest_generation(rollouts)
-    # Branches follow from the others.
-    mine = [rollout for rollout in of_generation(rollouts, newest) if rollout.parent is None]
+    every = of_generation(rollouts, newest)
+    mine = [rollout for rollout in every if rollout.parent is None]  # branches follow from these
     meant = {(_place_of(rollout), rollout.task.id) for rollout in (*planned, *later)}
     other = any((_place_of(rollout), rollout.task.id) not in meant for rollout in mine)
+    places = {place for place, _ in meant}
+    other = other or any(rollout.parent is not None and _place_of(rollout) in places for rollout in every)
     return newest + (other or (len(mine) == len(planned) and is_lost(mine)))
 
 

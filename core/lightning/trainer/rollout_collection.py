@@ -24,7 +24,7 @@ from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
 from lightning.trainer.task_choice import TaskChoice
 from lightning.trainer.training_data import all_rollouts, load_groups, of_groups
-from lightning.trainer.tree_sampling import Branching
+from lightning.trainer.tree_sampling import TreeGrower
 from lightning.types import Rollout, Status, Task
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Sampler(ABC):
         self.config = stack.config.trainer
         learnable = self.config.order == "learnable"
         self.choice = TaskChoice(tasks, self.config.seed, self.config.policy_fault) if learnable else None
-        self.branching = Branching(self.config) if self.config.sampling == "tree" else None
+        self.trees = TreeGrower(self.config) if self.config.sampling == "tree" else None
 
     async def __aenter__(self) -> Self:
         if self.choice is not None:
@@ -95,7 +95,10 @@ class Sampler(ABC):
     async def served(self, version: int, rollouts: Sequence[Rollout]) -> None:
         """The policy server has the weights of `version`: so many steps are committed, the last of which looked at these."""
         if self.choice is not None:
-            await self.choice.learn(self.stack.store, version - 1, rollouts)
+            begun = [
+                rollout for rollout in rollouts if rollout.parent is None
+            ]  # branches begin in states that were chosen
+            await self.choice.learn(self.stack.store, version - 1, begun)
 
     async def execute(self, plan: Callable[[int], list[Rollout]], what: str) -> list[Rollout]:
         """Run a planned evaluation to its end. Raises `RunnerError` when it is lost as a whole.
@@ -122,17 +125,22 @@ class Sampler(ABC):
 
     def check(self, what: str, rollouts: Sequence[Rollout]) -> None:
         """Tell how many failed. Raises `RunnerError` when that leaves nothing to learn from."""
-        failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
-        if not failed:
-            return
-        reasons = [f"{count} x {why}" for count, why in grouped(rollout.error for rollout in failed)]
-        said = "; ".join(reasons[:MOST_REASONS]) + ("; ..." if len(reasons) > MOST_REASONS else "")
-        logger.warning("%s: %d of %d failed: %s", what, len(failed), len(rollouts), said)
-        if is_lost(rollouts):
+        said = self.tell_failed(what, rollouts)
+        if said and is_lost(rollouts):
             raise RunnerError(
                 f"{what}: all {len(rollouts)} failed, there is nothing to learn from: {said} "
                 f"(whole tracebacks: lightning runs show {self.stack.run.id} --failed --json)"
             )
+
+    def tell_failed(self, what: str, rollouts: Sequence[Rollout]) -> str:
+        """Warn of those that failed, and return why they did; empty where none has."""
+        failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
+        if not failed:
+            return ""
+        reasons = [f"{count} x {why}" for count, why in grouped(rollout.error for rollout in failed)]
+        said = "; ".join(reasons[:MOST_REASONS]) + ("; ..." if len(reasons) > MOST_REASONS else "")
+        logger.warning("%s: %d of %d failed: %s", what, len(failed), len(rollouts), said)
+        return said
 
 
 class TurnSampler(Sampler):
@@ -165,9 +173,10 @@ class TurnSampler(Sampler):
         groups: list[Group] = []
         teaching, wave = 0, 0
         while teaching < count and wave < waves:
-            ended = await self.ended(plan(wave, number), f"{what}, wave {wave + 1}" if wave else what)
-            if self.branching is not None:
-                ended = await self.branching.grow(self, ended, algorithm.group_size, what)
+            named = f"{what}, wave {wave + 1}" if wave else what
+            ended = await self.ended(plan(wave, number), named)
+            if self.trees is not None:
+                ended = await self.trees.grow(self, ended, algorithm.group_size, named)
             rollouts += ended
             self.check(what, rollouts)
             groups += await self.groups_of(ended)
@@ -175,8 +184,8 @@ class TurnSampler(Sampler):
                 teaching += sum(algorithm.teaches(group) for group in groups[-count:])
             wave += 1
         metrics = {"waves": float(wave), "groups_teaching": float(teaching)} if samples_dynamically(algorithm) else {}
-        if self.branching is not None:
-            metrics |= self.branching.metrics(groups, rollouts)
+        if self.trees is not None:
+            metrics |= self.trees.metrics(groups, rollouts)
         return Sampled(rollouts, groups, time.monotonic() - began, metrics)
 
     def _planned(self, step: int, size: int, wave: int, number: int) -> list[Rollout]:
@@ -188,5 +197,5 @@ class TurnSampler(Sampler):
         else:
             assert config.order != "learnable"
             tasks = tasks_of_wave(self.tasks, step, wave, count, config.seed, config.order)
-        begun = size if self.branching is None else self.branching.trunks(size)
+        begun = size if self.trees is None else self.trees.trunks(size)
         return train_rollouts(self.stack.run.id, step, tasks, begun, attempts, generation=number, first=first)

@@ -53,6 +53,8 @@ class _Step:
     generation: int
     first: int = 0
     rollouts: list[Rollout] = field(default_factory=list)
+    next_index: dict[str, int] = field(default_factory=dict)
+    """The number of the next branch of a group, where there were some."""
     seconds: float = 0.0
     batch: Batch | None = None
     result: StepResult | None = None
@@ -148,8 +150,7 @@ class Session:
     async def branch(self, group: Group, at: Transition, n: int = 8) -> Group:
         """Run the agent `n` more times from a call of a rollout of the group on: what that was answered before is answered
         from its record, the rest is sampled. Returns the group with those branches that are valid, in the place of the given
-        one. Raises `DataError` for a group of another step, or a call that cannot be branched, and `RunnerError` when all are
-        void."""
+        one; a warning tells of the others. Raises `DataError` for a group of another step, or a call that cannot be."""
         if n < 1:
             raise DataError(f"n = {n}: give the number of branches, 1 or more")
         async with self._turn:
@@ -159,14 +160,17 @@ class Session:
                 raise DataError(f"{group.id} is no group of this step's rollout() that has the call {at.key}")
             recorded = await read_rollout(self.store, at.rollout, at.attempt)
             prefix_of(recorded, at.seq)
-            first = 1 + max(member.index for member in now.rollouts if member.group == group.id)
+            highest = max(member.index for member in now.rollouts if member.group == group.id)
+            first = max(highest + 1, now.next_index.get(group.id, 0))
+            now.next_index[group.id] = first + n  # also where this is interrupted: ids are never of two calls
             planned = branch_rollouts([(trunk, at)] * n, first)
             what, began = f"branches of step {loop.done + 1}", time.monotonic()
             with loop.timed("rollout"):
                 ended = await loop.sampler.ended(planned, what)
             new = {rollout.id for rollout in planned}
-            loop.sampler.check(what, [rollout for rollout in ended if rollout.id in new])
-            now.rollouts += [rollout for rollout in ended if rollout.id in new]
+            branches = [rollout for rollout in ended if rollout.id in new]
+            loop.sampler.tell_failed(what, branches)
+            now.rollouts += branches
             now.seconds += time.monotonic() - began
             (found,) = await load_groups(self.store, ended, loop.train_agents, loop.stack.config.trainer.policy_fault)
             self._groups[group.id] = found

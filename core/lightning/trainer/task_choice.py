@@ -93,7 +93,8 @@ class TaskChoice:
             self._steps = record.step + 1
         seen: dict[int, Earned] = {}
         async for rollouts in _together(each_rollout(store, run.id, split=TRAIN)):
-            taken = [one for one in rollouts if one.group in steps or one.step in undivided]
+            begun = (one for one in rollouts if one.parent is None)
+            taken = [one for one in begun if one.group in steps or one.step in undivided]
             for one, earned in zip(taken, await self._earned(store, taken), strict=True):
                 seen.setdefault(steps.get(one.group, one.step), []).append(earned)
         for step in sorted(seen):

@@ -54,7 +54,7 @@ class RunsRollouts(Protocol):
         """The groups of ended rollouts."""
 
 
-class Branching:
+class TreeGrower:
     """How a run's groups become trees."""
 
     def __init__(self, config: TrainerConfig) -> None:
@@ -105,7 +105,7 @@ class Branching:
         )
         if not points and number == 0 and able:
             self._tell(
-                "no call can be branched: the agents make one call each, or each call was sent at once with the first"
+                "no call can be branched: agents make one call each, or all at once, or what is trained makes first calls alone"
             )
         return branch_rollouts(points, first)
 

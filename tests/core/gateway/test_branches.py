@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import threading
 import time
@@ -16,7 +18,7 @@ import pytest
 from lightning.gateway.replay import branches
 from lightning.gateway.replay.divergence import diverged
 from lightning.server.agents import HowToCall
-from lightning.testing import Reply
+from lightning.testing import Reply, vllm_shapes
 from lightning.types import LLM, CallStatus, Fault, Rollout, Status, Task
 
 from tests.core.gateway.branching import Brancher, brancher, numbered
@@ -182,7 +184,7 @@ def test_one_that_ends_before_it_branches_has_no_reward(made: Brancher) -> None:
     parent = made.run(agent)
     found = made.run(agent, parent=parent.key(2))
     assert (found.rollout.reward, found.rollout.status) == (None, Status.FAILED)
-    assert "void: the agent ended before it made the call at which it branches" in found.rollout.error
+    assert "void: the agent ended without an answer to the call at which it branches" in found.rollout.error
 
 
 def test_calls_at_the_same_time_are_answered_or_made_anew_by_when_they_were_sent() -> None:
@@ -280,7 +282,7 @@ def test_an_edit_that_was_never_asked_for_is_no_success(made: Brancher) -> None:
     parent = made.run(agent)
     found = made.run(agent, parent=parent.key(2), config={"branch": {"edit": "another word"}})
     assert found.rollout.reward is None
-    assert "the agent ended before it made the call" in found.rollout.error
+    assert "the agent ended without an answer to the call" in found.rollout.error
 
 
 def test_a_changed_prompt_is_no_divergence_where_it_is_meant(made: Brancher) -> None:
@@ -353,3 +355,162 @@ def test_no_more_is_stored_than_its_own_calls(made: Brancher) -> None:
         len(call.exchange or b"") for call in parent.calls
     )
     assert all(not flags_of(call) for call in found.calls)
+
+
+def test_a_branch_that_only_did_what_runs_beside_it_is_void() -> None:
+    """A watcher asks at the same time as the worker; in the branch the worker gives up before its call."""
+    turns = itertools.count()
+    barrier = threading.Barrier(2)
+
+    def agent(task: Task, llm: LLM) -> float:
+        first = next(turns) == 0
+        plan = ask(llm, "plan")
+
+        def work() -> None:
+            barrier.wait(10)
+            if first:
+                ask(llm, f"work on {plan}")
+
+        def watch() -> None:
+            barrier.wait(10)
+            ask(llm, f"watch {plan}")
+
+        with ThreadPoolExecutor(2) as pool:
+            for done in (pool.submit(work), pool.submit(watch)):
+                done.result()
+        return 1.0
+
+    with brancher(lambda body: Reply("x", delay=0.3 if body["messages"][0]["content"] != "plan" else 0.0)) as made:
+        parent = made.run(agent)
+        worker = next(
+            call for call in parent.calls if list(call.prompt_ids) == _prompt(parent.calls, made, "work on x")
+        )
+        found = made.run(agent, parent=worker.key)
+    assert [call.status for call in found.calls] == [CallStatus.OK]
+    assert found.rollout.reward is None
+    assert "without an answer to the call at which it branches" in found.rollout.error
+
+
+def _prompt(calls: Any, made: Brancher, content: str) -> list[int]:
+    """The ids of the prompt with this content."""
+    bodies = [each.body for each in made.house.fake.requests]
+    place = next(n for n, body in enumerate(bodies) if body["messages"][0]["content"] == content)
+    return list(calls[sorted(range(len(calls)), key=lambda n: calls[n].started_at)[place]].prompt_ids)
+
+
+def test_one_whose_agent_lost_patience_at_the_branching_call_is_void() -> None:
+    turns = itertools.count()
+
+    def agent(task: Task, llm: LLM) -> float:
+        first = ask(llm, "one")
+        patience = 60.0 if next(turns) == 0 else 0.1
+        body = {"model": llm.model, "messages": [{"role": "user", "content": f"two {first}"}]}
+        with contextlib.suppress(httpx.TimeoutException):
+            headers = {"authorization": f"Bearer {llm.api_key}"}
+            httpx.post(f"{llm.base_url}/chat/completions", json=body, headers=headers, timeout=patience)
+        return float(len(ask(llm, "three")))
+
+    with brancher(lambda body: Reply("x", delay=0.5 if "two" in body["messages"][0]["content"] else 0.0)) as made:
+        parent = made.run(agent)
+        assert parent.rollout.error == ""
+        found = made.run(agent, parent=parent.key(2))
+    assert found.rollout.reward is None
+    assert "without an answer to the call at which it branches" in found.rollout.error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_another_chat_template_makes_branches_void(
+    made: Brancher, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """The request is the same, and the policy server reads other tokens in it."""
+    import openai
+
+    def agent(task: Task, llm: LLM) -> float:
+        client = openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key, max_retries=0)
+        said = str(task.input)
+        for _ in range(2):
+            messages: Any = [{"role": "user", "content": said}]
+            if stream:
+                parts = client.chat.completions.create(model=llm.model, messages=messages, stream=True)
+                said += "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+            else:
+                said += str(
+                    client.chat.completions.create(model=llm.model, messages=messages).choices[0].message.content
+                )
+        return 1.0
+
+    parent = made.run(agent)
+    assert parent.rollout.error == ""
+    ordinary = vllm_shapes.tokenize
+    monkeypatch.setattr(vllm_shapes, "tokenize", lambda text: [7, *ordinary(text)])
+    found = made.run(agent, parent=parent.key(2))
+    assert found.rollout.reward is None
+    assert "other tokens than were recorded, from token 0 on" in found.rollout.error
+    assert not any(call.status.answered for call in found.calls)
+
+
+def test_a_client_that_asks_again_for_a_recorded_answer_gets_it(made: Brancher) -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        first = ask(llm, "one")
+        if llm.branch:
+            assert ask(llm, "one") == first
+        return float(len(ask(llm, f"two {first}")))
+
+    parent = made.run(agent)
+    found = made.run(agent, parent=parent.key(2))
+    assert found.rollout.error == ""
+    assert len(found.calls) == 1
+
+
+def test_an_agents_own_seed_is_another_one_in_each_branch(made: Brancher) -> None:
+    """Else each would be answered what its parent was."""
+
+    def agent(task: Task, llm: LLM) -> float:
+        first = ask(llm, "one", seed=7)
+        return float(len(ask(llm, f"two {first}", seed=7)))
+
+    parent = made.run(agent)
+    for _ in range(3):
+        assert made.run(agent, parent=parent.key(2)).rollout.error == ""
+    seeds = [each.body["seed"] for each in made.house.fake.requests]
+    assert seeds[:2] == [7, 7]
+    assert len(set(seeds)) == 4
+
+
+def test_what_a_branch_kept_of_its_parent_is_gone_once_it_has_begun(made: Brancher) -> None:
+    parent = made.run(chain(6))
+    made.run(chain(6), parent=parent.key(5))
+    gateway: Any = made.house._gateway
+    (branch,) = _branches(gateway)._known.values()
+    assert branch.prefix.answered == branch.prefix.beside == ()
+    assert not branch._given
+    assert not branch._calls._left
+
+
+def _branches(gateway: Any) -> branches.Branches:
+    found = [
+        each
+        for each in gc.get_objects()
+        if isinstance(each, branches.Branches) and each.store is gateway._history._store
+    ]
+    return found[0]
+
+
+def test_another_server_goes_on_with_a_branch_that_has_begun(made: Brancher) -> None:
+    """As after a restart: what the attempt has recorded says how far it is."""
+    forgotten: list[int] = []
+
+    def agent(task: Task, llm: LLM) -> float:
+        said = str(task.input)
+        for number in range(4):
+            said += f" | {ask(llm, said)}"
+            if llm.branch and number == 2:
+                _branches(made.house._gateway)._known.clear()
+                forgotten.append(number)
+        return 1.0
+
+    parent = made.run(agent)
+    found = made.run(agent, parent=parent.key(3))
+    assert forgotten
+    assert found.rollout.error == ""
+    assert len(found.calls) == 2

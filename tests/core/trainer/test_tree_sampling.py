@@ -162,7 +162,7 @@ async def test_the_audit_names_a_branch_that_is_none(bench: Open, tmp_path: Path
         branch = next(each for each in every if each.parent is not None and each.trained_at_step is not None)
     rollout, attempt, seq = branch.parent
     for parent, problem in (
-        ((rollout, attempt, 1 + seq % 3), "no call with the prompt"),
+        ((rollout, attempt, seq - 1), "no call with the prompt"),
         (("elsewhere", 1, 0), "that its group does not have"),
     ):
         database = sqlite3.connect(folder / "lightning.db")
@@ -172,6 +172,30 @@ async def test_the_audit_names_a_branch_that_is_none(bench: Open, tmp_path: Path
         async with bench(folder, chain, algorithm=BRANCH, trainer__steps=1, **TREE) as made:
             report = await audit(made.store, "run")
         assert any(found.rollout == branch.id and problem in found.problem for found in report.findings)
+
+
+async def test_a_loop_goes_on_where_all_branches_are_void(
+    bench: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = itertools.count(1_790_000_000)
+
+    async def agent(task: Task, llm: Any) -> float:
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {llm.api_key}"}) as session:
+            said = await ask(session, llm, f"{task.input} at {next(clock)}")
+            return float(len(await ask(session, llm, said)) % 3)
+
+    async with (
+        bench(tmp_path / "run", agent, algorithm=BRANCH, script=script(), own_loop=True) as made,
+        Session(made.loop) as session,
+    ):
+        (group,) = await session.rollout([Task("one")], n=4)
+        grown = await session.branch(group, group.trajectories[0].transitions[1], n=3)
+        assert len(grown.trajectories) == 4
+        assert "3 of 3 failed: 3 x This branch is void" in caplog.text
+        assert "the clock" in caplog.text
+        await session.forward_backward(await session.batch([grown]))
+        await session.optim_step()
+        assert (await session.publish())["failed"] == 3.0
 
 
 async def test_a_loop_of_ones_own_branches_where_it_likes(bench: Open, tmp_path: Path) -> None:
@@ -231,3 +255,49 @@ def test_trees_belong_to_fit(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"session\.branch"):
         asyncio.run(opened())
+
+
+async def test_a_step_is_planned_again_where_trees_were_switched_off(bench: Open, tmp_path: Path) -> None:
+    """Branches stand in the places of rollouts that begin at their task: the two are never one group."""
+    folder, turns = tmp_path / "run", itertools.count()
+
+    async def dies(task: Task, llm: Any) -> float:
+        if llm.branch and next(turns) == 2:
+            dead.set()
+            await asyncio.sleep(60)
+        return await chain(task, llm)
+
+    dead = asyncio.Event()
+    async with bench(folder, dies, algorithm=BRANCH, script=script(), trainer__steps=1, **TREE) as made:
+        running = asyncio.create_task(made.loop.run({}))
+        await dead.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    async with bench(folder, chain, algorithm=BRANCH, script=script(), trainer__steps=1) as made:
+        await made.loop.run({})
+        (record,) = await made.store.steps("run")
+        assert all("~1/" in group for group in record.groups)
+        every = {each.id: each for each in await all_rollouts(made.store, "run", split="train")}
+        assert all(every[name].parent is None for name, _ in record.rollouts)
+
+
+async def test_branches_that_were_interrupted_are_not_those_of_another_call(bench: Open, tmp_path: Path) -> None:
+    slow = asyncio.Event()
+
+    async def agent(task: Task, llm: Any) -> float:
+        if llm.branch and not slow.is_set():
+            await asyncio.sleep(60)
+        return await chain(task, llm)
+
+    async with (
+        bench(tmp_path / "run", agent, algorithm=BRANCH, script=script(), own_loop=True) as made,
+        Session(made.loop) as session,
+    ):
+        (group,) = await session.rollout([Task("one")], n=2)
+        trunk = group.trajectories[0]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.branch(group, trunk.transitions[3], n=2), 0.5)
+        slow.set()
+        grown = await session.branch(group, trunk.transitions[1], n=2)
+        asked = [member for member in grown.trajectories if member.rollout.parent == trunk.transitions[1].key]
+        assert len(asked) == 2

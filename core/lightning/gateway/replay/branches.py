@@ -8,6 +8,7 @@ calls are refused with where they differ, and the store is told.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import Any, Final
 
 import orjson
 
-from lightning.batch.trajectory import is_prefix
+from lightning.batch.trajectory import begins_at, is_prefix
 from lightning.errors import DataError, StoreError
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import NO_RETRY, Claims
@@ -24,14 +25,20 @@ from lightning.gateway.replay.recorded import RecordedCall, RecordedCalls, Recor
 from lightning.gateway.replay.streams import stream_of
 from lightning.store import exchanges
 from lightning.store.protocol import Store
-from lightning.types import BRANCH_VOID, Json, Rollout, ToolEvent
+from lightning.types import BRANCH_VOID, Json, Rollout, ToolEvent, Transition
 
 REMEMBERED: Final = 1024
 """Branches at work whose prefixes are at hand."""
-PATIENCE: Final = 30.0
-"""Seconds within which the calls of a prefix have to be asked again while one that follows them waits."""
+PATIENCE: Final = 120.0
+"""Seconds that a call waits for those of the prefix, since the last of them was asked again: tools run between them."""
+PARENTS: Final = 8
+"""Records of parents that are at hand: the branches of one come together."""
 VOID: Final = "This branch is void:"
 """How the error of a void branch begins."""
+NEVER_BRANCHED: Final = (
+    f"{VOID} the agent ended without an answer to the call at which it branches. It has to run as it did: give it the time and "
+    "random numbers with its task"
+)
 CHANGES: Final = "branch"
 """Where the configuration of a run says what its branches change: `{"edit": text, "prompts": true}`."""
 EDIT_TAKEN: Final = "edit_taken"
@@ -95,9 +102,10 @@ class BranchedAttempt:
         self.prefix, self.owner, self._changed = prefix, owner, changed
         answered = (*prefix.answered, edited(prefix.at, edit)) if edit is not None else prefix.answered
         self._calls = RecordedCalls(answered)
+        self._given: dict[tuple[str, bytes], RecordedCall] = {}
         self._open = {call.key for call in (prefix.at, *prefix.beside)}
         self._missing, self._ids = len(answered), frozenset(call.transition.id for call in answered)
-        self._begun, self._whole = asyncio.Event(), asyncio.Event()
+        self._begun, self._whole, self._taken_at = asyncio.Event(), asyncio.Event(), 0.0
         self._beside, self._void = False, ""
         if not answered:
             self._whole.set()
@@ -108,20 +116,19 @@ class BranchedAttempt:
         (409) for what makes the branch void, and in a void one."""
         self._check()
         request = exchanges.canonical(body)
+        key = (path, request)
         if (found := self._calls.take(caller, path, request)) is not None:
-            self._missing -= 1
-            if not self._missing:
-                self._whole.set()
-                if self._edited:
-                    self._begin()
+            self._taken(key, found)
             return found
         if self._begun.is_set():
             return None
-        key = (path, request)
         known = key in self._open
+        if not known and key in self._given:  # its client did not get the answer, and asks again
+            return self._given[key]
         if not known and (not self._whole.is_set() or not (self._changed or self._beside)):
-            candidates = [*self._calls.left, self.prefix.at]
-            self.refuse(str(diverged(body, caller, path, candidates)))
+            difference = diverged(body, caller, path, [*self._calls.left, self.prefix.at])
+            said = str(difference).removesuffix(difference.suspect).rstrip()
+            self.refuse(f"{difference.suspect}. {said}")
         await self._wait(self._whole)
         if key == self.prefix.at.key or (self._changed and not known):
             self._begin()
@@ -131,11 +138,33 @@ class BranchedAttempt:
             await self._wait(self._begun)  # what follows from a call beside it comes after it
         return None
 
+    def _taken(self, key: tuple[str, bytes], call: RecordedCall) -> None:
+        self._given[key], self._taken_at = call, asyncio.get_running_loop().time()
+        self._missing -= 1
+        if not self._missing:
+            self._whole.set()
+            if self._edited:
+                self._begin()
+
+    def goes_on(self, calls: Sequence[Transition]) -> None:
+        """The attempt has made these calls of its own already: another server has answered what comes before."""
+        if begins_at(calls, self.prefix.at.transition) or (self._changed and calls):
+            self._missing = 0
+            self._whole.set()
+            self._begin()
+
     def _begin(self) -> None:
         """From here on everything is sampled: what of the record is not needed any more may be megabytes."""
         self.prefix = replace(self.prefix, answered=(), beside=())
-        self._open = set()
+        self._calls, self._open, self._given = RecordedCalls(()), set(), {}
         self._begun.set()
+
+    @staticmethod
+    def own_seed(claims: Claims, seed: int) -> int:
+        """The seed of a sampled call whose agent gives one. The agent draws what its parent drew, and with the parent's seed
+        the model would answer what it answered there."""
+        text = f"{seed}/{claims.rollout}/{claims.attempt}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
     @property
     def has_edit(self) -> bool:
@@ -159,7 +188,7 @@ class BranchedAttempt:
             place = next((n for n, (now, then) in enumerate(pairs) if now != then), min(len(prompt_ids), len(recorded)))
             self.refuse(
                 f"the prompt of call {at.number} has other tokens than were recorded, from token {place} on: the chat template "
-                "or the tokenizer has changed"
+                "or the tokenizer has changed. Branch with the model that the rollout ran with"
             )
 
     def refuse(self, why: str) -> None:
@@ -174,14 +203,37 @@ class BranchedAttempt:
             raise void(self._void)
 
     async def _wait(self, event: asyncio.Event) -> None:
-        try:
-            async with asyncio.timeout(PATIENCE):
-                await event.wait()
-        except TimeoutError:
-            left = self._calls.left
-            first = left[0] if left else self.prefix.at
-            self.refuse(f"call {first.number} of {first.caller} was not asked for again within {PATIENCE:g} s")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while not event.is_set():
+            try:
+                async with asyncio.timeout_at(max(began, self._taken_at) + PATIENCE):
+                    await event.wait()
+            except TimeoutError:
+                if loop.time() - max(began, self._taken_at) >= PATIENCE:
+                    left = self._calls.left
+                    first = left[0] if left else self.prefix.at
+                    self.refuse(
+                        f"call {first.number} of {first.caller} was not asked for again within {PATIENCE:g} s: the agent's "
+                        "code has changed, or runs otherwise each time; or its calls came to several servers, and a branch's "
+                        "have to come to one"
+                    )
         self._check()
+
+
+async def why_no_branch(store: Store, rollout: Rollout, calls: Sequence[Transition]) -> str:
+    """Why the calls of a branch's attempt do not show that it branched; empty where they do. An agent whose prompts were
+    changed, or that was given an edited answer, need not have asked what its parent did."""
+    assert rollout.parent is not None, "asked of branches"
+    if await store.get_state(rollout.run, edit_key(rollout.id, rollout.attempt)) is True:
+        return ""
+    run = await store.get_run(rollout.run)
+    changes = run.config.get(CHANGES) if run is not None else None
+    if isinstance(changes, Mapping) and changes.get("prompts") and any(call.status.answered for call in calls):
+        return ""
+    parent, attempt, seq = rollout.parent
+    at = next((call for call in await store.transitions(parent, attempt) if call.seq == seq), None)
+    return "" if at is not None and begins_at(calls, at) else NEVER_BRANCHED
 
 
 def void(why: str) -> RefusalError:
@@ -226,6 +278,7 @@ class Branches:
     store: Store
     _known: OrderedDict[tuple[str, int], BranchedAttempt] = field(default_factory=OrderedDict)
     _reading: dict[tuple[str, int], asyncio.Task[BranchedAttempt]] = field(default_factory=dict)
+    _parents: OrderedDict[tuple[str, int], RecordedRollout] = field(default_factory=OrderedDict)
 
     async def of(self, claims: Claims) -> BranchedAttempt:
         """The branch of an attempt. Raises `RefusalError`: 409 where it is void from the beginning, 503 when the store cannot
@@ -236,19 +289,15 @@ class Branches:
             return known
         reading = self._reading.get(key)
         if reading is None:  # one reading for all calls that come at once: they share what is left of the prefix
-            reading = self._reading[key] = asyncio.ensure_future(self._read(claims.rollout))
+            reading = self._reading[key] = asyncio.ensure_future(self._read(claims.rollout, claims.attempt))
             reading.add_done_callback(lambda _: self._reading.pop(key, None))
         try:
-            branch = await asyncio.shield(reading)
+            return await asyncio.shield(reading)
         except DataError as error:
             raise void(str(error)) from error
         except StoreError as error:
             message = f"The store does not say what the branch begins with: {error}. Send the call again."
             raise RefusalError(503, "store_failed", message) from error
-        self._known[key] = branch
-        if len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
-        return branch
 
     async def keep_edit(self, branch: BranchedAttempt, claims: Claims) -> None:
         """The agent is about to get the edited answer: keep that, since it may make no call of its own after it. Raises
@@ -262,18 +311,31 @@ class Branches:
         """The runs of tools that are answered in a branch. Raises as `of` does."""
         return list((await self.of(claims)).prefix.tool_events)
 
-    async def _read(self, name: str) -> BranchedAttempt:
+    async def _read(self, name: str, number: int) -> BranchedAttempt:
         rollout = await self.store.get_rollout(name)
         if rollout is None or rollout.parent is None:
             raise DataError(f"the rollout {name} is no branch")
         parent, attempt, seq = rollout.parent
-        recorded = await read_rollout(self.store, parent, attempt)
+        recorded = await self._parent(parent, attempt)
         changes = await self._changes(rollout)
         edit = changes.get("edit")
         changed = bool(changes.get("prompts"))
-        return BranchedAttempt(
+        branch = BranchedAttempt(
             prefix_of(recorded, seq), (parent, attempt), changed=changed, edit=None if edit is None else str(edit)
         )
+        branch.goes_on(await self.store.transitions(name, number))
+        self._known[name, number] = branch  # before the reading is over: whoever comes then must not read again
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return branch
+
+    async def _parent(self, parent: str, attempt: int) -> RecordedRollout:
+        found = self._parents.get((parent, attempt))
+        if found is None:
+            found = self._parents[parent, attempt] = await read_rollout(self.store, parent, attempt)
+            if len(self._parents) > PARENTS:
+                self._parents.popitem(last=False)
+        return found
 
     async def _changes(self, rollout: Rollout) -> Mapping[str, Json]:
         run = await self.store.get_run(rollout.run)

@@ -63,6 +63,8 @@ class RecordedCalls:
             return None
         found = next((call for call in same if call.caller == caller), same[0])
         same.remove(found)
+        if not same:
+            del self._left[path, request]
         return found
 
     @property
