@@ -36,7 +36,7 @@ from lightning.trainer.prompts import resolve_prompts
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.session import Session
 from lightning.trainer.summary import Reporter, Summary, summarize
-from lightning.trainer.tree_sampling import check_tree
+from lightning.trainer.tree_sampling import check_tree, warn_of_credit
 from lightning.types import Json, Run, Task
 
 logger = logging.getLogger(__name__)
@@ -174,6 +174,8 @@ class Trainer(RunOpening):
         else:
             check_held_out(self.config, val)
         check_tree(self.config, recorded=self.recorded is not None, searches=isinstance(self.schedule, SearchAlgorithm))
+        if isinstance(self.schedule, AlgorithmSchedule):
+            warn_of_credit(self.config, (algorithm for _, algorithm in self.schedule.phases))
         async with self._prepared(agent, train, val) as made:
             if isinstance(self.schedule, SearchAlgorithm):
                 stack = await self._open_stack(

@@ -7,12 +7,14 @@ there on; and its branches follow from its trunks' records alone, so that a resu
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from lightning.algorithms.protocol import Algorithm
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.config import Config
 from lightning.config.sections import TrainerConfig
+from lightning.credit import Branched
 from lightning.errors import ConfigError
 from lightning.gateway.replay.branches import is_void
 from lightning.store.exchanges import why_not_replayable
@@ -42,6 +44,21 @@ def check_tree(config: Config, *, recorded: bool, searches: bool) -> None:
         )
     if not config.gateway.record_requests:
         raise ConfigError("trainer.sampling = tree needs gateway.record_requests: branches begin with what is recorded")
+
+
+def warn_of_credit(config: Config, algorithms: Iterable[Algorithm]) -> None:
+    """Say which algorithms take branches for rollouts of their own."""
+    if config.trainer.sampling != "tree":
+        return
+    for algorithm in algorithms:
+        credit = getattr(algorithm, "credit", "branch")  # an algorithm of one's own knows what it does
+        if credit != "branch" and not isinstance(credit, Branched):
+            name = credit if isinstance(credit, str) else type(credit).__name__
+            logger.warning(
+                "trainer.sampling = tree with the credit %s: it takes branches for rollouts of their own, so that late calls weigh "
+                "more. credit=branch compares them where they part",
+                name,
+            )
 
 
 class RunsRollouts(Protocol):

@@ -18,12 +18,13 @@ import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
 from lightning.config import Config, with_settings
+from lightning.credit import Branched
 from lightning.errors import ConfigError, DataError
 from lightning.testing.fake_vllm import Reply
 from lightning.testing.tiny_models import make_tiny_family
 from lightning.trainer.session import Session
 from lightning.trainer.training_data import all_rollouts, load_groups
-from lightning.trainer.tree_sampling import check_tree
+from lightning.trainer.tree_sampling import check_tree, warn_of_credit
 from lightning.types import Status, Task
 
 Open = Callable[..., AbstractAsyncContextManager[Any]]
@@ -301,3 +302,12 @@ async def test_branches_that_were_interrupted_are_not_those_of_another_call(benc
         grown = await session.branch(group, trunk.transitions[1], n=2)
         asked = [member for member in grown.trajectories if member.rollout.parent == trunk.transitions[1].key]
         assert len(asked) == 2
+
+
+def test_a_credit_that_knows_no_branches_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    tree = with_settings(Config(), {"trainer.sampling": "tree"})
+    warn_of_credit(tree, [BRANCH, LightningRL("rloo", credit=Branched(prior=0.0)), LightningRL("grpo")])
+    (record,) = caplog.records
+    assert "with the credit identical: it takes" in record.message
+    warn_of_credit(Config(), [LightningRL("grpo")])
+    assert len(caplog.records) == 1
