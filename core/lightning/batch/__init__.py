@@ -12,7 +12,7 @@ from lightning.batch.sample import (
     span_digest,
     transition_digest,
 )
-from lightning.batch.trajectory import Flaw, Group, Trajectory, find_flaw, first_flaw, is_trained
+from lightning.batch.trajectory import Flaw, Group, Trajectory, find_flaw, first_flaw, is_prefix, is_trained
 
 __all__ = [
     "Flaw",
@@ -26,6 +26,7 @@ __all__ = [
     "build_samples",
     "find_flaw",
     "first_flaw",
+    "is_prefix",
     "is_trained",
     "sampler_logprobs",
     "span_digest",

@@ -55,8 +55,8 @@ def warn_of_credit(config: Config, algorithms: Iterable[Algorithm]) -> None:
         if credit != "branch" and not isinstance(credit, Branched):
             name = credit if isinstance(credit, str) else type(credit).__name__
             logger.warning(
-                "trainer.sampling = tree with the credit %s: it takes branches for rollouts of their own, so that late calls weigh "
-                "more. credit=branch compares them where they part",
+                "trainer.sampling = tree with the credit %s: it takes branches for rollouts of their own, so that late calls "
+                "weigh more. credit=branch compares them where they part",
                 name,
             )
 

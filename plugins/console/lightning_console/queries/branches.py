@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from lightning.batch.trajectory import is_prefix
+from lightning.batch import is_prefix
 from lightning.errors import DataError, LightningError, StoreError, UnavailableError
 from lightning.gateway.replay.branches import CHANGES, prefix_of
 from lightning.gateway.replay.recorded import recorded_rollout
