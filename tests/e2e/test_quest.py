@@ -9,7 +9,7 @@ import pytest
 from lightning.plugins import plugins
 from lightning.types import Status, Transition
 from lightning_examples.quest_python.agent import MAX_CALLS, MAX_TOKENS
-from lightning_examples.quest_python.world import SHELVES, SIDES
+from lightning_examples.quest_python.world import COLOURS, SIDES
 from lightning_examples.smollm2 import model_folder
 from transformers import AutoTokenizer
 
@@ -41,8 +41,7 @@ def test_a_step_of_it_trains_choices_of_one_token_which_rollouts_make_in_the_sam
     assert record.metrics["failed"] == 0
     assert record.metrics["mean_logprob_gap"] <= 1e-4
     tokenizer = AutoTokenizer.from_pretrained(model_folder())
-    words = [word for kind in (*SHELVES, SIDES) for word in kind]
-    assert [word for word in words if len(tokenizer.encode(word)) != 1] == []
+    assert [word for word in (*COLOURS, *SIDES) if len(tokenizer.encode(word)) != 1] == []
     calls = asyncio.run(calls_of(run))
     assert len(calls) == 16, "8 trained, 4 held out before and after"
     for made in calls.values():

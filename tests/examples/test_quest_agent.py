@@ -27,8 +27,8 @@ from lightning_examples.quest_python import world
 from lightning_examples.quest_python.agent import EXAMPLES, MAX_CALLS, agent, ask, messages, read
 from lightning_examples.quest_python.tasks import TREASURES, make_task, quest_of, tasks, val_tasks
 from lightning_examples.quest_python.world import (
+    GATES,
     ROOMS,
-    SHELVES,
     SIDES,
     Quest,
     Room,
@@ -39,7 +39,7 @@ from lightning_examples.quest_python.world import (
     worth,
 )
 
-CHOICES = len(SHELVES) + ROOMS
+CHOICES = GATES + ROOMS
 quests = st.integers(0, 2**32).map(lambda seed: quest_of(make_task(random.Random(seed))))
 choosers = st.lists(st.integers(0, 2), min_size=CHOICES, max_size=CHOICES)
 
@@ -64,26 +64,26 @@ def test_who_knows_the_rules_gets_everything_in_eight_choices(quest: Quest) -> N
 
 
 @given(quests, choosers)
-def test_what_was_packed_stays_packed_and_rewards_are_from_0_to_1(quest: Quest, numbers: Sequence[int]) -> None:
-    states = go(quest, lambda state: choices(state)[numbers[len(state.packed) + state.room]])
+def test_a_key_that_was_taken_stays_taken_and_rewards_are_from_0_to_1(quest: Quest, numbers: Sequence[int]) -> None:
+    states = go(quest, lambda state: choices(state)[numbers[len(state.keys) + state.room]])
     for before, after in pairwise(states):
-        assert after.packed[: len(before.packed)] == before.packed
-        assert (len(after.packed), after.room) > (len(before.packed), before.room)
+        assert after.keys[: len(before.keys)] == before.keys
+        assert (len(after.keys), after.room) > (len(before.keys), before.room)
     assert 0.0 <= worth(quest, states[-1]) <= 1.0
-    assert all(world.passed(quest, state) == 0 for state in states[:-1]), "the dangers come last"
+    assert all(world.opened(quest, state) == 0 for state in states[:-1]), "the gates come last"
 
 
 @given(quests, st.integers(0, 1), st.integers(0, 1))
-def test_a_wrong_thing_cannot_be_made_good_later(quest: Quest, wrong: int, other: int) -> None:
+def test_a_wrong_key_cannot_be_made_good_later(quest: Quest, wrong: int, other: int) -> None:
     def chooser(state: State) -> str:
         right = world.best(quest, state)
-        if len(state.packed) == wrong:
+        if len(state.keys) == wrong:
             return [choice for choice in choices(state) if choice != right][other]
         return right
 
     states = go(quest, chooser)
     assert states[-1].treasures == ROOMS, "everything after it was as good as can be"
-    assert worth(quest, states[-1]) == pytest.approx(world.TREASURES + world.PASSED[wrong])
+    assert worth(quest, states[-1]) == pytest.approx(world.TREASURES + world.OPENED[wrong])
 
 
 @given(quests, st.integers(0, ROOMS - 1))
@@ -99,21 +99,21 @@ def test_a_choice_in_a_room_is_worth_its_treasure_and_no_more(quest: Quest, room
 
 @given(quests)
 def test_what_cannot_be_chosen_is_refused(quest: Quest) -> None:
-    for choice in ("left", "shield", ""):
+    for choice in ("left", "gold", ""):
         with pytest.raises(ValueError, match="cannot be chosen"):
             choose(quest, State(), choice)
     with pytest.raises(ValueError, match="cannot be chosen"):
-        choose(quest, State(("boat", "light"), ROOMS), "left")
+        choose(quest, State(("red", "red"), ROOMS), "left")
 
 
-def test_each_danger_has_one_thing_against_it() -> None:
-    for shelf, kinds in zip(SHELVES, (world.WAYS, world.WEAPONS), strict=True):
-        for danger in [name for names in kinds.values() for name in names]:
-            assert [world.helps(thing, danger) for thing in shelf].count(True) == 1
+def test_each_gate_is_opened_by_one_key() -> None:
+    gates = [gate for names in world.KEYS.values() for gate in names]
+    assert len(set(gates)) == len(gates)
+    assert [gate for gate in gates if sum(world.opens(key, gate) for key in world.COLOURS) != 1] == []
 
 
 def test_chance_gets_a_fifth() -> None:
-    """A third of the treasures, the first danger in a third of the quests, and both in a ninth."""
+    """A third of the treasures, the first gate in a third of the quests, and both in a ninth."""
     rng = random.Random(0)
     rewards = []
     for task in tasks(2000, 0):
@@ -139,14 +139,14 @@ def test_a_demonstration_has_tasks_enough_and_the_examples_are_none() -> None:
     made = [quest_of(task) for task in [*tasks(4000, 0), *val_tasks(200)]]
     assert len(set(made)) == 4200
     shown = " ".join(question for question, _ in EXAMPLES)
-    assert not [quest for quest in made if any(danger in shown for danger in quest.dangers)]
+    assert not [quest for quest in made if any(gate in shown for gate in quest.gates)]
 
 
 # --- the agent --------------------------------------------------------------------------------------------------------
 
 SIX_ROOMS = [[name, side] for name, side in zip(TREASURES, (*SIDES, *SIDES), strict=False)]
-TASK = Task("A desert, then a ghost.", metadata={"danger": "desert", "guard": "ghost", "rooms": SIX_ROOMS})
-BEST = ("horse", "light", *SIDES, *SIDES)
+TASK = Task("Gates of ice and grass.", metadata={"gates": ["ice", "grass"], "rooms": SIX_ROOMS})
+BEST = ("blue", "green", *SIDES, *SIDES)
 
 
 @dataclass(frozen=True)
@@ -188,19 +188,19 @@ async def test_the_best_answers_get_everything_and_each_is_a_call_and_a_tool() -
     assert played.rollout.reward == pytest.approx(1.0)
     assert (played.rollout.rewards["reached"], played.rollout.rewards["treasures"]) == (1.0, 1.0)
     assert len(played.requests) == len(BEST)
-    assert [event.name for event in played.events] == ["pack"] * 2 + ["look", "search"] * ROOMS + ["face"] * 2
+    assert [event.name for event in played.events] == ["take"] * 2 + ["look", "search"] * ROOMS + ["open_gate"] * 2
     assert {event.status for event in played.events} == {"ok"}
 
 
-async def test_the_first_danger_that_cannot_be_passed_ends_it() -> None:
-    played = await play("boat", *BEST[1:])
+async def test_the_first_gate_that_stays_closed_ends_it() -> None:
+    played = await play("red", *BEST[1:])
     assert played.rollout.reward == pytest.approx(world.TREASURES)
-    assert [(event.name, event.result or event.output) for event in played.events][-1] == ("face", "false")
-    assert [event.name for event in played.events].count("face") == 1
+    assert [(event.name, event.result or event.output) for event in played.events][-1] == ("open_gate", "false")
+    assert [event.name for event in played.events].count("open_gate") == 1
 
 
 async def test_an_answer_that_is_no_choice_is_a_wasted_move() -> None:
-    wasted = ["", "boat", "ahead or", "the left"]
+    wasted = ["", "red", "ahead or", "the left"]
     played = await play(*BEST[:3], *wasted, *BEST[3:])
     assert played.rollout.reward == pytest.approx(1.0), "there are as many moves to spare"
     prompts = [request["messages"] for request in played.requests]
@@ -208,11 +208,11 @@ async def test_an_answer_that_is_no_choice_is_a_wasted_move() -> None:
     assert len(prompts) == MAX_CALLS
 
 
-async def test_when_all_moves_are_wasted_the_dangers_are_not_met() -> None:
+async def test_when_all_moves_are_wasted_the_gates_are_not_met() -> None:
     played = await play(*BEST[:-1], *["?"] * 5)
     assert (played.rollout.status, len(played.requests)) == (Status.SUCCEEDED, MAX_CALLS)
     assert played.rollout.reward == pytest.approx(world.TREASURES * 5 / 6)
-    assert "face" not in [event.name for event in played.events]
+    assert "open_gate" not in [event.name for event in played.events]
 
 
 async def test_rollouts_meet_again_in_the_same_state_for_credit_that_compares_there() -> None:
@@ -222,7 +222,7 @@ async def test_rollouts_meet_again_in_the_same_state_for_credit_that_compares_th
     first, second = state_ids(Group("g", tuple(members)))
     assert len(set(first)) == CHOICES
     assert list(first) == list(second)
-    wrong = await play("boat", *BEST[1:])
+    wrong = await play("red", *BEST[1:])
     member = Trajectory(wrong.rollout, tuple(wrong.calls), (True,) * CHOICES)
     first, other = state_ids(Group("g", (members[0], member)))
     assert [one == two for one, two in zip(first, other, strict=True)] == [True] + [False] * (CHOICES - 1)
@@ -234,7 +234,7 @@ def test_a_prompt_tells_all_that_decides_what_can_still_be_earned(
 ) -> None:
     """Where two rollouts of a quest meet the same prompt, the same choices from there on earn both the same."""
     states = [
-        go(quest, lambda state, numbers=numbers: choices(state)[numbers[len(state.packed) + state.room]])
+        go(quest, lambda state, numbers=numbers: choices(state)[numbers[len(state.keys) + state.room]])
         for numbers in (one, two)
     ]
     for first, second in zip(states[0][:-1], states[1][:-1], strict=True):
@@ -247,26 +247,23 @@ def test_a_prompt_tells_all_that_decides_what_can_still_be_earned(
 
 @pytest.mark.parametrize(
     ("reply", "choice"),
-    [("horse", "horse"), (" Horse.\n", "horse"), ("light", None), ("horses", None), ("", None), ("a horse", None)],
+    [("red", "red"), (" Red.\n", "red"), ("left", None), ("redd", None), ("", None), ("a red", None)],
 )
 def test_a_choice_is_read_from_its_word_alone(reply: str, choice: str | None) -> None:
     assert read(reply, State()) == choice
 
 
-def test_the_examples_are_questions_and_right_answers_of_each_kind() -> None:
+def test_the_examples_are_questions_as_they_are_asked_and_right_answers() -> None:
+    form = re.compile(r"Quest: a gate of (\w+), then a gate of (\w+)\.\nYou carry (.*?)\..*\n(.*)")
     for question, answer in EXAMPLES:
-        danger, guard, carried, last = re.findall(
-            r"Quest: a (\w+), then a (\w+)\.\nYou carry (.*?)\..*\n(.*)", question
-        )[0]
-        packed = tuple(thing for thing in re.findall(r"\w+", carried) if thing not in ("a", "and", "nothing"))
-        treasure, side = (
-            re.findall(r"The (\w+) are (\w+)", last)[0] if len(packed) == len(SHELVES) else ("gems", "left")
-        )
-        quest, state = Quest(danger, guard, (Room(treasure, side),) * ROOMS), State(packed)
+        first, second, carried, last = form.findall(question)[0]
+        keys = tuple(re.findall(r"a (\w+) key", carried))
+        found = re.findall(r"The (\w+) are (\w+)", last)
+        treasure, side = found[0] if found else ("gems", "left")
+        quest, state = Quest((first, second), (Room(treasure, side),) * ROOMS), State(keys)
         assert question == ask(quest, state)
         assert read(answer, state) == answer
-        if len(packed) == len(SHELVES):
-            assert answer == side
+        assert answer == side or len(keys) < GATES
     roles = [message["role"] for message in messages(quest, State())]
     assert roles == ["system", *["user", "assistant"] * len(EXAMPLES), "user"]
 

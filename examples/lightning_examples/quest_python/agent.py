@@ -1,4 +1,4 @@
-"""An agent on a quest: eight choices of one word, of which the first two decide what the last two dangers make of it.
+"""An agent on a quest: eight choices of one word, of which the first two decide which gates open at the end.
 
 Each choice is a prompt of its own that says the quest, what is carried and what is there, and nothing of how it came to that.
 So rollouts of one quest come to the same prompts. Nothing in this file knows that it is being trained: `llm` only says where
@@ -15,14 +15,14 @@ from openai import OpenAI
 
 from lightning_examples.quest_python.tasks import quest_of
 from lightning_examples.quest_python.world import (
-    SHELVES,
+    GATES,
     Quest,
     State,
     choices,
     choose,
-    helps,
     is_over,
-    passed,
+    opened,
+    opens,
     worth,
 )
 
@@ -31,22 +31,14 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageParam
 
 SYSTEM = "You are on a quest. Answer with one word."
+WINE, WOOD = "Quest: a gate of wine, then a gate of water.\n", "Quest: a gate of wood, then a gate of cherries.\n"
 EXAMPLES = (
-    (
-        "Quest: a swamp, then a thief.\nYou carry a boat and a shield. Go left, ahead or right.\nThe jewels are ahead",
-        "ahead",
-    ),
-    ("Quest: a swamp, then a thief.\nYou carry a boat.\nAgainst the thief take shield, light or bread", "shield"),
-    (
-        "Quest: a jungle, then a cat.\nYou carry a map and a bread. Go left, ahead or right.\nThe furs are right",
-        "right",
-    ),
-    ("Quest: a jungle, then a cat.\nYou carry nothing.\nAgainst the jungle take boat, horse or map", "map"),
-    (
-        "Quest: a beach, then a bat.\nYou carry a horse and a light. Go left, ahead or right.\nThe swords are left",
-        "left",
-    ),
-    ("Quest: a beach, then a bat.\nYou carry a horse.\nAgainst the bat take shield, light or bread", "light"),
+    (f"{WINE}You carry a red key and a blue key. Go left, ahead or right.\nThe jewels are ahead", "ahead"),
+    (f"{WINE}You carry a red key.\nFor the gate of water take red, blue or green", "blue"),
+    (f"{WOOD}You carry nothing.\nFor the gate of wood take red, blue or green", "green"),
+    (f"{WOOD}You carry a green key and a red key. Go left, ahead or right.\nThe furs are right", "right"),
+    (f"{WOOD}You carry a green key.\nFor the gate of cherries take red, blue or green", "red"),
+    (f"{WINE}You carry a red key and a blue key. Go left, ahead or right.\nThe swords are left", "left"),
 )
 """Answers of all kinds, so that the untrained model knows the form. All prompts share them, so they cost next to nothing."""
 MAX_TOKENS = 2
@@ -56,7 +48,7 @@ MAX_CALLS = 12
 
 
 def agent(task: Task, llm: LLM) -> dict[str, float]:
-    """Go on one quest. `reached` says whether both dangers were passed, `treasures` which part of the treasures was found."""
+    """Go on one quest. `reached` says whether both gates opened, `treasures` which part of the treasures was found."""
     client, quest, state = _client(llm.base_url).with_options(api_key=llm.api_key), quest_of(task), State()
     for _ in range(MAX_CALLS):
         reply = client.chat.completions.create(
@@ -66,11 +58,11 @@ def agent(task: Task, llm: LLM) -> dict[str, float]:
         if choice is not None:
             state = act(quest, state, choice)
         if is_over(quest, state):
-            meet_dangers(quest, state)
+            meet_gates(quest, state)
             break
     return {
         "reward": worth(quest, state),
-        "reached": float(passed(quest, state) == len(quest.dangers)),
+        "reached": float(opened(quest, state) == len(quest.gates)),
         "treasures": state.treasures / len(quest.rooms),
     }
 
@@ -85,11 +77,11 @@ def messages(quest: Quest, state: State) -> list[ChatCompletionMessageParam]:
 
 def ask(quest: Quest, state: State) -> str:
     """A state in words."""
-    carried = " and ".join(f"a {thing}" for thing in state.packed) or "nothing"
-    start = f"Quest: a {quest.danger}, then a {quest.guard}.\nYou carry {carried}."
+    carried = " and ".join(f"a {key} key" for key in state.keys) or "nothing"
+    start = "Quest: a gate of {}, then a gate of {}.\nYou carry {}.".format(*quest.gates, carried)
     named = "{}, {} or {}".format(*choices(state))
-    if len(state.packed) < len(SHELVES):
-        return f"{start}\nAgainst the {quest.dangers[len(state.packed)]} take {named}"
+    if len(state.keys) < GATES:
+        return f"{start}\nFor the gate of {quest.gates[len(state.keys)]} take {named}"
     room = quest.rooms[state.room]
     return f"{start} Go {named}.\n{look(room.treasure, room.side)}"
 
@@ -102,17 +94,17 @@ def read(reply: str, state: State) -> str | None:
 
 def act(quest: Quest, state: State, choice: str) -> State:
     """Do what was chosen, with the tool for it."""
-    if len(state.packed) < len(SHELVES):
-        pack(choice)
+    if len(state.keys) < GATES:
+        take(choice)
     else:
         search(choice, quest.rooms[state.room].side)
     return choose(quest, state, choice)
 
 
-def meet_dangers(quest: Quest, state: State) -> None:
-    """Pass the dangers, until one cannot be passed."""
-    for danger in quest.dangers:
-        if not face(danger, list(state.packed)):
+def meet_gates(quest: Quest, state: State) -> None:
+    """Go through the gates, until one stays closed."""
+    for key, gate in zip(state.keys, quest.gates, strict=True):
+        if not open_gate(gate, key):
             break
 
 
@@ -126,9 +118,9 @@ def _client(base_url: str) -> OpenAI:
 
 
 @lightning.tool
-def pack(thing: str) -> str:
-    """Take a thing along; the others stay behind for good."""
-    return f"packed: {thing}"
+def take(key: str) -> str:
+    """Take a key along; the others stay behind for good."""
+    return f"taken: the {key} key"
 
 
 @lightning.tool
@@ -144,6 +136,6 @@ def search(side: str, lies: str) -> bool:
 
 
 @lightning.tool
-def face(danger: str, packed: list[str]) -> bool:
-    """Whether a danger can be passed with what was packed."""
-    return any(helps(thing, danger) for thing in packed)
+def open_gate(gate: str, key: str) -> bool:
+    """Whether a gate opens."""
+    return opens(key, gate)

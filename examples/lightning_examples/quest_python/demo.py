@@ -13,13 +13,13 @@ from lightning_examples.smollm2 import model_folder
 
 SETTINGS: dict[str, object] = {
     "trainer.steps": 10,
-    "trainer.tasks_per_step": 4,
+    "trainer.tasks_per_step": 6,
     "trainer.eval_every": 0,
     "engine.threads": 0,  # all cores: vLLM samples and the engine trains in turns
     # A choice is one token, and where two are as likely bfloat16 rounds their odds too far.
     "engine.dtype": "float32",
     "policy_server.dtype": "float32",
-    "engine.lr": 3e-5,
+    "engine.lr": 2e-5,
     "engine.warmup_steps": 2,
     "policy_server.max_model_len": 512,
     "runner.concurrency": 32,
@@ -29,14 +29,14 @@ SETTINGS: dict[str, object] = {
 
 def algorithm() -> lightning.LightningRL:
     """GRPO with the credit of one reward for all calls; a little entropy keeps the choices open."""
-    return lightning.LightningRL("grpo", group_size=8, entropy_coefficient=0.005)
+    return lightning.LightningRL("grpo", group_size=8, entropy_coefficient=0.01)
 
 
 def demo() -> Demo:
     """The demonstration as `lightning demo` runs it; converts the model first where that has not been done."""
     return Demo(
         name="quest",
-        title="SmolLM2-135M learns what to pack for a quest of eight choices",
+        title="SmolLM2-135M learns which keys to take on a quest of eight choices",
         agent=agent,
         model=model_folder(),
         tasks=tasks,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from lightning.types import Task
 
-from lightning_examples.quest_python.world import ROOMS, SIDES, WAYS, WEAPONS, Quest, Room
+from lightning_examples.quest_python.world import GATES, KEYS, ROOMS, SIDES, Quest, Room
 from lightning_examples.word_problems import take
 
 TREASURES = ("gems", "crowns", "coins", "pearls", "rings", "cups", "books", "silks")
@@ -27,18 +27,17 @@ def val_tasks(n: int) -> list[Task]:
 
 def make_task(rng: random.Random) -> Task:
     """One quest: the input says it in words, `metadata` holds its parts."""
-    danger = rng.choice([name for names in WAYS.values() for name in names])
-    guard = rng.choice([name for names in WEAPONS.values() for name in names])
+    gates = rng.sample([name for names in KEYS.values() for name in names], GATES)
     rooms = [[treasure, rng.choice(SIDES)] for treasure in rng.sample(TREASURES, ROOMS)]
-    text = f"A {danger}, then a {guard}. Rooms: {', '.join(' '.join(room) for room in rooms)}."
-    return Task(text, metadata={"danger": danger, "guard": guard, "rooms": rooms})
+    text = f"Gates of {' and '.join(gates)}. Rooms: {', '.join(' '.join(room) for room in rooms)}."
+    return Task(text, metadata={"gates": gates, "rooms": rooms})
 
 
 def quest_of(task: Task) -> Quest:
     """The quest of a task."""
-    parts = cast("Mapping[str, str]", task.metadata)
+    first, second = cast("Sequence[str]", task.metadata["gates"])
     rooms = cast("Sequence[Sequence[str]]", task.metadata["rooms"])
-    return Quest(parts["danger"], parts["guard"], tuple(Room(treasure, side) for treasure, side in rooms))
+    return Quest((first, second), tuple(Room(treasure, side) for treasure, side in rooms))
 
 
 def describe(task: Task) -> str:
