@@ -42,6 +42,7 @@ from lightning.trainer.plan import TRAIN, as_tasks, branch_rollouts, newest_gene
 from lightning.trainer.rollout_collection import Sampled
 from lightning.trainer.summary import Evaluation
 from lightning.trainer.training_data import all_rollouts, load_groups
+from lightning.trainer.tree_sampling import warn_of_credit
 from lightning.types import Json, Rollout, Task, Transition
 
 
@@ -78,6 +79,8 @@ class Session:
         """The rollouts of `_groups` that a step has trained."""
         self._batches: dict[int, tuple[Batch, Sequence[Group]]] = {}
         """This step's batches by their identity, with what they are of."""
+        self._branched = False
+        """Whether there were branches."""
         self._turn = asyncio.Lock()
         self._resources = AsyncExitStack()
         self.kept: Evaluation | None = None
@@ -160,21 +163,39 @@ class Session:
                 raise DataError(f"{group.id} is no group of this step's rollout() that has the call {at.key}")
             recorded = await read_rollout(self.store, at.rollout, at.attempt)
             prefix_of(recorded, at.seq)
+            self._forget_batches_of(group, now)
             highest = max(member.index for member in now.rollouts if member.group == group.id)
             first = max(highest + 1, now.next_index.get(group.id, 0))
             now.next_index[group.id] = first + n  # also where this is interrupted: ids are never of two calls
             planned = branch_rollouts([(trunk, at)] * n, first)
+            del self._groups[
+                group.id
+            ]  # interrupted, its branches stand in the store, and it is trained with them or not at all
             what, began = f"branches of step {loop.done + 1}", time.monotonic()
             with loop.timed("rollout"):
                 ended = await loop.sampler.ended(planned, what)
-            new = {rollout.id for rollout in planned}
-            branches = [rollout for rollout in ended if rollout.id in new]
+            known = {rollout.id for rollout in now.rollouts}
+            branches = [rollout for rollout in ended if rollout.id not in known]
             loop.sampler.tell_failed(what, branches)
             now.rollouts += branches
             now.seconds += time.monotonic() - began
             (found,) = await load_groups(self.store, ended, loop.train_agents, loop.stack.config.trainer.policy_fault)
             self._groups[group.id] = found
+            self._warn_of_credit()
             return found
+
+    def _forget_batches_of(self, group: Group, now: _Step) -> None:
+        """A group is about to change: batches of it are none any more. Raises `DataError` where one is being trained on."""
+        for name, (batch, groups) in list(self._batches.items()):
+            if any(each.id == group.id for each in groups):
+                if now.batch is batch and (now.updates or now.pending):
+                    raise DataError(f"{group.id} is in the batch that this step trains on: branch before that")
+                del self._batches[name]
+
+    def _warn_of_credit(self) -> None:
+        if not self._branched:
+            self._branched = True
+            warn_of_credit((self._loop.schedule.at(self.step),))
 
     async def batch(self, groups: Sequence[Group]) -> Batch:
         """The rows of groups, as the run's algorithm makes them: credit, filtering, weights. Raises `DataError` for groups that
@@ -192,7 +213,7 @@ class Session:
             if self._groups.get(group.id) is not group:
                 raise DataError(
                     f"{group.id} is no group of rollout() that can be trained: it is older than "
-                    f"trainer.max_staleness = {trainer.max_staleness} steps, or was changed"
+                    f"trainer.max_staleness = {trainer.max_staleness} steps, was changed, or branch() was interrupted on it"
                 )
         async with self._turn:
             batch = await in_thread(self._loop.schedule.at(self.step).batch, groups)

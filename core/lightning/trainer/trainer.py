@@ -174,8 +174,8 @@ class Trainer(RunOpening):
         else:
             check_held_out(self.config, val)
         check_tree(self.config, recorded=self.recorded is not None, searches=isinstance(self.schedule, SearchAlgorithm))
-        if isinstance(self.schedule, AlgorithmSchedule):
-            warn_of_credit(self.config, (algorithm for _, algorithm in self.schedule.phases))
+        if isinstance(self.schedule, AlgorithmSchedule) and self.config.trainer.sampling == "tree":
+            warn_of_credit(algorithm for _, algorithm in self.schedule.phases)
         async with self._prepared(agent, train, val) as made:
             if isinstance(self.schedule, SearchAlgorithm):
                 stack = await self._open_stack(

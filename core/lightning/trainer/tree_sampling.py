@@ -46,16 +46,14 @@ def check_tree(config: Config, *, recorded: bool, searches: bool) -> None:
         raise ConfigError("trainer.sampling = tree needs gateway.record_requests: branches begin with what is recorded")
 
 
-def warn_of_credit(config: Config, algorithms: Iterable[Algorithm]) -> None:
+def warn_of_credit(algorithms: Iterable[Algorithm]) -> None:
     """Say which algorithms take branches for rollouts of their own."""
-    if config.trainer.sampling != "tree":
-        return
     for algorithm in algorithms:
         credit = getattr(algorithm, "credit", "branch")  # an algorithm of one's own knows what it does
         if credit != "branch" and not isinstance(credit, Branched):
             name = credit if isinstance(credit, str) else type(credit).__name__
             logger.warning(
-                "trainer.sampling = tree with the credit %s: it takes branches for rollouts of their own, so that late calls "
+                "groups have branches, and the credit is %s: it takes them for rollouts of their own, so that late calls "
                 "weigh more. credit=branch compares them where they part",
                 name,
             )

@@ -282,7 +282,7 @@ async def test_a_step_is_planned_again_where_trees_were_switched_off(bench: Open
         assert all(every[name].parent is None for name, _ in record.rollouts)
 
 
-async def test_branches_that_were_interrupted_are_not_those_of_another_call(bench: Open, tmp_path: Path) -> None:
+async def test_a_group_whose_branches_were_interrupted_is_not_trained(bench: Open, tmp_path: Path) -> None:
     slow = asyncio.Event()
 
     async def agent(task: Task, llm: Any) -> float:
@@ -299,15 +299,44 @@ async def test_branches_that_were_interrupted_are_not_those_of_another_call(benc
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(session.branch(group, trunk.transitions[3], n=2), 0.5)
         slow.set()
-        grown = await session.branch(group, trunk.transitions[1], n=2)
-        asked = [member for member in grown.trajectories if member.rollout.parent == trunk.transitions[1].key]
-        assert len(asked) == 2
+        with pytest.raises(DataError, match="no group of this step"):
+            await session.branch(group, trunk.transitions[1], n=2)
+        with pytest.raises(DataError, match="branch\\(\\) was interrupted on it"):
+            await session.batch([group])
+        (other,) = await session.rollout([Task("two")], n=2)
+        grown = await session.branch(other, other.trajectories[0].transitions[1], n=2)
+        assert len(grown.trajectories) == 4
+        await session.forward_backward(await session.batch([grown]))
+        await session.optim_step()
+        await session.publish()
+        report = await audit(made.store, "run")
+        assert report.ok, report.findings
 
 
 def test_a_credit_that_knows_no_branches_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    tree = with_settings(Config(), {"trainer.sampling": "tree"})
-    warn_of_credit(tree, [BRANCH, LightningRL("rloo", credit=Branched(prior=0.0)), LightningRL("grpo")])
+    warn_of_credit([BRANCH, LightningRL("rloo", credit=Branched(prior=0.0)), LightningRL("grpo")])
     (record,) = caplog.records
-    assert "with the credit identical: it takes" in record.message
-    warn_of_credit(Config(), [LightningRL("grpo")])
-    assert len(caplog.records) == 1
+    assert "the credit is identical" in record.message
+
+
+async def test_a_group_that_changes_is_in_no_batch_of_before(
+    bench: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = LightningRL("rloo", group_size=4)
+    async with (
+        bench(tmp_path / "run", chain, algorithm=plain, script=script(), own_loop=True) as made,
+        Session(made.loop) as session,
+    ):
+        (group,) = await session.rollout([Task("one")])
+        before = await session.batch([group])
+        grown = await session.branch(group, group.trajectories[0].transitions[2], n=2)
+        assert caplog.text.count("the credit is identical") == 1
+        with pytest.raises(DataError, match="not made by"):
+            await session.forward_backward(before)
+        await session.forward_backward(await session.batch([grown]))
+        with pytest.raises(DataError, match="branch before that"):
+            await session.branch(grown, grown.trajectories[0].transitions[1], n=2)
+        await session.optim_step()
+        await session.publish()
+        report = await audit(made.store, "run")
+        assert report.ok, report.findings
