@@ -25,7 +25,7 @@ from lightning.types import Rollout, Run, Status, Task, ToolEvent, Transition
 from lightning_examples.quest_python import demo as demonstration
 from lightning_examples.quest_python import world
 from lightning_examples.quest_python.agent import EXAMPLES, MAX_CALLS, agent, ask, messages, read
-from lightning_examples.quest_python.tasks import TREASURES, make_task, quest_of, tasks, val_tasks
+from lightning_examples.quest_python.tasks import PAIRS, TREASURES, make_task, quest_of, tasks, val_tasks
 from lightning_examples.quest_python.world import (
     GATES,
     ROOMS,
@@ -40,7 +40,7 @@ from lightning_examples.quest_python.world import (
 )
 
 CHOICES = GATES + ROOMS
-quests = st.integers(0, 2**32).map(lambda seed: quest_of(make_task(random.Random(seed))))
+quests = st.integers(0, 2**32).map(lambda seed: quest_of(make_task(random.Random(seed), PAIRS[seed % len(PAIRS)])))
 choosers = st.lists(st.integers(0, 2), min_size=CHOICES, max_size=CHOICES)
 
 
@@ -140,6 +140,20 @@ def test_a_demonstration_has_tasks_enough_and_the_examples_are_none() -> None:
     assert len(set(made)) == 4200
     shown = " ".join(question for question, _ in EXAMPLES)
     assert not [quest for quest in made if any(gate in shown for gate in quest.gates)]
+
+
+def test_a_step_of_the_demonstration_has_each_pair_of_colours_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(demonstration, "model_folder", lambda: tmp_path)
+    demo = demonstration.demo()
+    config = with_settings(Config(), demo.settings).trainer
+    assert (config.order, config.tasks_per_step) == ("given", len(PAIRS))
+    made = [quest_of(task) for task in demo.tasks(120, 3)]
+    for step in range(0, 120, config.tasks_per_step):
+        quests = made[step : step + config.tasks_per_step]
+        keys = [tuple(key for gate in quest.gates for key in world.KEYS if world.opens(key, gate)) for quest in quests]
+        assert sorted(keys) == sorted(PAIRS)
 
 
 # --- the agent --------------------------------------------------------------------------------------------------------

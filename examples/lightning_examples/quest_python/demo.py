@@ -12,14 +12,15 @@ from lightning_examples.quest_python.tasks import describe, tasks, val_tasks
 from lightning_examples.smollm2 import model_folder
 
 SETTINGS: dict[str, object] = {
-    "trainer.steps": 10,
+    "trainer.steps": 12,
     "trainer.tasks_per_step": 6,
+    "trainer.order": "given",  # each pair of colours once in a step
     "trainer.eval_every": 0,
     "engine.threads": 0,  # all cores: vLLM samples and the engine trains in turns
     # A choice is one token, and where two are as likely bfloat16 rounds their odds too far.
     "engine.dtype": "float32",
     "policy_server.dtype": "float32",
-    "engine.lr": 2e-5,
+    "engine.lr": 1e-5,
     "engine.warmup_steps": 2,
     "policy_server.max_model_len": 512,
     "runner.concurrency": 32,
@@ -29,7 +30,7 @@ SETTINGS: dict[str, object] = {
 
 def algorithm() -> lightning.LightningRL:
     """GRPO with the credit of one reward for all calls; a little entropy keeps the choices open."""
-    return lightning.LightningRL("grpo", group_size=8, entropy_coefficient=0.01)
+    return lightning.LightningRL("grpo", group_size=8, entropy_coefficient=0.02)
 
 
 def demo() -> Demo:

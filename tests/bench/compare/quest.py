@@ -30,7 +30,7 @@ from variants import Variant, build
 
 ROOT = Path(__file__).parents[3]
 BASE = "identical"
-_DEMO = {"entropy_coefficient": 0.01}
+_DEMO = {"entropy_coefficient": 0.02}
 """What the demonstration's own algorithm has besides."""
 VARIANTS: Mapping[str, Variant] = {
     BASE: Variant("grpo", {**_DEMO, "credit": "identical"}, "`identical`: the rollout's advantage (the demonstration's)"),
