@@ -57,6 +57,14 @@ def fail(text: str) -> None:
     Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), (text, "red")))
 
 
+def warn(text: str) -> None:
+    """Print a warning, in yellow, on standard error."""
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("warning: ", "bold yellow"), (text, "yellow")))
+
+
 @contextmanager
 def stoppable(how_to_go_on: str) -> Iterator[None]:
     """Turn Ctrl-C into one line that says how to go on, and exit code 130."""

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import typer
 from lightning.asyncio_utils import run_to_end
 from lightning.cli.locate import load_agent
-from lightning.cli.output import AsJson, escape, print_json, print_table, say, stoppable
+from lightning.cli.output import AsJson, escape, print_json, print_table, say, stoppable, warn
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.instrument.components import declared_prompts
@@ -153,7 +153,7 @@ def variants(
     if len(temperatures) == 2 and made[0].config == made[1].config:
         raise ConfigError(f"--temperature {temperature}: both are the same")
     if texts:
-        warn_of_name(name)
+        warn_of_name(name, "the first batch will tell")
         both = [read_text(Path(file)) for file in texts]
         if both[0] == both[1]:
             raise ConfigError(f"--prompt: the texts in {texts[0]} and {texts[1]} are the same")
@@ -164,15 +164,11 @@ def variants(
     return made[0], made[1]
 
 
-def warn_of_name(name: str) -> None:
-    """Say that the agent's module makes other components; it may still make this one later."""
+def warn_of_name(name: str, then: str) -> None:
+    """Warn that the agent's module makes other components. It may still make this one later; `then` says what tells."""
     known = sorted(declared_prompts())
     if known and name not in known:
-        from lightning.cli.output import fail
-
-        fail(
-            f"the agent's module has a prompt for {', '.join(known)}, and none for {name!r}: the first batch will tell"
-        )
+        warn(f"the agent's module has a prompt for {', '.join(known)}, and none for {name!r}: {then}")
 
 
 def read_text(file: Path) -> str:

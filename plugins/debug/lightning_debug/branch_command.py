@@ -12,12 +12,13 @@ from typing import Annotated
 
 import typer
 from lightning.cli.locate import load_agent
-from lightning.cli.output import AsJson, escape, fail, print_json, print_table, say
+from lightning.cli.output import AsJson, escape, fail, print_json, print_table, say, warn
 from lightning.config import Config, load_config
 from lightning.errors import ConfigError
 from lightning.store.url import redacted
 
 from lightning_debug.ab_command import read_text, warn_of_name
+from lightning_debug.branch_parent import unused
 from lightning_debug.branching import BranchOutcome, BranchReport
 from lightning_debug.branching import branch as run_branches
 from lightning_debug.eval_command import ConfigFile, Runner
@@ -75,7 +76,9 @@ def branch(
     if prompts:
         load_agent(agent)  # so that its components are known
     for name in prompts:
-        warn_of_name(name)
+        warn_of_name(name, "branches ask for it only where the agent makes it later")
+    if told := unused(dict.fromkeys(each.partition("=")[0].strip() for each in settings)):
+        warn(told)
 
     def configure(base: Config) -> Config:
         return load_config(config, settings, base=base)
@@ -115,6 +118,8 @@ def _prompts(given: list[str]) -> dict[str, str]:
         name, equals, file = each.partition("=")
         if not (name and equals and file):
             raise ConfigError(f"--prompt {each!r}: write NAME=FILE, the component's name and a file with the text")
+        if name in found:
+            raise ConfigError(f"--prompt {each!r}: there is another prompt for {name} already, and it can have one")
         found[name] = read_text(Path(file))
     return found
 

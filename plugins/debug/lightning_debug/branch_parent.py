@@ -5,6 +5,7 @@ The invariant: what cannot be branched is refused here, before anything is start
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Final
 
 from lightning.cli.runs import answers
 from lightning.config import Config, with_settings
-from lightning.config.fields import did_you_mean
+from lightning.config.fields import did_you_mean, find
 from lightning.errors import ConfigError, DataError, LightningError
 from lightning.gateway.replay.branches import Prefix, edited, prefix_of
 from lightning.gateway.replay.recorded import RecordedCall
@@ -21,6 +22,7 @@ from lightning.store.protocol import Store
 from lightning.store.resource_ref import run_id_of, store_in
 from lightning.store.url import parse, redacted
 from lightning.trainer.plan import TRAIN
+from lightning.trainer.replay import MACHINE_SETTINGS
 from lightning.types import Json, Rollout, Run
 from pydantic import ValidationError
 
@@ -28,6 +30,30 @@ from lightning_debug.command import Found, found_in
 
 SAMPLING: Final = ("temperature", *NEUTRAL, *TOKEN_LIMITS, "seed")
 """Sampling parameters of a call that may be given other values."""
+WHOLE: Final[Mapping[str, tuple[int, int]]] = {
+    **dict.fromkeys(TOKEN_LIMITS, (1, 2**31 - 1)),
+    "min_tokens": (0, 2**31 - 1),
+    "top_k": (-1, 2**31 - 1),
+    "seed": (-(2**63), 2**63 - 1),
+}
+"""Sampling parameters that are whole numbers, with the least and the greatest that vLLM takes."""
+RANGES: Final[Mapping[str, tuple[float, float]]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, math.inf),
+}
+"""The least and the greatest value of the others."""
+POSITIVE: Final = ("top_p", "repetition_penalty")
+"""Those of them that may not be 0."""
+USED: Final[Mapping[str, tuple[str, ...]]] = {
+    "trainer": ("seed", "eval_temperature", "project", "max_staleness"),
+    "engine": ("dtype", *MACHINE_SETTINGS),
+    "optimizer_model": (),
+}
+"""What branches use of these sections; of the others they use all but the prompts of `runner`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +143,18 @@ def _folder_of(run: str, where: str, url: str) -> Path | None:
     """The folder of a run whose store this is, as far as it is at this place."""
     place = Path("runs" if "://" in where else where)
     candidates = [place, *sorted(place.iterdir())] if place.is_dir() else [place.parent]
+    if (file := file_at(where)) is not None:
+        candidates.insert(0, file.parent)
     known = (each for each in candidates if store_in(each) and run_id_of(each) == run)
     return next((each.resolve() for each in known if _same(store_in(each), url)), None)
+
+
+def file_at(place: str) -> Path | None:
+    """The database file at a place, which is one or an SQLite URL; None for a folder and for other URLs."""
+    if "://" in place:
+        where = parse(place)
+        return Path(where.path) if where.scheme == "sqlite" else None
+    return Path(place) if Path(place).is_file() else None
 
 
 def _same(one: str, other: str) -> bool:
@@ -134,7 +170,7 @@ def check_edit(parent: Parent, text: str) -> None:
 
 
 def check_sampling(sampling: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for what is no sampling parameter, or no number."""
+    """Raise `ConfigError` for what is no sampling parameter, or no number that it can be."""
     for name, value in sampling.items():
         if name not in SAMPLING:
             raise ConfigError(
@@ -143,6 +179,46 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
             )
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"--set {name}={value}: give a number")
+        if name in WHOLE:
+            least, greatest = WHOLE[name]
+            if not isinstance(value, int) or not least <= value <= greatest:
+                raise ConfigError(f"--set {name}={value}: give a whole number from {least} to {greatest}")
+            continue
+        low, high = RANGES[name]
+        if not low <= value <= high or value == math.inf or (value == 0 and name in POSITIVE):  # nan is in no range
+            bound = f"above {low:g}" if name in POSITIVE else f"from {low:g}"
+            raise ConfigError(
+                f"--set {name}={value}: give a number {bound}{f' to {high:g}' if high < math.inf else ''}"
+            )
+
+
+def unused(settings: Mapping[str, object]) -> str:
+    """What is to be said of settings with dotted names that branches have no use for; empty where they use all."""
+    names = sorted({name for key, value in settings.items() for name in _leaves(key, value) if not _uses(name)})
+    return (
+        f"{', '.join(names)}: branches do not use {'these settings' if len(names) > 1 else 'this setting'}"
+        if names
+        else ""
+    )
+
+
+def _leaves(key: str, value: object) -> Iterator[str]:
+    if not isinstance(value, Mapping) or not value:
+        yield key
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{key}.{name}", inner)
+
+
+def _uses(name: str) -> bool:
+    """Whether branches use a setting; also for one that there is not, which is refused elsewhere."""
+    section, _, rest = name.partition(".")
+    first = rest.partition(".")[0]
+    return (
+        not rest
+        or find(name) is None
+        or (first in USED[section] if section in USED else (section, first) != ("runner", "prompts"))
+    )
 
 
 def config_of(
@@ -183,6 +259,7 @@ def config_of(
     asked = {
         name: value for name, value in config.gateway.override_sampling.items() if ALIASES.get(name) not in sampling
     }
+    check_sampling({name: value for name, value in asked.items() if name in SAMPLING})
     return with_settings(config, {"gateway.override_sampling": {**asked, **sampling}}), lost
 
 

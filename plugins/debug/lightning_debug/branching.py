@@ -41,7 +41,7 @@ from lightning.trainer.training_data import all_rollouts
 from lightning.types import Json, Rollout, Run
 
 from lightning_debug.ab import longest_literal, texts_in
-from lightning_debug.branch_parent import Parent, check_edit, config_of, find_parent, remarks
+from lightning_debug.branch_parent import Parent, check_edit, config_of, file_at, find_parent, remarks, unused
 from lightning_debug.policies import EvaluatedModel, find_model, model_of_run
 
 SPLIT: Final = "branch"
@@ -152,6 +152,8 @@ def branch(
             check_edit(parent, edit)
         _check_tools(parent, n, run_tools=run_tools)
         config, said = config_of(parent, sampling or {}, configure)
+        if isinstance(settings, Mapping):
+            said += filter(None, [unused(settings)])
         folder = _folder(parent) if out is None else Path(out)
         model, remark = _model(parent, weights, place, folder / "models", config)
         said += [*filter(None, [remark]), *remarks(parent, n, config.gateway.override_sampling)]
@@ -203,11 +205,10 @@ def _model(parent: Parent, weights: str, runs: str, into: Path, config: Config) 
 
 def _folder_of_runs(place: str) -> Path:
     """Where runs are looked for by name, from the place of one of them."""
-    path = Path(place)
-    if "://" in place:
+    file = file_at(place)
+    if file is None and "://" in place:
         return Path("runs")
-    if path.is_file():
-        return path.resolve().parent.parent
+    path = Path(place) if file is None else file.resolve().parent
     return path.resolve().parent if store_in(path) else path
 
 

@@ -7,16 +7,19 @@ checkpoint or made again from the store, and a resource's files are compared wit
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
+import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.cli.locate import with_store
 from lightning.cli.runs import answers
 from lightning.config import Config
-from lightning.errors import AuditError, ConfigError, StoreError
+from lightning.errors import AuditError, ConfigError, EngineError, StoreError
 from lightning.plugins import plugins
 from lightning.server.projects import of_project
 from lightning.store.epochs import Epoch, is_over, read_epochs
@@ -29,6 +32,8 @@ from lightning.trainer.held_out import BEST
 from lightning.trainer.model import resolve_model
 from lightning.trainer.replay import Rewinder
 from lightning.types import ResourceKind, Run, StepRecord
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +149,7 @@ async def _of_run(
     at = kept if step is None else step
     name = f"{run.id}@{at}"
     made = into / f"{name}-{_digest(f'{place} {run.created_at}')}"
-    if (
-        made / "config.json"
-    ).is_file():  # it is written whole or not at all; an evaluation that is resumed began with it
+    if _is_made(made):  # an evaluation that is resumed began with it
         return EvaluatedModel(name, made, place)
     if delivered and at and at == kept:
         return EvaluatedModel(name, final, place)
@@ -154,8 +157,39 @@ async def _of_run(
     _check_begins(run, folder, at, checkpoints)
     if not at and checkpoints.newest(0) is None:
         return EvaluatedModel(name, base, place)
-    await _make(store, run, records[:at], epochs, checkpoints, base, config, made)
+    async with _alone(made):
+        if not _is_made(made):
+            await _make(store, run, records[:at], epochs, checkpoints, base, config, made)
     return EvaluatedModel(name, made, place)
+
+
+def _is_made(made: Path) -> bool:
+    """Whether the weights are there: they are written whole or not at all."""
+    return (made / "config.json").is_file()
+
+
+@asynccontextmanager
+async def _alone(made: Path) -> AsyncIterator[None]:
+    """Hold what is made at a place: another process, or thread, that makes the same waits. The lock goes with its process."""
+    try:
+        made.parent.mkdir(parents=True, exist_ok=True)
+        lock = made.with_name(f".{made.name}.lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"cannot write {made}: {error}. Give another --out") from error
+    with lock:
+        waits = False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not waits:
+                    logger.warning("another process makes %s: waiting for it", made)
+                waits = True
+                await asyncio.sleep(0.1)
+            except OSError as error:
+                raise ConfigError(f"cannot lock {made}: {error}. Give another --out") from error
+        yield
 
 
 def _digest(text: str) -> str:
@@ -194,7 +228,7 @@ async def _make(
     rewinder = Rewinder(store, records, epochs, checkpoints, make_engine, base, config, between=between)
     try:
         await rewinder.bring_to(len(records), lambda engine: engine.export(made))
-    except (AuditError, StoreError, ConfigError, OSError) as error:
+    except (AuditError, StoreError, ConfigError, EngineError, OSError) as error:
         raise ConfigError(
             f"{run.id}@{len(records)} cannot be made again ({error}). Checkpoints: {_there(run, checkpoints)}"
         ) from error

@@ -8,6 +8,7 @@ import json
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,14 @@ from typing import Any
 import pytest
 from lightning.cli.locate import with_store
 from lightning.config import Config
+from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError, DataError
 from lightning.store import exchanges
 from lightning.store.url import sqlite_url
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.runs import claim_folder
 from lightning.types import Outcome, Rollout, Run, Status, Transition
+from lightning_debug import policies
 from lightning_debug.branching import BranchReport, branch
 from lightning_debug.policies import EvaluatedModel, model_of_run
 
@@ -243,9 +246,42 @@ def test_sampling_parameters_and_settings_are_of_the_new_calls(runs: ScriptedVLL
         "temperature=warm": "give a number",
         "runner.timout=9": "unknown setting 'runner.timout'",
         "policy_server.attach=http://127.0.0.1:1": "branches have a vLLM of their own",
+        "temperature=nan": "give a number from 0 to 2",
+        "temperature=1e400": "give a number from 0 to 2",
+        "temperature=-0.1": "give a number from 0 to 2",
+        "gateway.override_sampling={temperature=3.0}": "give a number from 0 to 2",
+        "repetition_penalty=inf": "give a number above 0",
+        "top_p=-3": "give a number above 0 to 1",
+        "top_p=0": "give a number above 0 to 1",
+        "max_tokens=0.5": "give a whole number from 1",
+        "max_tokens=0": "give a whole number from 1",
+        "seed=1.5": "give a whole number",
+        "seed=9223372036854775808": "give a whole number",
+        "top_k=-2": "give a whole number from -1",
     }.items():
-        assert said([*command, "--set", wrong]) == 2
+        served = len(runs.models)
+        assert said([*command, "--set", wrong]) == 2, wrong
         assert told in words(capsys.readouterr().err)
+        assert len(runs.models) == served, "before the minutes that a start takes"
+
+
+def test_settings_that_branches_do_not_use_are_named(runs: ScriptedVLLM, capsys: Any) -> None:
+    parent = recorded()
+    command = ["branch", parent, "wandering:agent", "--at", "3", "-n", "1", *INLINE, "--set", "runner.timeout=9"]
+    capsys.readouterr()
+    assert said([*command, "--set", "trainer.seed=3", "--set", "engine.threads=1"]) == 0
+    assert "do not use" not in words(capsys.readouterr().err)
+    others = [
+        "trainer.steps=2",
+        "trainer.max_reuse=2",
+        'runner.prompts.critic="Praise {text}"',
+        "engine.lr=1.0",
+    ]
+    assert said([*command, *(part for each in others for part in ("--set", each))]) == 0
+    told = "engine.lr, runner.prompts.critic, trainer.max_reuse, trainer.steps: branches do not use these settings"
+    assert f"warning: {told}" in words(capsys.readouterr().err)
+    report = branch(parent, "wandering:agent", at=3, n=1, runner="inline", settings={"trainer.steps": 2})
+    assert report.warnings == ("trainer.steps: branches do not use this setting",)
 
 
 def test_another_prompt_from_the_call_on(runs: ScriptedVLLM, capsys: Any) -> None:
@@ -262,7 +298,9 @@ def test_another_prompt_from_the_call_on(runs: ScriptedVLLM, capsys: Any) -> Non
     assert "critic makes call 2 already, which is to be as it is recorded: branch at call 2 (--at 2)" in shown
     assert said([*command, "--at", "2", "--prompt", "judge=kind.txt"]) == 0
     shown = capsys.readouterr()
-    assert "none for 'judge'" in words(shown.err)
+    assert "warning: the agent's module has a prompt for critic, writer, and none for 'judge'" in words(shown.err)
+    assert "first batch" not in words(shown.err)
+    assert "error:" not in words(shown.err)
     assert "no call of a branch has the text that was given for judge" in words(shown.out)
 
 
@@ -315,6 +353,26 @@ def test_other_weights_are_named_or_those_that_are_left_are_told(runs: ScriptedV
     assert "there is no run at nothing" in capsys.readouterr().err
 
 
+def test_the_parents_folder_is_that_of_its_database_wherever_one_is(
+    runs: ScriptedVLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, folder = recorded(), Path("runs/first").resolve()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for weights in ("", "first@0"):
+        report = branch(
+            parent,
+            "wandering:agent",
+            at=3,
+            n=1,
+            runs=sqlite_url(folder / "lightning.db"),
+            runner="inline",
+            weights=weights,
+        )
+        assert report.model == f"first@0 of {folder}"
+    assert not list(Path().iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -325,6 +383,7 @@ def test_other_weights_are_named_or_those_that_are_left_are_told(runs: ScriptedV
         (["--at", "2", "--runs", "nowhere"], "nowhere is neither a folder nor a database"),
         (["--at", "2", "--runs", "http://127.0.0.1:9"], "is a Lightning Server, which answers agents itself"),
         (["--at", "2", "--prompt", "critic"], "write NAME=FILE"),
+        (["--at", "2", *["--prompt", "critic=one.jsonl"] * 2], "another prompt for critic already"),
         (["--at", "2", "--prompt", "critic=nothing.txt"], "cannot read the prompt"),
     ],
 )
@@ -405,16 +464,18 @@ def test_a_run_at_work_in_the_same_store_is_not_disturbed(runs: ScriptedVLLM) ->
     assert not in_store(lambda store: store.list_rollouts("first", split="branch")).rollouts
 
 
+def weights_of(folder: Path, step: int, into: Path) -> tuple[EvaluatedModel, str]:
+    async def ask(store: Any) -> tuple[EvaluatedModel, str]:
+        return await model_of_run(store, await store.get_run("mine"), folder, step, into, Config())
+
+    return asyncio.run(with_store(sqlite_url(folder / "lightning.db"), ask))
+
+
 def test_the_weights_are_those_of_the_version_or_the_nearest_that_is_left(train: Any, tmp_path: Path) -> None:
     folder = train("runs/mine", 3)
-    url = sqlite_url(folder / "lightning.db")
 
     def found(step: int) -> tuple[EvaluatedModel, str]:
-        async def ask(store: Any) -> tuple[EvaluatedModel, str]:
-            run = await store.get_run("mine")
-            return await model_of_run(store, run, folder, step, tmp_path / "made", Config())
-
-        return asyncio.run(with_store(url, ask))
+        return weights_of(folder, step, tmp_path / "made")
 
     there, remark = found(2)
     assert (there.name, remark) == ("mine@2", "")
@@ -429,6 +490,40 @@ def test_the_weights_are_those_of_the_version_or_the_nearest_that_is_left(train:
     assert "the nearest that is there is mine@3" in remark
     with pytest.raises(ConfigError, match="has 3 committed steps, and the policy's version was 9: name the weights"):
         found(9)
+
+
+def test_weights_are_made_by_one_at_a_time(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = train("runs/mine", 2)
+    make, made, answers = policies._make, [], []
+
+    async def slowly(*arguments: Any) -> None:
+        made.append(arguments[-1])
+        await asyncio.sleep(0.5)
+        await make(*arguments)
+
+    monkeypatch.setattr(policies, "_make", slowly)
+    both = [threading.Thread(target=lambda: answers.append(weights_of(folder, 1, tmp_path / "made"))) for _ in range(2)]
+    for each in both:
+        each.start()
+    for each in both:
+        each.join()
+    assert len(answers) == 2
+    assert answers[0] == answers[1]
+    assert len(made) == 1, "the second one took what the first had made"
+
+
+def test_a_checkpoint_may_go_away_meanwhile(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, load = train("runs/mine", 3), TorchEngine.load
+
+    def gone(engine: TorchEngine, place: Path) -> None:
+        if "00000002" in place.name:
+            shutil.rmtree(place)  # by the trainer, which keeps few
+        load(engine, place)
+
+    monkeypatch.setattr(TorchEngine, "load", gone)
+    there, remark = weights_of(folder, 2, tmp_path / "made")
+    assert there.name == "mine@1"
+    assert "mine@2 is not there any more" in remark
 
 
 def test_a_report_says_no_error_of_one(runs: ScriptedVLLM) -> None:
