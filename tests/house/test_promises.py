@@ -137,6 +137,13 @@ LAWS: dict[str, tuple[str, ...]] = {
         "tests/core/gateway/test_updates.py::test_a_request_that_arrives_during_an_update_waits",
         "core/lightning/testing/adapter_contract.py::test_agent_is_unchanged",
     ),
+    "A branch begins as its parent did, or is void.": (
+        "tests/core/gateway/test_branches.py::test_only_what_follows_is_sampled_and_recorded",
+        "tests/core/gateway/test_branches.py::test_a_clock_in_a_prompt_makes_the_branch_void_by_name",
+        "tests/core/gateway/test_branches.py::test_another_chat_template_makes_branches_void",
+        "tests/core/trainer/test_tree_sampling.py::test_void_branches_are_counted_and_never_trained",
+        "tests/core/trainer/test_tree_sampling.py::test_the_audit_names_a_branch_that_is_none",
+    ),
 }
 _LAW = dict(enumerate(LAWS.values(), 1))
 README: dict[str, tuple[str, ...]] = {
