@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,16 +18,12 @@ from transformers import AutoTokenizer
 pytestmark = pytest.mark.slow
 
 
-async def calls_of(run: Any) -> dict[str, list[Transition]]:
-    """The model calls of each rollout that succeeded."""
-    store = plugins().store(f"sqlite:///{run.folder / 'lightning.db'}")
+async def calls_of(folder: Path, rollouts: Sequence[str]) -> dict[str, list[Transition]]:
+    """The model calls of each rollout."""
+    store = plugins().store(f"sqlite:///{folder / 'lightning.db'}")
     await store.open()
     try:
-        return {
-            rollout.id: list(await store.transitions(rollout.id))
-            for rollout in run.rollouts()
-            if rollout.status is Status.SUCCEEDED
-        }
+        return {rollout: list(await store.transitions(rollout)) for rollout in rollouts}
     finally:
         await store.close()
 
@@ -42,7 +40,8 @@ def test_a_step_of_it_trains_choices_of_one_token_which_rollouts_make_in_the_sam
     assert record.metrics["mean_logprob_gap"] <= 1e-4
     tokenizer = AutoTokenizer.from_pretrained(model_folder())
     assert [word for word in (*COLOURS, *SIDES) if len(tokenizer.encode(word)) != 1] == []
-    calls = asyncio.run(calls_of(run))
+    done = [rollout.id for rollout in run.rollouts() if rollout.status is Status.SUCCEEDED]
+    calls = asyncio.run(calls_of(run.folder, done))
     assert len(calls) == 16, "8 trained, 4 held out before and after"
     for made in calls.values():
         assert 8 <= len(made) <= MAX_CALLS

@@ -1,4 +1,4 @@
-"""`lightning demo quest`: this folder's agent and tasks on SmolLM2, with settings under which it learns in minutes."""
+"""`lightning demo quest`: this folder's agent and tasks on SmolLM2, with settings for some minutes on two cores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def demo() -> Demo:
     """The demonstration as `lightning demo` runs it; converts the model first where that has not been done."""
     return Demo(
         name="quest",
-        title="SmolLM2-135M learns which keys to take on a quest of eight choices",
+        title="SmolLM2-135M goes on a quest of eight choices",
         agent=agent,
         model=model_folder(),
         tasks=tasks,
