@@ -96,6 +96,13 @@ def not_new(record: StepRecord, rollout: str, trained: int | None, *, declared: 
     )
 
 
+def named_twice(record: StepRecord, rollout: str) -> ConflictError:
+    """The refusal of a step that names one of its rollouts twice."""
+    return ConflictError(
+        f"step {record.step} of run {record.run!r} names rollout {rollout!r} twice: a step trains each rollout once"
+    )
+
+
 def used_up(record: StepRecord, rollout: str, steps: int, limit: int) -> ConflictError:
     """The refusal of a rollout that was in as many steps as it may be."""
     return ConflictError(

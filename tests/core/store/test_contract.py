@@ -16,6 +16,7 @@ from lightning.store import Store
 from lightning.store.http import HttpStore
 from lightning.store.pages import each_step
 from lightning.store.protocol import KNOWN_SECONDS, Attempt
+from lightning.store.relational import records as relational_records
 from lightning.store.relational import transaction
 from lightning.store.relational.store import RelationalStore
 from lightning.store.rollout_state import EXCUSED
@@ -770,6 +771,7 @@ async def test_a_step_is_committed_once_with_its_rollouts(trained: Store) -> Non
         ((("a", 1), ("p", 1)), StaleAttemptError),
         ((("a", 1), ("b", 2)), StaleAttemptError),
         ((("a", 1), ("a", 1)), ConflictError),
+        ((("a", 1), ("b", 1), ("a", 1)), ConflictError),
         ((("a", 1), ("nobody", 1)), StoreError),
     ],
     ids=str,
@@ -808,7 +810,9 @@ async def test_a_declared_reuse_enters_as_many_steps_as_its_limit_says(trained: 
 
 
 @everywhere
-async def test_a_reuse_that_is_not_so_is_refused_and_changes_nothing(trained: Store) -> None:
+async def test_a_reuse_that_is_not_so_is_refused_and_changes_nothing(
+    trained: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await trained.commit_step(record(5, (("a", 1),)))
     wrong = {
         "reuse is declared": record(6),  # not declared
@@ -817,7 +821,9 @@ async def test_a_reuse_that_is_not_so_is_refused_and_changes_nothing(trained: St
         "which it does not train": reusing(6, "b", trained="a"),
         "says not which rollouts": record(6, context={"reuse": {"rollouts": ["a"]}}),
         "max_reuse = 0": reusing(6, "a", limit=0, trained="a"),
+        "rollout 'a'": reusing(6, "a", trained="aa"),
     }
+    monkeypatch.setattr(relational_records, "IDS_AT_ONCE", 1)  # a bound between the two
     for problem, refused in wrong.items():
         with pytest.raises((ConflictError, DataError), match=problem):
             await trained.commit_step(refused)

@@ -7,6 +7,7 @@ kept by the digest of its secret and never deleted, and one that was revoked sta
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -85,14 +86,16 @@ async def commit_step(transaction: Transaction, record: StepRecord) -> None:
             )
         return
     trained, reuse, first = sorted(record.rollouts), rollout_state.reuse_of(record), record.step
+    for (rollout, _), (following, _) in itertools.pairwise(trained):
+        if rollout == following:
+            raise rollout_state.named_twice(record, rollout)
     for start in range(0, len(trained), IDS_AT_ONCE):
         some = trained[start : start + IDS_AT_ONCE]
-        names = list(dict.fromkeys(rollout for rollout, _ in some))
+        names = [rollout for rollout, _ in some]
         locked = await transaction.locked(sql.SELECT_TRAINABLE + sql.places(len(names)) + sql.ORDER_IDS, names)
         standing = {row[0]: row[1:] for row in locked}
         for rollout, attempt in some:
             first = min(first, _check_trainable(record, rollout, attempt, standing.get(rollout), reuse))
-            standing[rollout] = (*standing[rollout][:4], record.step)
         if new := [name for name in names if name not in reuse.rollouts]:
             await transaction.run(sql.MARK_TRAINED + sql.places(len(new)), (record.step, *new))
     await _check_uses(transaction, record, reuse, first)
