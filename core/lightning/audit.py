@@ -22,6 +22,7 @@ from lightning.trainer.context import NUMERIC
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.replay import policy_fault_of, train_agents_of
 from lightning.trainer.runs import rebuild_algorithm
+from lightning.trainer.teacher import recorded_teacher
 from lightning.trainer.training_data import all_rollouts, batch_digest, load_groups, recorded_values, rollout_digest
 from lightning.types import Rollout, StepRecord
 
@@ -299,7 +300,8 @@ def _too_stale(record: StepRecord, groups: Sequence[Group], bound: int | None) -
 
 
 def _rounded(records: Sequence[StepRecord], epochs: Sequence[Epoch]) -> list[str]:
-    """Where the numeric context changes within an epoch, but for the path, which follows from the step's own rows."""
+    """Where the numeric context changes within an epoch, but for the path, which follows from the step's own rows; and where
+    the teacher does, though its name does not."""
     warnings = []
     for before, record in itertools.pairwise(records):
         if epoch_at(epochs, before.step) is not epoch_at(epochs, record.step) or not (
@@ -310,6 +312,10 @@ def _rounded(records: Sequence[StepRecord], epochs: Sequence[Epoch]) -> list[str
         changed = [key for key in NUMERIC if key != "path" and old.get(key) != new.get(key)]
         if other := [f"{key} {old.get(key)} → {new.get(key)}" for key in changed]:
             warnings.append(f"from step {record.step} on sums are rounded otherwise than before: {', '.join(other)}")
+        then, now = recorded_teacher(before), recorded_teacher(record)
+        if then is not None and now is not None and then.digest != now.digest:
+            change = f"SHA-256 {then.digest[:12]}... → {now.digest[:12]}..."
+            warnings.append(f"from step {record.step} on the teacher {now.name} is another model than before: {change}")
     return warnings
 
 

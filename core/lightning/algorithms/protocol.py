@@ -90,7 +90,7 @@ class SearchAlgorithm(Protocol):
 def teacher_of(algorithm: Algorithm) -> str:
     """What an algorithm learns from, where it has a `teacher`: a run's step (RUN@STEP), or a model's folder or hub name. The
     engine's reference model is that one then."""
-    return str(getattr(algorithm, "teacher", ""))
+    return str(getattr(algorithm, "teacher", None) or "")
 
 
 def needs_critic(algorithm: Algorithm) -> bool:

@@ -134,6 +134,14 @@ class ChecksModel(Protocol):
 
 
 @runtime_checkable
+class ChecksTeacher(Protocol):
+    """An engine that can say, before anything is started, whether a teacher can be its reference model."""
+
+    def check_teacher(self, teacher: Path) -> None:
+        """Raises `ConfigError` or `EngineError` naming why it cannot. Of the folder, names and shapes are read only."""
+
+
+@runtime_checkable
 class RevivesWorkers(Protocol):
     """An engine whose lost workers go on from a checkpoint of the last step: one is written after each step, unless
     `trainer.checkpoint_every` says otherwise."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from lightning.algorithms.protocol import SearchAlgorithm
 from lightning.config import Config
 from lightning.engines.protocol import Engine
-from lightning.errors import AuditError, ConfigError, StoreError
+from lightning.errors import AuditError, ConfigError, EngineError, StoreError
 from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
@@ -28,12 +28,19 @@ from lightning.store.resource_ref import run_id_of, store_in
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints
-from lightning.trainer.context import base_digest
+from lightning.trainer.context import base_digest, weight_files
 from lightning.trainer.model import resolve_model
 from lightning.trainer.replay import Rewinder
 from lightning.trainer.runs import changes_of, describe_algorithm, not_loadable, plan_epochs
 from lightning.trainer.summary import Reporter
-from lightning.trainer.teacher import TEACHER, Teacher, check_same_tokens, teacher_named
+from lightning.trainer.teacher import (
+    TEACHER,
+    Teacher,
+    check_same_tokens,
+    check_unchanged,
+    recorded_teacher,
+    teacher_named,
+)
 from lightning.types import Json, Run, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -67,7 +74,7 @@ async def export_step(parent: str, into: Path, target: Path, config: Config, sto
             await theirs.rewinder(theirs.base, config, between).bring_to(
                 theirs.step, lambda brought: brought.export(target)
             )
-        except (AuditError, StoreError, ConfigError, OSError) as error:
+        except (AuditError, StoreError, ConfigError, EngineError, OSError) as error:
             raise theirs.lost(error) from error
         finally:
             shutil.rmtree(between, ignore_errors=True)
@@ -159,7 +166,7 @@ async def _fork(parent: _RunAt, into: Path, described: Mapping[str, Json], confi
             await asyncio.to_thread(shutil.copytree, theirs.path(step), target)
         else:
             await rewinder.bring_to(step, lambda brought: brought.save(target))
-    except (AuditError, StoreError, ConfigError, OSError) as error:
+    except (AuditError, StoreError, ConfigError, EngineError, OSError) as error:
         raise parent.lost(error) from error
     finally:
         shutil.rmtree(between, ignore_errors=True)
@@ -179,27 +186,34 @@ def _folder(name: str, into: Path) -> Path:
 
 
 async def find_teacher(
-    schedule: AlgorithmSchedule, student: Path, into: Path, config: Config, url: str
+    schedule: AlgorithmSchedule, student: Path, into: Path, config: Config, url: str, store: Store
 ) -> Teacher | None:
     """The teacher of a run in the folder `into`, found and compared with its student; None for a run without.
 
-    A run's step is written below `into`, once. `url` is that of a store where the teacher's run has none in its folder. Raises
-    `ConfigError` for a teacher that is not there, and for one of other tokens.
+    A run's step is written below `into`, and kept from the first step on that it taught; before, the run that it is of may have
+    been trained anew. `url` is that of a store where the teacher's run has none in its folder; `store` has the student's.
+    Raises `ConfigError` for a teacher that is not there or has no weights, and for one of other tokens.
     """
     name = await asyncio.to_thread(teacher_named, schedule)
     if not name:
         return None
-    folder = await _teacher_folder(name, into, config, url)
+    taught = [found for record in await store.steps(run_id_of(into)) if (found := recorded_teacher(record)) is not None]
+    kept = any(teacher.name == name for teacher in taught)
+    folder = await _teacher_folder(name, into, config, url, kept=kept)
+    if not await asyncio.to_thread(weight_files, folder):
+        raise ConfigError(
+            f"the teacher {name} has no weights: {folder} has none of a model's weight files. Copy them there"
+        )
     await asyncio.to_thread(check_same_tokens, student, folder)
     return Teacher(name, folder, await asyncio.to_thread(base_digest, folder, into / f"{TEACHER}.json"))
 
 
-async def _teacher_folder(name: str, into: Path, config: Config, url: str) -> Path:
+async def _teacher_folder(name: str, into: Path, config: Config, url: str, *, kept: bool) -> Path:
     run, at, step = name.rpartition("@")
     if at and step.isdecimal():
         known = hashlib.sha256(name.encode()).hexdigest()[:8]
         made = into / TEACHER / f"{Path(run).name}@{step}-{known}"
-        if not (made / "config.json").is_file():  # it is written whole or not at all
+        if not (kept and (made / "config.json").is_file()):  # it is written whole or not at all
             try:
                 await export_step(name, into, made, config, url)
             except ConfigError as error:
@@ -230,9 +244,12 @@ class Beginning:
     async def prepare(self, run: Run, described: dict[str, Json], parent: str | None) -> tuple[Run, list[Epoch], Path]:
         """The run, its epochs, and the folder of the model that it begins with. `parent` is the run to fork, if any.
 
-        Raises `ConfigError` for a parent that a run cannot have, and what `fork` and `Rewinder` do.
+        Raises `ConfigError` for a parent that a run cannot have and for a teacher whose weights are others than in the steps
+        that were taken, and what `fork` and `Rewinder` do.
         """
-        model = self.model
+        model, records = self.model, await self.store.steps(run.id)
+        if self.teacher is not None:
+            check_unchanged(self.teacher, records)
         if parent is not None:
             run = await self._forked(run, described, parent)
         if FORKED in run.config:
@@ -244,7 +261,6 @@ class Beginning:
         phases = self.schedule.phases if isinstance(self.schedule, AlgorithmSchedule) else ()
         algorithms = [(first, describe_algorithm(algorithm)) for first, algorithm in phases]
         epochs = await plan_epochs(self.store, run, described, algorithms)
-        records = await self.store.steps(run.id)
         committed = len(records)
         for epoch in epochs[1:]:
             if committed and epoch.first == committed:

@@ -71,13 +71,18 @@ def _version(package: str) -> str:
         return ""
 
 
+def weight_files(model: Path) -> list[Path]:
+    """The weight files of a model's folder, in the order of names."""
+    return sorted({file for glob in _WEIGHTS for file in model.glob(glob)})
+
+
 def base_digest(model: Path, cache: Path | None = None) -> str:
     """SHA-256 (hex) over the weight files of a model's folder: over each one's name and its own SHA-256, in the order of names.
 
     It takes about a second for a gigabyte. With `cache` it is kept in that file, and read from it while names, sizes and times
     of the files are the same. Raises `OSError` for files that cannot be read.
     """
-    files = sorted({file for glob in _WEIGHTS for file in model.glob(glob)})
+    files = weight_files(model)
     stamp = json.dumps([[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files])
     if cache is not None and cache.is_file():
         with suppress(ValueError, KeyError, TypeError):  # a crash while it was written may leave half of it

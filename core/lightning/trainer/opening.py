@@ -39,7 +39,7 @@ from lightning.trainer.replay import optimizer_of
 from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder
 from lightning.trainer.stack import Stack, one_by_one, open_stack, together
 from lightning.trainer.summary import Evaluation, Reporter, Summary, summarize
-from lightning.trainer.teacher import Teacher
+from lightning.trainer.teacher import Teacher, check_teacher, reference_of
 from lightning.types import Json, Run, Task
 
 
@@ -147,7 +147,9 @@ class RunOpening:
             computed = with_dtypes(self.config, self.model, self.engine)
             url, teacher = self._store_url or "", None
             if isinstance(self.schedule, AlgorithmSchedule):
-                teacher = await find_teacher(self.schedule, self.model, self.out, computed, url)
+                teacher = await find_teacher(self.schedule, self.model, self.out, computed, url, store)
+            if teacher is not None:
+                await asyncio.to_thread(check_teacher, self._make_engine(computed), teacher)
             beginning = Beginning(
                 store, self.out, self.model, self.schedule, computed, self._make_engine, url, reporter, teacher
             )
@@ -273,7 +275,7 @@ class RunOpening:
 
     def _open_engine(self, engine: Engine, teacher: Teacher | None, *, critic: bool) -> str:
         """Open it, and return the digest of the model's folder, which is read while the policy server starts."""
-        other = {} if teacher is None else {"reference": teacher.folder}
+        other = reference_of(engine, teacher)
         engine.open(self._base, optimizer_of(self.config), seed=self.config.trainer.seed, critic=critic, **other)
         return base_digest(self._base, self.out / "base.json")
 

@@ -25,7 +25,7 @@ from lightning.store.protocol import Store
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import Numeric, machine
 from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm
-from lightning.trainer.teacher import Teacher, recorded_teacher, teacher_again
+from lightning.trainer.teacher import Teacher, recorded_teacher, reference_of, teacher_again
 from lightning.trainer.training_data import PolicyFault, batch_digest, load_groups, recorded_values, rollouts_of
 from lightning.types import Json, StepRecord
 
@@ -129,6 +129,8 @@ class Rewinder:
     """The one at hand."""
     machine_at: Callable[[int], Mapping[str, object]] | None = None
     """The settings of the section `engine` with which a step was computed, in place of those of `here`."""
+    folder: Path | None = None
+    """The run's, where that is not the one that the checkpoints are in."""
 
     async def bring_to(
         self, step: int, use: Callable[[Engine], object], watch: Callable[[Engine, StepRecord], object] | None = None
@@ -162,7 +164,8 @@ class Rewinder:
         critic = self.epochs[0].config.get("critic")
         if critic is None:  # a release that did not note it
             critic = needs_critic(algorithm_of(self.epochs[0], self.given))
-        other = {} if recorded is None else {"reference": teacher_again(recorded, self.teacher).folder}
+        run = self.folder or self.checkpoints.folder.parent
+        other = reference_of(engine, recorded and teacher_again(recorded, self.teacher, run))
         engine.open(self.model, optimizer_of(config), seed=config.trainer.seed, critic=bool(critic), **other)
         if state is not None:
             engine.load(state)

@@ -6,14 +6,16 @@ a model whose tokens mean something else is refused before anything is started.
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning.algorithms.protocol import teacher_of
-from lightning.errors import ConfigError, MissingExtraError
+from lightning.engines.protocol import ChecksTeacher, Engine
+from lightning.errors import ConfigError, EngineError, MissingExtraError
 from lightning.losses.protocol import needs_reference
 from lightning.trainer.context import base_digest
 from lightning.types import Json, StepRecord
@@ -27,6 +29,8 @@ TEACHER: Final = "teacher"
 """The key of a step's context that names the teacher, and the folder in a run's own of teachers that were a run's step."""
 SHOWN: Final = 3
 """Tokens that an error names at most."""
+_TOKENIZERS = ("*token*", "vocab*", "*.model", "merges.txt", "tekken.json")
+"""Files of which every tokenizer has one. Without any, `transformers` makes an empty tokenizer up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +73,58 @@ def recorded_teacher(record: StepRecord) -> Teacher | None:
     return Teacher(str(found.get("name")), Path(str(found.get("model"))), str(found.get("sha256")))
 
 
-def teacher_again(recorded: Teacher, here: Teacher | None) -> Teacher:
-    """The teacher of a step that is to be taken again: the one that is `here`, where it is the same, or that in its folder.
-    Raises `ConfigError` where its files are gone, or are another's."""
+def check_unchanged(teacher: Teacher, records: Sequence[StepRecord]) -> None:
+    """Raise `ConfigError` where the last step that was taken with a teacher of this name had one of other weights."""
+    taught = (found for record in reversed(records) if (found := recorded_teacher(record)) is not None)
+    before = next((found for found in taught if found.name == teacher.name), None)
+    if before is not None and before.digest != teacher.digest:
+        raise ConfigError(
+            f"the teacher {teacher.name} in {teacher.folder} is another model than it was (SHA-256 {teacher.digest[:12]}..., "
+            f"and {before.digest[:12]}... in the steps that were taken): bring back the files that it had, or give the other "
+            "model by another name, with which a config epoch of its own begins"
+        )
+
+
+def teacher_again(recorded: Teacher, here: Teacher | None, run: Path | None = None) -> Teacher:
+    """The teacher of a step that is to be taken again: the one that is `here`, where it is the same, or that in its folder,
+    which may have moved with that of the `run`. Raises `ConfigError` where its files are gone, or are another's."""
     if here is not None and here.digest == recorded.digest:
         return here
-    if not (recorded.folder / "config.json").is_file():
-        problem = f"which is not at {recorded.folder} any more: bring it back there"
-    elif base_digest(recorded.folder) != recorded.digest:
-        problem = f"and the files in {recorded.folder} are another model's by now: bring back those that it had"
+    places = [recorded.folder, *([] if run is None else [run / TEACHER / recorded.folder.name])]
+    found = [folder for folder in places if (folder / "config.json").is_file()]
+    for folder in found:
+        if base_digest(folder) == recorded.digest:
+            return replace(recorded, folder=folder)
+    if found:
+        problem = f"and the files in {found[0]} are another model's by now: bring back those that it had"
     else:
-        return recorded
+        problem = f"which is not at {recorded.folder} any more: bring it back there"
     raise ConfigError(
         f"the step was taken with the teacher {recorded.name} (SHA-256 {recorded.digest[:12]}...), {problem}"
     )
+
+
+def reference_of(engine: Engine, teacher: Teacher | None) -> dict[str, Path]:
+    """What the engine's `open` is told of a teacher. Raises `ConfigError` for an engine that knows of none."""
+    if teacher is None:
+        return {}
+    known = inspect.signature(engine.open).parameters.values()
+    if not any(one.name == "reference" or one.kind is one.VAR_KEYWORD for one in known):
+        raise ConfigError(
+            f"the engine {type(engine).__name__} takes no teacher (its `open` has no `reference`), and the algorithm learns "
+            f"from {teacher.name}: take another engine (the torch engine takes one), or another algorithm"
+        )
+    return {"reference": teacher.folder}
+
+
+def check_teacher(engine: Engine, teacher: Teacher) -> None:
+    """Refuse a teacher that the engine cannot have beside the trained model, while nothing is started. Raises `ConfigError`."""
+    reference_of(engine, teacher)
+    if isinstance(engine, ChecksTeacher):
+        try:
+            engine.check_teacher(teacher.folder)
+        except EngineError as error:
+            raise ConfigError(f"the teacher {teacher.name} cannot be loaded: {error}") from error
 
 
 def check_same_tokens(student: Path, teacher: Path) -> None:
@@ -124,6 +166,11 @@ def _tokenizer(folder: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise MissingExtraError("torch", "transformers") from error
+    if not any(file for glob in _TOKENIZERS for file in folder.glob(glob)):
+        raise ConfigError(
+            f"{folder} has no tokenizer (tokenizer.json, or what its kind has in its place), and teacher and student are "
+            "compared by it: copy the tokenizer's files there"
+        )
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

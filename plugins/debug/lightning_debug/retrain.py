@@ -95,6 +95,7 @@ async def retrain(
             Config(),
             between=Path(scratch) / "between",
             machine_at=lambda step: _machine_settings(records[min(step, len(records) - 1)]),
+            folder=folder,
         )
         try:
             await rewinder.bring_to(len(records), watcher.end, watcher.before)

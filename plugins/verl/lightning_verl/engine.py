@@ -21,7 +21,7 @@ from lightning.engines import rows
 from lightning.engines.critic import Trunk, no_critic, refuse_targets
 from lightning.engines.failures import MORE_ROOM, SMALLER_ROWS, NonFiniteError
 from lightning.engines.files import recover, whole_folder
-from lightning.engines.loading import check_config
+from lightning.engines.loading import check_config, read_model
 from lightning.engines.microbatch import Tally
 from lightning.engines.model_contents import UNTRAINABLE, contents
 from lightning.engines.protocol import OptimizerConfig, StepResult
@@ -96,6 +96,12 @@ class VerlEngine:
         if found.fp8:
             raise ConfigError(f"the weights in {model} are FP8, which verl does not train: {UNTRAINABLE}")
         return found.remark()
+
+    def check_teacher(self, teacher: Path) -> None:
+        """See `lightning.engines.protocol.ChecksTeacher`."""
+        if self._config.engine.verl.strategy == "megatron":
+            raise refuse_teacher()
+        read_model(teacher, device_map="meta")
 
     def open(
         self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False, reference: Path | None = None

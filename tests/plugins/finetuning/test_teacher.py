@@ -7,20 +7,33 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lightning import Distill, LightningRL, Trainer
+from lightning.algorithms.protocol import teacher_of
 from lightning.audit import audit
 from lightning.batch import Group
 from lightning.cli.locate import locate, with_store
 from lightning.config import Config, with_settings
+from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import AuditError, ConfigError
+from lightning.store.protocol import Store
+from lightning.store.sqlite.store import SqliteStore
 from lightning.testing.tiny_models import make_tiny_model
+from lightning.trainer import opening
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
 from lightning.trainer.context import base_digest
 from lightning.trainer.replay import take_again
-from lightning.trainer.teacher import Teacher, check_same_tokens, teacher_again, teacher_named
+from lightning.trainer.teacher import (
+    Teacher,
+    check_same_tokens,
+    check_teacher,
+    reference_of,
+    teacher_again,
+    teacher_named,
+)
 from lightning.types import StepRecord
 from lightning_debug.retrain import retrain
 
@@ -107,6 +120,20 @@ def test_a_teacher_that_is_not_there_is_named_before_anything_is_started(
     assert not (tmp_path / "student" / "run.json").exists()
 
 
+@pytest.mark.parametrize("problem", ["has no weights: ", "cannot be loaded: cannot load a causal language model from"])
+def test_a_teacher_without_whole_weights_is_named_before_anything_is_started(
+    train: Any, tmp_path: Path, problem: str
+) -> None:
+    train("parent", 1)
+    folder = shutil.copytree(tmp_path / "folder", tmp_path / "broken")
+    (folder / "model.safetensors").unlink()
+    if "no weights" not in problem:
+        (folder / "model.safetensors").write_bytes(b"half of it")
+    with pytest.raises(ConfigError, match=f"the teacher {folder} {problem}"):
+        train("student", 1, algorithm=Distill(str(folder), group_size=1))
+    assert not (tmp_path / "student" / "run.json").exists()
+
+
 def test_a_teacher_of_other_tokens_is_refused_by_name(train: Any, tmp_path: Path) -> None:
     other = make_tiny_model(tmp_path / "other", vocab=400)
     with pytest.raises(ConfigError, match=f"the teacher in {other} has another vocabulary than the student in"):
@@ -142,6 +169,14 @@ def test_what_differs_of_two_vocabularies_is_told(tmp_path: Path, warnings_of: A
     assert any("its own end is unlikely" in text for text in warnings_of())
     for file in narrow.glob("tokenizer*"):
         file.unlink()
+    with pytest.raises(ConfigError, match=r"narrow has no tokenizer .*: copy the tokenizer's files there"):
+        check_same_tokens(student, narrow)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 320}))
+    with pytest.raises(ConfigError, match=r"bare has no tokenizer"):  # transformers would make one up
+        check_same_tokens(student, bare)
+    (narrow / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"the tokenizer in .* cannot be read"):
         check_same_tokens(student, narrow)
 
@@ -173,6 +208,106 @@ def test_a_teacher_is_known_by_its_digest_wherever_it_lies(tmp_path: Path) -> No
     assert teacher_again(then, here) == here
     with pytest.raises(ConfigError, match=r"which is not at .*before any more: bring it back there"):
         teacher_again(then, replace(here, digest="0" * 64))
+    run = tmp_path / "moved"
+    kept = shutil.copytree(folder, run / "teacher" / "before")
+    assert teacher_again(then, None, run) == replace(then, folder=kept)
+    with pytest.raises(ConfigError, match=r"are another model's by now"):
+        teacher_again(replace(then, digest="0" * 64), None, run)
+
+
+def test_a_run_that_was_moved_is_trained_again_and_goes_on_with_the_teacher_in_its_folder(train: Any) -> None:
+    train("parent", 2)
+    sparse = {"trainer__checkpoint_every": 9}
+    folder = train("student", 2, algorithm=Distill("parent@2", group_size=1), **sparse)
+    moved = folder.rename(folder.with_name("moved"))
+    shutil.rmtree(folder.parent / "parent")
+    url, run = locate(str(moved), moved.parent)
+    assert asyncio.run(with_store(url, lambda store: retrain(store, run, moved))).equal
+    for file in (moved / "checkpoints").iterdir():
+        shutil.rmtree(file)  # so that its steps are taken again
+    train("moved", 3, resume=True, **sparse)
+    assert len(steps_of(moved)) == 3
+
+
+def test_a_teacher_whose_files_changed_is_refused_by_a_resume_and_told_by_an_audit(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = train("parent", 2)
+    teacher = shutil.copytree(parent / "model", tmp_path / "teaches")
+    folder = train("student", 2, algorithm=Distill(str(teacher), group_size=1))
+    then = base_digest(teacher)
+    shutil.copyfile(tmp_path / "folder" / "model.safetensors", teacher / "model.safetensors")
+    now = base_digest(teacher)
+    told = (
+        rf"the teacher {teacher} .* is another model than it was \(SHA-256 {now[:12]}\.\.\., and {then[:12]}\.\.\. in"
+    )
+    with pytest.raises(ConfigError, match=told):
+        train("student", 3, algorithm=Distill(str(teacher), group_size=1), resume=True)
+    first, last = steps_of(folder)
+    changed = replace(last, context={**last.context, "teacher": Teacher(str(teacher), teacher, now).described()})
+
+    async def steps(store: Store, run: str) -> list[StepRecord]:
+        return [first, changed]
+
+    url, run = locate(str(folder), folder.parent)
+    assert not asyncio.run(with_store(url, lambda store: audit(store, run))).warnings
+    monkeypatch.setattr(SqliteStore, "steps", steps)
+    (warning,) = asyncio.run(with_store(url, lambda store: audit(store, run))).warnings
+    assert f"from step 1 on the teacher {teacher} is another model than before: SHA-256 {then[:12]}" in warning
+
+
+def test_a_step_that_was_written_for_a_start_that_failed_is_not_kept(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> str:
+        raise ConfigError("the start fails")
+
+    train("parent", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(opening, "base_digest", fail)
+        with pytest.raises(ConfigError, match="the start fails"):
+            train("student", 1, algorithm=Distill("parent@1", group_size=1))
+    (made,) = (tmp_path / "student" / "teacher").iterdir()
+    before = model(made)
+    shutil.rmtree(tmp_path / "parent")
+    parent = train("parent", 1, engine__lr=1e-2)
+    train("student", 1, algorithm=Distill("parent@1", group_size=1))
+    assert equal(model(made), model(parent / "model"))
+    assert not equal(model(made), before)
+
+
+def test_a_checkpoint_that_goes_away_while_it_is_read_is_told(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    train("parent", 2)
+    load = TorchEngine.load
+
+    def gone(engine: TorchEngine, folder: Path) -> None:
+        shutil.rmtree(folder)
+        load(engine, folder)
+
+    monkeypatch.setattr(TorchEngine, "load", gone)
+    with pytest.raises(ConfigError, match=r"the teacher parent@1 is not there: parent@1 cannot be made again"):
+        train("student", 1, algorithm=Distill("parent@1"))
+    with pytest.raises(ConfigError, match=r"parent@2 cannot be made again"):
+        train("forked", 1, from_run="parent@2", engine__lora={"rank": 2})
+
+
+class OldEngine:
+    """An engine that was written before there were teachers."""
+
+    def open(self, model: Path, optimizer: object, *, seed: int, critic: bool = False) -> None: ...
+
+
+def test_an_engine_that_takes_no_teacher_is_named(tmp_path: Path) -> None:
+    engine: Any = OldEngine()
+    assert reference_of(engine, None) == {}
+    with pytest.raises(ConfigError, match=r"the engine OldEngine takes no teacher .* from a@1"):
+        check_teacher(engine, Teacher("a@1", tmp_path, ""))
+    assert reference_of(TorchEngine(), Teacher("a@1", tmp_path, "")) == {"reference": tmp_path}
+
+
+def test_an_algorithm_of_somebodys_own_may_have_no_teacher() -> None:
+    algorithm: Any = SimpleNamespace(teacher=None)
+    assert not teacher_of(algorithm)
 
 
 def test_a_loop_of_ones_own_has_a_teacher_and_a_buffer(train: Any, tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.config import LoraConfig
+from lightning.config import Config, LoraConfig, with_settings
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError
 from lightning.testing.tiny_models import make_tiny_model
 from lightning_finetuning.distillation_loss import DistillationLoss
+from lightning_verl.engine import VerlEngine
 
 from .conftest import ALONE, VOCAB, OpenVerl
 from .test_engine import assert_equal, rows
@@ -47,5 +48,8 @@ def test_it_distills_as_the_torch_engine_does(
 
 
 def test_megatron_refuses_a_teacher(open_verl: OpenVerl, teacher: Path) -> None:
+    asked = VerlEngine(with_settings(Config(), {"engine.verl.strategy": "megatron"}))  # and nothing is started
+    with pytest.raises(ConfigError, match=r"a teacher is another model: set engine.verl.strategy = fsdp2"):
+        asked.check_teacher(teacher)
     with pytest.raises(ConfigError, match=r"a teacher is another model: set engine.verl.strategy = fsdp2"):
         open_verl(ALONE, reference=teacher, **{"verl.strategy": "megatron"})

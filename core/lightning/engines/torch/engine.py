@@ -23,6 +23,7 @@ from lightning.engines import rows
 from lightning.engines.critic import Trunk, ValueHead, no_critic, refuse_targets
 from lightning.engines.export import whole_weights, write_adapters, write_file, write_folder
 from lightning.engines.failures import MORE_ROOM, SMALLER_ROWS, NonFiniteError, needing_room
+from lightning.engines.loading import read_model
 from lightning.engines.microbatch import Tally
 from lightning.engines.model_contents import contents
 from lightning.engines.protocol import OptimizerConfig, StepResult
@@ -90,6 +91,10 @@ class TorchEngine:
     def check(self, model: Path) -> str:
         """See `lightning.engines.protocol.ChecksModel`."""
         return contents(model).remark()
+
+    def check_teacher(self, teacher: Path) -> None:
+        """See `lightning.engines.protocol.ChecksTeacher`."""
+        read_model(teacher, device_map="meta")
 
     def open(
         self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False, reference: Path | None = None
