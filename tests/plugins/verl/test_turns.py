@@ -84,7 +84,11 @@ class Workers:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster()
     told = {"worker_group": {"Alone": None, "OnRay": cluster.group, "connect": cluster.connect}}
-    told["settings"] = {"worker_config": lambda *_, **__: None, "refuse_holes": lambda _: None}
+    told["settings"] = {
+        "worker_config": lambda *_, **__: None,
+        "teacher_config": lambda *_: None,
+        "refuse_holes": lambda _: None,
+    }
     for name, content in told.items():
         monkeypatch.setitem(sys.modules, f"lightning_verl.{name}", SimpleNamespace(**content))
     util = SimpleNamespace(get_node_ip_address=lambda: "192.0.2.7")
