@@ -36,8 +36,11 @@ VARIANTS: Mapping[str, Variant] = {
     BASE: Variant("grpo", {**_DEMO, "credit": "identical"}, "`identical`: the rollout's advantage (the demonstration's)"),
     "gigpo": Variant("grpo", {**_DEMO, "credit": "gigpo"}, "`gigpo`: and that among calls in the same state"),
     "leave-one-out": Variant("grpo", {**_DEMO, "credit": "leave-one-out"}, "`leave-one-out`: against others in the same state"),
+    # Its advantages are in units of the reward, and divided among continuations: beside them the demonstration's bonus is many
+    # times as strong as beside GRPO's, and made the policy answer at random within six steps.
     "branch": Variant(
-        "grpo", {**_DEMO, "credit": "branch"}, "`branch`: against what comes of branches", {"trainer.sampling": "tree"}
+        "grpo", {"entropy_coefficient": 0.0, "credit": "branch"},
+        "`branch`: against what comes of branches; no entropy bonus", {"trainer.sampling": "tree"},
     ),
 }  # fmt: skip
 USUAL = (BASE, "gigpo")
