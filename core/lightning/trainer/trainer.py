@@ -173,9 +173,12 @@ class Trainer(RunOpening):
             _say_unused(self.config)
         else:
             check_held_out(self.config, val)
-        check_tree(self.config, recorded=self.recorded is not None, searches=isinstance(self.schedule, SearchAlgorithm))
-        if isinstance(self.schedule, AlgorithmSchedule) and self.config.trainer.sampling == "tree":
-            warn_of_credit(algorithm for _, algorithm in self.schedule.phases)
+        searches = isinstance(self.schedule, SearchAlgorithm)
+        algorithms = [] if isinstance(self.schedule, SearchAlgorithm) else [each for _, each in self.schedule.phases]
+        sizes = (algorithm.group_size for algorithm in algorithms)
+        check_tree(self.config, sizes, recorded=self.recorded is not None, searches=searches)
+        if self.config.trainer.sampling == "tree":
+            warn_of_credit(algorithms)
         async with self._prepared(agent, train, val) as made:
             if isinstance(self.schedule, SearchAlgorithm):
                 stack = await self._open_stack(

@@ -26,8 +26,8 @@ from lightning.types import Rollout, Transition
 logger = logging.getLogger(__name__)
 
 
-def check_tree(config: Config, *, recorded: bool, searches: bool) -> None:
-    """Refuse settings under which groups cannot be trees. Raises `ConfigError`."""
+def check_tree(config: Config, group_sizes: Iterable[int], *, recorded: bool, searches: bool) -> None:
+    """Refuse settings under which groups of these sizes cannot be trees. Raises `ConfigError`."""
     trainer = config.trainer
     if trainer.sampling != "tree":
         if trainer.trunks is not None or trainer.branch_by != "random":
@@ -44,19 +44,43 @@ def check_tree(config: Config, *, recorded: bool, searches: bool) -> None:
         )
     if not config.gateway.record_requests:
         raise ConfigError("trainer.sampling = tree needs gateway.record_requests: branches begin with what is recorded")
+    for size in group_sizes:
+        if (trunks := trunks_of(config.trainer, size)) >= size:
+            raise ConfigError(
+                f"trainer.sampling = tree with {trunks} trunks in groups of {size} rollouts leaves no tokens for branches: set "
+                "a larger group_size of the algorithm, or fewer trainer.trunks"
+            )
+
+
+def trunks_of(config: TrainerConfig, group_size: int) -> int:
+    """How many rollouts of a group begin at its task."""
+    return config.trunks or max(1, group_size // 2)
 
 
 def warn_of_credit(algorithms: Iterable[Algorithm]) -> None:
-    """Say which algorithms take branches for rollouts of their own."""
+    """Say which algorithms take branches for rollouts of their own, and which bonuses outweigh the credit that does not."""
     for algorithm in algorithms:
-        credit = getattr(algorithm, "credit", "branch")  # an algorithm of one's own knows what it does
-        if credit != "branch" and not isinstance(credit, Branched):
-            name = credit if isinstance(credit, str) else type(credit).__name__
-            logger.warning(
-                "groups have branches, and the credit is %s: it takes them for rollouts of their own, so that late calls "
-                "weigh more. credit=branch compares them where they part",
-                name,
-            )
+        credit = getattr(algorithm, "credit", None)
+        if credit is None:  # an algorithm of one's own knows what it does
+            continue
+        if credit == "branch" or isinstance(credit, Branched):
+            _warn_of_bonus(algorithm)
+            continue
+        logger.warning(
+            "groups have branches, and the credit is %s: it takes them for rollouts of their own, so that late calls weigh "
+            "more. credit=branch compares them where they part",
+            credit if isinstance(credit, str) else type(credit).__name__,
+        )
+
+
+def _warn_of_bonus(algorithm: Algorithm) -> None:
+    names = ("entropy_coefficient", "kl_coefficient")
+    if found := [f"{name} = {value:g}" for name in names if (value := getattr(algorithm, name, 0.0))]:
+        logger.warning(
+            "the credit branch with %s: its advantages are in units of the reward and divided among continuations, so that a "
+            "coefficient which was chosen for GRPO may outweigh them. Begin with 0",
+            " and ".join(found),
+        )
 
 
 class RunsRollouts(Protocol):
@@ -78,7 +102,7 @@ class TreeGrower:
 
     def trunks(self, group_size: int) -> int:
         """How many rollouts of a group begin at its task."""
-        return min(self._config.trunks or max(1, group_size // 2), group_size)
+        return trunks_of(self._config, group_size)
 
     async def grow(self, sampler: RunsRollouts, ended: list[Rollout], group_size: int, what: str) -> list[Rollout]:
         """Add branches to groups of trunks that have ended; returns all of their rollouts. By `variance` half of the tokens go

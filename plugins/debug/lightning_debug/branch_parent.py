@@ -295,7 +295,5 @@ def remarks(parent: Parent, n: int, sampling: Mapping[str, float | int]) -> Iter
     """What makes branches alike, where that is so. `sampling` is what replaces the agent's own."""
     request = parent.at.exchange.request
     asked = {**request, **sampling} if isinstance(request, dict) else {}
-    if n > 1 and asked.get("seed") is not None:
-        yield f"call {parent.at.number} has a seed of its own ({asked['seed']}): the branches are sampled alike"
     if n > 1 and asked.get("temperature") == 0:
         yield f"call {parent.at.number} is sampled at temperature 0: the branches are mostly alike (--set temperature=1)"

@@ -231,18 +231,26 @@ async def test_a_loop_of_ones_own_branches_where_it_likes(bench: Open, tmp_path:
     [
         ({"trainer.sampling": "tree", "trainer.max_staleness": 1}, "max_staleness to 0"),
         ({"trainer.sampling": "tree", "gateway.record_requests": False}, "needs gateway.record_requests"),
+        ({"trainer.sampling": "tree", "trainer.trunks": 8}, "8 trunks in groups of 8 rollouts leaves no tokens"),
         ({"trainer.trunks": 2}, "are for trainer.sampling = tree"),
         ({"trainer.branch_by": "entropy"}, "are for trainer.sampling = tree"),
     ],
 )
 def test_settings_that_make_no_trees_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        check_tree(with_settings(Config(), settings), recorded=False, searches=False)
+        check_tree(with_settings(Config(), settings), [8], recorded=False, searches=False)
 
 
 def test_a_record_has_no_trees() -> None:
     with pytest.raises(ConfigError, match="a record and a search do not"):
-        check_tree(with_settings(Config(), {"trainer.sampling": "tree"}), recorded=True, searches=False)
+        check_tree(with_settings(Config(), {"trainer.sampling": "tree"}), [8], recorded=True, searches=False)
+
+
+def test_a_group_of_one_has_no_branches() -> None:
+    tree = with_settings(Config(), {"trainer.sampling": "tree"})
+    check_tree(tree, [8, 2], recorded=False, searches=False)
+    with pytest.raises(ConfigError, match="1 trunks in groups of 1 rollouts"):
+        check_tree(tree, [8, 1], recorded=False, searches=False)
 
 
 def test_trees_belong_to_fit(tmp_path: Path) -> None:
@@ -317,6 +325,12 @@ def test_a_credit_that_knows_no_branches_is_warned_of(caplog: pytest.LogCaptureF
     warn_of_credit([BRANCH, LightningRL("rloo", credit=Branched(prior=0.0)), LightningRL("grpo")])
     (record,) = caplog.records
     assert "the credit is identical" in record.message
+
+
+def test_a_bonus_that_may_outweigh_the_credit_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_credit([LightningRL("grpo", credit="branch", entropy_coefficient=0.02)])
+    (record,) = caplog.records
+    assert "with entropy_coefficient = 0.02" in record.message
 
 
 async def test_a_group_that_changes_is_in_no_batch_of_before(

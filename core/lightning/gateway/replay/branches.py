@@ -25,7 +25,7 @@ from lightning.gateway.replay.recorded import RecordedCall, RecordedCalls, Recor
 from lightning.gateway.replay.streams import stream_of
 from lightning.store import exchanges
 from lightning.store.protocol import Store
-from lightning.types import BRANCH_VOID, Json, Rollout, ToolEvent, Transition
+from lightning.types import BRANCH_VOID, Rollout, ToolEvent, Transition
 
 REMEMBERED: Final = 1024
 """Branches at work whose prefixes are at hand."""
@@ -221,15 +221,31 @@ class BranchedAttempt:
         self._check()
 
 
+@dataclass(frozen=True, slots=True)
+class MeantChanges:
+    """What is meant to be another than in a branch's parent: the answer to the call at which it branches, and prompts."""
+
+    edit: str | None = None
+    prompts: bool = False
+
+
+async def meant_changes(store: Store, rollout: Rollout) -> MeantChanges:
+    """What the run of a branch says of it."""
+    run = await store.get_run(rollout.run)
+    said = run.config.get(CHANGES) if run is not None else None
+    if not isinstance(said, Mapping):
+        return MeantChanges()
+    edit = said.get("edit")
+    return MeantChanges(None if edit is None else str(edit), bool(said.get("prompts")))
+
+
 async def why_no_branch(store: Store, rollout: Rollout, calls: Sequence[Transition]) -> str:
     """Why the calls of a branch's attempt do not show that it branched; empty where they do. An agent whose prompts were
     changed, or that was given an edited answer, need not have asked what its parent did."""
     assert rollout.parent is not None, "asked of branches"
     if await store.get_state(rollout.run, edit_key(rollout.id, rollout.attempt)) is True:
         return ""
-    run = await store.get_run(rollout.run)
-    changes = run.config.get(CHANGES) if run is not None else None
-    if isinstance(changes, Mapping) and changes.get("prompts") and any(call.status.answered for call in calls):
+    if (await meant_changes(store, rollout)).prompts and any(call.status.answered for call in calls):
         return ""
     parent, attempt, seq = rollout.parent
     at = next((call for call in await store.transitions(parent, attempt) if call.seq == seq), None)
@@ -317,11 +333,9 @@ class Branches:
             raise DataError(f"the rollout {name} is no branch")
         parent, attempt, seq = rollout.parent
         recorded = await self._parent(parent, attempt)
-        changes = await self._changes(rollout)
-        edit = changes.get("edit")
-        changed = bool(changes.get("prompts"))
+        changes = await meant_changes(self.store, rollout)
         branch = BranchedAttempt(
-            prefix_of(recorded, seq), (parent, attempt), changed=changed, edit=None if edit is None else str(edit)
+            prefix_of(recorded, seq), (parent, attempt), changed=changes.prompts, edit=changes.edit
         )
         branch.goes_on(await self.store.transitions(name, number))
         self._known[name, number] = branch  # before the reading is over: whoever comes then must not read again
@@ -336,11 +350,6 @@ class Branches:
             if len(self._parents) > PARENTS:
                 self._parents.popitem(last=False)
         return found
-
-    async def _changes(self, rollout: Rollout) -> Mapping[str, Json]:
-        run = await self.store.get_run(rollout.run)
-        found = run.config.get(CHANGES) if run is not None else None
-        return found if isinstance(found, Mapping) else {}
 
 
 def recorded_answer(call: RecordedCall, body: Mapping[str, Any]) -> tuple[int, bytes, bytes]:

@@ -6,10 +6,9 @@ the ids and the answers that it was given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from lightning.gateway.replay.branches import CHANGES, edited, prefix_of
+from lightning.gateway.replay.branches import edited, meant_changes, prefix_of
 from lightning.gateway.replay.recorded import RecordedCall, RecordedRollout, read_rollout
 from lightning.store.protocol import Store
 
@@ -26,9 +25,7 @@ async def read_whole(
     parent, parents_attempt, seq = found.parent
     prefix = prefix_of(await read_rollout(store, parent, parents_attempt, with_tools=False), seq)
     calls: list[RecordedCall] = list(prefix.answered)
-    run = await store.get_run(found.run)
-    changes = run.config.get(CHANGES) if run is not None else None
-    if isinstance(changes, Mapping) and changes.get("edit") is not None:
-        calls.append(edited(prefix.at, str(changes["edit"])))
+    if (edit := (await meant_changes(store, found)).edit) is not None:
+        calls.append(edited(prefix.at, edit))
     calls += own.calls
     return replace(own, calls=tuple(replace(call, number=number) for number, call in enumerate(calls, 1)))
