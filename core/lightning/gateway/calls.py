@@ -388,6 +388,8 @@ class CallEndpoint:
             asked, first = call.ticket.asked, call.capture.choice(0)
             request = b"".join(piece.text for piece in asked.pieces)
             call.branch.check_prompt(asked.path, request, first.prompt_ids or call.capture.prompt_ids or ())
+        if call.branch is not None and answer.outcome is CallStatus.OK:
+            call.branch.check_version(call.live.sampled_by)
         if call.live.unsure:
             log.warning("call %s is not trained on: its tokens' policy version is not known", call.capture.id)
         entry: Entry | None = None

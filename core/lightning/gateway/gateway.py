@@ -136,13 +136,14 @@ class Gateway:
         self._tracebook.issued(token)
         return token
 
-    def llm(self, lease: Lease, *, sampling: Mapping[str, float | int] | None = None) -> LLM:
-        """What the agent of a leased rollout needs. Raises `GatewayError` before `start`."""
+    def llm(self, lease: Lease, *, sampling: Mapping[str, float | int] | None = None, run: str = "") -> LLM:
+        """What the agent of a leased rollout needs; `run` is whose policy answers it, where that is not its own run's. Raises
+        `GatewayError` before `start`."""
         if not self.url:
             raise GatewayError("The gateway has no address yet; await gateway.start() first.")
         self._recorder.expect(lease.rollout.id, lease.attempt)
         rollout, branch = lease.rollout, lease.rollout.parent is not None
-        token = self.issue(rollout.id, lease.attempt, sampling=sampling, run=rollout.run, branch=branch)
+        token = self.issue(rollout.id, lease.attempt, sampling=sampling, run=run or rollout.run, branch=branch)
         return LLM(base_url=f"{self.url}/v1", api_key=token, model=MODEL, branch=branch)
 
     async def served(self, run: str) -> bool:

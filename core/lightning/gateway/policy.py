@@ -152,6 +152,13 @@ class LiveCall:
             return (VersionRun(0, self.base),)
         return (runs[0], *(run for run in runs[1:] if run.start < length))
 
+    @property
+    def sampled_by(self) -> set[int] | None:
+        """The versions that have sampled its tokens; None where that is not known."""
+        shown = self.capture.choices.items()
+        runs = (run for index, choice in shown for run in self.versions(index, len(choice.response_ids)))
+        return None if self.unsure else {run.version for run in runs}
+
     def key(self, index: int) -> str:
         """How `Update.in_flight` names a choice (the inverse of `policy_server.control.client_key`)."""
         prompt, choice = divmod(index, self.n)

@@ -52,6 +52,14 @@ def branch(
             help="A model, RUN@STEP or a version of weights, as for `lightning eval`; default: those that answered the call.",
         ),
     ] = "",
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="Start no vLLM: the policy of the rollout's run answers, while its trainer serves the version that answered "
+            "the call.",
+        ),
+    ] = False,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -77,7 +85,7 @@ def branch(
         load_agent(agent)  # so that its components are known
     for name in prompts:
         warn_of_name(name, "branches ask for it only where the agent makes it later")
-    if told := unused(dict.fromkeys(each.partition("=")[0].strip() for each in settings)):
+    if told := unused(dict.fromkeys(each.partition("=")[0].strip() for each in settings), live=live):
         warn(told)
 
     def configure(base: Config) -> Config:
@@ -95,6 +103,7 @@ def branch(
             prompts=prompts,
             sampling=sampling,
             weights=weights,
+            live=live,
             settings=configure,
             run_tools=yes,
             runner=runner,

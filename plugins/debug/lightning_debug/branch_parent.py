@@ -192,9 +192,11 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
             )
 
 
-def unused(settings: Mapping[str, object]) -> str:
-    """What is to be said of settings with dotted names that branches have no use for; empty where they use all."""
-    names = sorted({name for key, value in settings.items() for name in _leaves(key, value) if not _uses(name)})
+def unused(settings: Mapping[str, object], *, live: bool = False) -> str:
+    """What is to be said of settings with dotted names that branches have no use for; empty where they use all. Those that are
+    `live` start no vLLM."""
+    given = {name for key, value in settings.items() for name in _leaves(key, value)}
+    names = sorted(name for name in given if not _uses(name) or (live and name.startswith("policy_server.")))
     return (
         f"{', '.join(names)}: branches do not use {'these settings' if len(names) > 1 else 'this setting'}"
         if names
@@ -227,7 +229,7 @@ def config_of(
     """The settings of branches: those of the parent's run, as `configure` changes them, with these sampling parameters; and
     what is to be said of them. Prompts are not among them. Raises `ConfigError`."""
     check_sampling(sampling)
-    base, lost = _recorded_config(parent.found.settings)
+    base, lost = recorded_config(parent.found.settings)
     held: dict[str, float | int] = dict(base.gateway.override_sampling)
     if parent.rollout.split != TRAIN and base.trainer.eval_temperature is not None:
         held["temperature"] = base.trainer.eval_temperature
@@ -263,7 +265,7 @@ def config_of(
     return with_settings(config, {"gateway.override_sampling": {**asked, **sampling}}), lost
 
 
-def _recorded_config(said: Mapping[str, Json]) -> tuple[Config, list[str]]:
+def recorded_config(said: Mapping[str, Json]) -> tuple[Config, list[str]]:
     """The settings of a run's record; what this release does not have is left out, and said."""
     tree: Any = _copied(said)
     try:

@@ -2,7 +2,7 @@
 
 The invariant: a branch that does not begin as its parent did has no reward and is in no figure. Branches are a run of their own
 in their parent's store, so that nothing of the parent's run is touched. The weights are those that answered the parent, or it
-is said which others they are.
+is said which others they are. A vLLM of the branches' own has them, or that of the parent's run, while it is trained.
 """
 
 from __future__ import annotations
@@ -41,7 +41,17 @@ from lightning.trainer.training_data import all_rollouts
 from lightning.types import Json, Rollout, Run
 
 from lightning_debug.ab import longest_literal, texts_in
-from lightning_debug.branch_parent import Parent, check_edit, config_of, file_at, find_parent, remarks, unused
+from lightning_debug.branch_live import INSTEAD, LiveAgents, open_live, why_not_live
+from lightning_debug.branch_parent import (
+    Parent,
+    check_edit,
+    config_of,
+    file_at,
+    find_parent,
+    recorded_config,
+    remarks,
+    unused,
+)
 from lightning_debug.policies import EvaluatedModel, find_model, model_of_run
 
 SPLIT: Final = "branch"
@@ -105,6 +115,7 @@ class _Plan:
     runner: str
     out: Path
     warnings: tuple[str, ...]
+    live: bool
 
 
 def branch(
@@ -119,6 +130,7 @@ def branch(
     prompts: Mapping[str, str] | None = None,
     sampling: Mapping[str, float | int] | None = None,
     weights: str = "",
+    live: bool = False,
     settings: Mapping[str, object] | Callable[[Config], Config] | None = None,
     run_tools: bool = False,
     runner: str = "process",
@@ -128,16 +140,21 @@ def branch(
     """Run an agent `n` times more from call number `at` of a recorded rollout on; blocks until all branches have ended.
 
     What the rollout was answered before that call is answered from its record, the rest is sampled by a vLLM that is started
-    with the weights that answered it, or with `weights` (as for `lightning eval`). The call is answered with `edit` where that
-    is given. `prompts` are texts by component, `sampling` parameters of the live calls (`{"temperature": 0.7}`), `settings`
-    those of the run with dotted names, or a function that changes them; all else is as the parent's run had it. `runs` is where
-    the rollout is: a folder of runs, a run's folder, a database, a URL. The agent is a function, or `MODULE:FUNCTION`. Tools
-    that run again need `run_tools`. `out` is a folder for vLLM's log and weights that are made again.
+    with the weights that answered it, or with `weights` (as for `lightning eval`). With `live` none is started: the policy of
+    the rollout's run answers, while its trainer serves the version that answered the call. The call is answered with `edit`
+    where that is given. `prompts` are texts by component, `sampling` parameters of the new calls (`{"temperature": 0.7}`),
+    `settings` those of the run with dotted names, or a function that changes them; all else is as the parent's run had it.
+    `runs` is where the rollout is: a folder of runs, a run's folder, a database, a URL. The agent is a function, or
+    `MODULE:FUNCTION`. Tools that run again need `run_tools`. `out` is a folder for vLLM's log and weights that are made again.
 
     Raises `ConfigError` or `DataError` for what cannot be branched so; a branch that fails is in the report.
     """
     if n < 1:
         raise ConfigError(f"n = {n}: give the number of branches, 1 or more")
+    if live and weights:
+        raise ConfigError(
+            "--weights and --live: the policy that the run's trainer serves has its own weights; give one"
+        )
     named = (
         agent
         if isinstance(agent, str)
@@ -153,12 +170,12 @@ def branch(
         _check_tools(parent, n, run_tools=run_tools)
         config, said = config_of(parent, sampling or {}, configure)
         if isinstance(settings, Mapping):
-            said += filter(None, [unused(settings)])
+            said += filter(None, [unused(settings, live=live)])
         folder = _folder(parent) if out is None else Path(out)
-        model, remark = _model(parent, weights, place, folder / "models", config)
+        model, remark = (_served(parent), "") if live else _model(parent, weights, place, folder / "models", config)
         said += [*filter(None, [remark]), *remarks(parent, n, config.gateway.override_sampling)]
         plan = _Plan(
-            parent, function, named, n, config, model, edit, prompts or {}, runner, folder.resolve(), tuple(said)
+            parent, function, named, n, config, model, edit, prompts or {}, runner, folder.resolve(), tuple(said), live
         )
         with Reporter(enabled=progress) as reporter:
             for line in said:  # before the minutes that it takes
@@ -203,6 +220,17 @@ def _model(parent: Parent, weights: str, runs: str, into: Path, config: Config) 
     )
 
 
+def _served(parent: Parent) -> EvaluatedModel:
+    """The policy that the trainer of the parent's run serves, whatever folder its weights are in. Raises `ConfigError` where it
+    serves none, or another version."""
+    base, _ = recorded_config(parent.found.settings)
+    asked = with_store(parent.url, lambda store: why_not_live(store, parent.run.id, parent.version, base))
+    if why := asyncio.run(asked):
+        raise ConfigError(f"{why}: {INSTEAD}")
+    model = Path(str(parent.run.config.get("model", "")))
+    return EvaluatedModel(f"{parent.run.id}@{parent.version}", model, "the policy that its trainer serves")
+
+
 def _folder_of_runs(place: str) -> Path:
     """Where runs are looked for by name, from the place of one of them."""
     file = file_at(place)
@@ -226,46 +254,50 @@ async def _branched(plan: _Plan, reporter: Reporter) -> BranchReport:
         runner = plugins().runner(plan.runner)(plan.agent, settings)
         if runner.concurrency == 0:
             raise ConfigError(f"runner {plan.runner!r} runs no agents here: use process or inline")
-        reporter.phase(f"starting the policy server with {plan.model.name}")
-        stack = await open_stack(
-            resources,
-            run=run,
-            config=with_dtypes(config, plan.model.folder, "torch"),
-            folder=folder,
-            model=plan.model.folder,
-            store=store,
-            runner=runner,
-            prompts=Prompts({**parent.found.prompts, **plan.prompts}),
-            restores=False,
-        )
+        prompts = Prompts({**parent.found.prompts, **plan.prompts})
+        agents: Stack | LiveAgents
+        if plan.live:
+            agents = await open_live(resources, store, run, parent.run, config, runner, prompts)
+        else:
+            reporter.phase(f"starting the policy server with {plan.model.name}")
+            agents = await open_stack(
+                resources,
+                run=run,
+                config=with_dtypes(config, plan.model.folder, "torch"),
+                folder=folder,
+                model=plan.model.folder,
+                store=store,
+                runner=runner,
+                prompts=prompts,
+                restores=False,
+            )
         if (stored := await store.put_run(run)).created_at != run.created_at:
             raise ConfigError(f"another process has begun {stored.id} in this moment: run the command again")
         try:
-            await _execute(stack, plan, number, reporter)
+            if isinstance(agents, Stack):
+                await agents.tell_how_to_call()
+            reporter.phase(run.id, plan.n)
+            await agents.execute(_rollouts(plan, run.id, number), reporter.rollout)
         finally:
             await mark_over(store, run.id, True)
         return await _report(store, plan, run)
 
 
-async def _execute(stack: Stack, plan: _Plan, number: int, reporter: Reporter) -> None:
-    """Run the branches to their end. Their ids have the run's number, so that a second run's calls have other seeds."""
-    await stack.tell_how_to_call()
-    run, parent = stack.run.id, plan.parent
-    rollouts = [
+def _rollouts(plan: _Plan, run: str, number: int) -> list[Rollout]:
+    """The branches to run. Their ids have the run's number, so that a second run's calls have other seeds."""
+    return [
         Rollout(
             id=f"{run}/{number}/{index}",
             run=run,
-            task=parent.rollout.task,
+            task=plan.parent.rollout.task,
             group=f"{run}/{number}",
             split=SPLIT,
             index=index,
             max_attempts=plan.config.runner.max_attempts,
-            parent=parent.at.transition.key,
+            parent=plan.parent.at.transition.key,
         )
         for index in range(plan.n)
     ]
-    reporter.phase(run, plan.n)
-    await stack.execute(rollouts, reporter.rollout)
 
 
 async def _new_run(store: Store, plan: _Plan) -> tuple[Run, int]:
@@ -280,6 +312,8 @@ async def _new_run(store: Store, plan: _Plan) -> tuple[Run, int]:
         "at": parent.at.number,
         "weights": plan.model.name,
     }
+    if plan.live:
+        changes["live"] = parent.version
     if plan.edit is not None:
         changes["edit"] = plan.edit
     if plan.prompts:

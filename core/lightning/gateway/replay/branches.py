@@ -40,7 +40,8 @@ NEVER_BRANCHED: Final = (
     "random numbers with its task"
 )
 CHANGES: Final = "branch"
-"""Where the configuration of a run says what its branches change: `{"edit": text, "prompts": true}`."""
+"""Where the configuration of a run says what its branches change: `{"edit": text, "prompts": true}`; and with `{"live":
+version}` that the policy of the parent's run answers them, while it has that version."""
 EDIT_TAKEN: Final = "edit_taken"
 """Begins the key of a run's state that says that the agent of a branch was given its edited answer, and all before it."""
 
@@ -92,14 +93,23 @@ def _is_before(event: ToolEvent, answered: set[str], sent: float) -> bool:
     return event.response_id in answered if event.response_id else event.at <= sent
 
 
-class BranchedAttempt:
-    """One attempt of a branch. With `changed` the call at which it branches may ask something else than it did; with an `edit`
-    it is answered with that text instead of being sampled."""
+@dataclass(frozen=True, slots=True)
+class MeantChanges:
+    """What is meant to be another than in a branch's parent: the answer to the call at which it branches, and prompts. `live`
+    is the version that the policy of the parent's run has to have when it answers; None where another one answers."""
 
-    def __init__(
-        self, prefix: Prefix, owner: tuple[str, int], *, changed: bool = False, edit: str | None = None
-    ) -> None:
-        self.prefix, self.owner, self._changed = prefix, owner, changed
+    edit: str | None = None
+    prompts: bool = False
+    live: int | None = None
+
+
+class BranchedAttempt:
+    """One attempt of a branch. What the run of the branch says is `meant`: where prompts are others, the call at which it
+    branches may ask something else than it did; with an edit it is answered with that text instead of being sampled."""
+
+    def __init__(self, prefix: Prefix, owner: tuple[str, int], meant: MeantChanges) -> None:
+        self.prefix, self.owner, self._changed, self._live = prefix, owner, meant.prompts, meant.live
+        edit = meant.edit
         answered = (*prefix.answered, edited(prefix.at, edit)) if edit is not None else prefix.answered
         self._calls = RecordedCalls(answered)
         self._given: dict[tuple[str, bytes], RecordedCall] = {}
@@ -191,6 +201,17 @@ class BranchedAttempt:
                 "or the tokenizer has changed. Branch with the model that the rollout ran with"
             )
 
+    def check_version(self, sampled_by: set[int] | None) -> None:
+        """These versions have sampled a call, or nobody knows which: where the policy of the parent's run answers, it may have
+        been updated. Raises `RefusalError` (409)."""
+        if self._live is None or sampled_by == {self._live}:
+            return
+        answered = f"version {max(sampled_by)}" if sampled_by else "an unknown version"
+        self.refuse(
+            f"{answered} of the policy has answered, and version {self._live} was to: the run's trainer has updated it "
+            "meanwhile. Branch without --live, with a vLLM of its own"
+        )
+
     def refuse(self, why: str) -> None:
         """The branch is void. Raises `RefusalError`."""
         self._void = why
@@ -221,22 +242,16 @@ class BranchedAttempt:
         self._check()
 
 
-@dataclass(frozen=True, slots=True)
-class MeantChanges:
-    """What is meant to be another than in a branch's parent: the answer to the call at which it branches, and prompts."""
-
-    edit: str | None = None
-    prompts: bool = False
-
-
 async def meant_changes(store: Store, rollout: Rollout) -> MeantChanges:
     """What the run of a branch says of it."""
     run = await store.get_run(rollout.run)
     said = run.config.get(CHANGES) if run is not None else None
     if not isinstance(said, Mapping):
         return MeantChanges()
-    edit = said.get("edit")
-    return MeantChanges(None if edit is None else str(edit), bool(said.get("prompts")))
+    edit, live = said.get("edit"), said.get("live")
+    return MeantChanges(
+        None if edit is None else str(edit), bool(said.get("prompts")), live if isinstance(live, int) else None
+    )
 
 
 async def why_no_branch(store: Store, rollout: Rollout, calls: Sequence[Transition]) -> str:
@@ -319,7 +334,11 @@ class Branches:
         """The agent is about to get the edited answer: keep that, since it may make no call of its own after it. Raises
         `RefusalError` (409) where the store fails: the answer is given once, so that the branch is void."""
         try:
-            await self.store.put_state(claims.run, edit_key(claims.rollout, claims.attempt), True, once=None)
+            rollout = await self.store.get_rollout(
+                claims.rollout
+            )  # its run is not that of `claims`, where that one answers
+            run = rollout.run if rollout is not None else claims.run
+            await self.store.put_state(run, edit_key(claims.rollout, claims.attempt), True, once=None)
         except StoreError as error:
             branch.refuse(f"the store does not keep that its edited answer was given: {error}")
 
@@ -333,10 +352,8 @@ class Branches:
             raise DataError(f"the rollout {name} is no branch")
         parent, attempt, seq = rollout.parent
         recorded = await self._parent(parent, attempt)
-        changes = await meant_changes(self.store, rollout)
-        branch = BranchedAttempt(
-            prefix_of(recorded, seq), (parent, attempt), changed=changes.prompts, edit=changes.edit
-        )
+        meant = await meant_changes(self.store, rollout)
+        branch = BranchedAttempt(prefix_of(recorded, seq), (parent, attempt), meant)
         branch.goes_on(await self.store.transitions(name, number))
         self._known[name, number] = branch  # before the reading is over: whoever comes then must not read again
         if len(self._known) > REMEMBERED:

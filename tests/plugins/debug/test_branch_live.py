@@ -1,0 +1,190 @@
+"""`lightning branch --live`: the policy that the trainer of the run serves answers, in the version that answered the parent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from lightning.config import Config, with_settings
+from lightning.errors import ConfigError
+from lightning.gateway.fleet.coordinator import Owner
+from lightning.gateway.upstream.servers import Upstream
+from lightning.policy_server.protocol import Update
+from lightning.store.memory import MemoryStore
+from lightning.store.protocol import Store
+from lightning.testing import FakeVLLM, Reply
+from lightning.types import Rollout
+from lightning_debug.branch_live import why_not_live
+from lightning_debug.branching import BranchReport, branch
+
+from .evaluating import ScriptedVLLM, said
+from .evaluating import vllm as vllm
+from .test_branch import INLINE, calls_of, in_store, recorded, run_of, words
+from .test_branch import runs as runs
+
+
+class Trainer:
+    """What the trainer of the run `first` says and serves: an owner before a vLLM that says one number after another."""
+
+    def __init__(self, store: Store, vllm: FakeVLLM) -> None:
+        self.owner, self.vllm = Owner(store, "first"), vllm
+        self.updates: list[asyncio.Task[None]] = []
+
+    async def update(self, version: int) -> None:
+        """New weights, once every gateway waits; the server samples nothing meanwhile."""
+        async with self.owner.hold() as hold:
+            hold.update = Update(version, self.vllm.in_flight())
+        self.vllm.resume()
+
+
+def while_trained(use: Callable[[Trainer], Awaitable[Any]], version: int = 0) -> Any:
+    """What `use` returns while the policy of the run `first` is served in this version."""
+
+    async def trained(store: Store) -> Any:
+        async with FakeVLLM(script=lambda body: Reply(f"said {len(server.requests)}")) as server:
+            trainer = Trainer(store, server)
+            await trainer.owner.open([Upstream(server.url, server.model)], version)
+            found = await use(trainer)
+            await asyncio.gather(*trainer.updates)
+            await trainer.owner.close()
+            return found
+
+    return in_store(trained)
+
+
+async def branched(**more: Any) -> BranchReport:
+    return await asyncio.to_thread(branch, "first/0/0/0", "wandering:agent", runner="inline", live=True, **more)
+
+
+def test_the_policy_that_is_trained_answers_and_no_vllm_is_started(runs: ScriptedVLLM) -> None:
+    parent = recorded()
+    started, theirs = len(runs.servers), calls_of(parent)
+
+    async def use(trainer: Trainer) -> tuple[BranchReport, int]:
+        return await branched(at=2, n=4), len(trainer.vllm.requests)
+
+    report, sampled = while_trained(use)
+    assert report.valid == 4, report
+    assert sampled == 8
+    assert len(runs.servers) == started
+    assert report.model == "first@0 of the policy that its trainer serves"
+    said_of_it = {"rollout": parent, "attempt": 1, "at": 2, "weights": "first@0", "live": 0}
+    assert run_of(report.run).config["branch"] == said_of_it
+    for each in report.branches:
+        own = calls_of(each.id)
+        assert list(own[0].prompt_ids) == list(theirs[1].prompt_ids)
+        assert {run.version for call in own for run in call.versions} == {0}
+    assert calls_of(parent) == theirs
+    assert not in_store(lambda store: store.list_rollouts("first", split="branch")).rollouts
+
+
+def test_an_update_meanwhile_makes_branches_void(runs: ScriptedVLLM) -> None:
+    recorded()
+
+    async def use(trainer: Trainer) -> BranchReport:
+        trainer.vllm.script = after_three(trainer)
+        return await branched(at=2, n=4, settings={"runner.concurrency": 1})
+
+    def after_three(trainer: Trainer) -> Callable[[Any], Reply]:
+        def script(body: Any) -> Reply:
+            if len(trainer.vllm.requests) == 3:
+                trainer.vllm.pause()
+                trainer.updates.append(asyncio.ensure_future(trainer.update(1)))
+            return Reply(f"said {len(trainer.vllm.requests)}")
+
+        return script
+
+    report = while_trained(use)
+    assert [each.state for each in report.branches] == ["valid", "void", "void", "void"]
+    assert "version 1 of the policy has answered, and version 0 was to" in report.branches[-1].why
+    assert report.mean == report.branches[0].reward
+    rollout: Rollout = in_store(lambda store: store.get_rollout(report.branches[-1].id))
+    assert (rollout.reward, rollout.attempt) == (None, 1)
+
+
+def test_an_edited_last_answer_is_known_to_have_been_given(runs: ScriptedVLLM) -> None:
+    """Its agent makes no call of its own, so that only the run's state says that it began as its parent."""
+    recorded()
+
+    async def use(trainer: Trainer) -> tuple[BranchReport, int]:
+        return await branched(at=3, n=2, edit="I say 0.25"), len(trainer.vllm.requests)
+
+    report, sampled = while_trained(use)
+    assert [each.reward for each in report.branches] == [0.25, 0.25], report
+    assert sampled == 0
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [
+        (1, "the policy of run first has version 1 now, and version 0 answered the call: leave --live out"),
+        (-1, "nobody serves the policy of run first now"),
+    ],
+)
+def test_another_version_is_refused_before_anything_runs(
+    runs: ScriptedVLLM, capsys: Any, version: int, told: str
+) -> None:
+    parent = recorded()
+    capsys.readouterr()
+
+    async def use(trainer: Trainer) -> int:
+        return await asyncio.to_thread(
+            said, ["branch", parent, "wandering:agent", "--at", "2", "--live", "--yes", *INLINE]
+        )
+
+    assert while_trained(use, version) == 2
+    assert told in words(capsys.readouterr().err)
+    assert run_of("first.0.0.0-call2") is None
+
+
+def test_a_trainer_that_was_killed_has_not_said_so(runs: ScriptedVLLM) -> None:
+    recorded()
+
+    async def use(trainer: Trainer) -> None:
+        await trainer.vllm.close()
+        with pytest.raises(ConfigError, match="no server of the policy of run first answers"):
+            await branched(at=2)
+
+    while_trained(use)
+    assert run_of("first.0.0.0-call2") is None
+
+
+def test_weights_have_their_own_vllm(runs: ScriptedVLLM) -> None:
+    recorded()
+    with pytest.raises(ConfigError, match="--weights and --live"):
+        branch("first/0/0/0", "wandering:agent", at=2, weights="other", live=True)
+
+
+def test_settings_of_a_vllm_that_is_not_started_are_named(runs: ScriptedVLLM) -> None:
+    recorded()
+
+    async def use(trainer: Trainer) -> BranchReport:
+        return await branched(at=3, n=1, settings={"policy_server.max_model_len": 99})
+
+    told = " ".join(while_trained(use).warnings)
+    assert "policy_server.max_model_len: branches do not use this setting" in told
+
+
+def test_the_command_says_it_as_json(runs: ScriptedVLLM, capsys: Any) -> None:
+    parent = recorded()
+    capsys.readouterr()
+    command = ["branch", parent, "wandering:agent", "--at", "3", "-n", "2", "--live", *INLINE, "--json"]
+
+    async def use(trainer: Trainer) -> int:
+        return await asyncio.to_thread(said, command)
+
+    assert while_trained(use) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["state"] for each in found["report"]["branches"]] == ["valid", "valid"]
+
+
+async def test_a_vllm_that_sleeps_while_the_trainer_computes_is_left_alone() -> None:
+    store = MemoryStore()
+    await store.open()
+    config = with_settings(Config(), {"policy_server.device": "cuda"})
+    assert "gives its GPU to the trainer" in await why_not_live(store, "first", 0, config)
+    assert await why_not_live(store, "first", 0, Config()) == "nobody serves the policy of run first now"
+    await store.close()
