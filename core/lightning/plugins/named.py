@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lightning.errors import ConfigError
 
+MAIN = "__main__"
 LIBRARIES = "site-packages"
 """In the paths of what was installed: an environment may lie in the folder of the agent."""
 
@@ -57,3 +58,12 @@ def _where(error: Exception) -> str:
     ]
     last = (own or frames)[-1]
     return f"{last.filename}:{last.lineno}"
+
+
+def name_of(target: object) -> str:
+    """The MODULE:NAME under which another process finds something; empty where it has none, as in a script or a function."""
+    module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
+    found: object = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return f"{module}:{name}" if name and found is target and module != MAIN else ""

@@ -17,6 +17,7 @@ from lightning.config import Config, with_settings
 from lightning.engines.protocol import ChecksModel, Engine, SendsWeights
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
+from lightning.plugins.named import name_of
 from lightning.policy_server.profiles import shares_gpu
 from lightning.policy_server.weight_transfer import Sender
 from lightning.runner.protocol import Agent, Runner
@@ -36,7 +37,7 @@ from lightning.trainer.model import with_dtypes
 from lightning.trainer.prompts import Prompts, resolve_prompts
 from lightning.trainer.recorded import RECORDED, Record, check_record, record_of, steps_of_pass
 from lightning.trainer.replay import optimizer_of
-from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder
+from lightning.trainer.runs import AGENT, check_run, claim_folder, describe_algorithm, name_folder
 from lightning.trainer.stack import Stack, one_by_one, open_stack, together
 from lightning.trainer.summary import Evaluation, Reporter, Summary, summarize
 from lightning.trainer.teacher import Teacher, check_teacher, reference_of
@@ -45,7 +46,8 @@ from lightning.types import Json, Run, Task
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run that is about to begin. `resources` closes it; `computed` are the settings with their dtypes."""
+    """A run that is about to begin. `resources` closes it; `computed` are the settings with their dtypes; `agent` names the
+    agent as MODULE:FUNCTION, empty where another process cannot import it."""
 
     resources: AsyncExitStack
     reporter: Reporter
@@ -53,6 +55,7 @@ class Prepared:
     run: Run
     epochs: list[Epoch]
     prompts: Prompts
+    agent: str
     runner: Runner
     train: list[Task]
     record: Record | None
@@ -158,7 +161,19 @@ class RunOpening:
             prompts = await resolve_prompts(seen, run.id, self.config.runner.prompts, project=run.project)
             reporter.phase("starting the policy server and loading the model")
             yield Prepared(
-                resources, reporter, store, run, epochs, prompts, runner, train, record, computed, teacher, began
+                resources,
+                reporter,
+                store,
+                run,
+                epochs,
+                prompts,
+                name_of(agent),
+                runner,
+                train,
+                record,
+                computed,
+                teacher,
+                began,
             )
 
     async def _open_loop(self, made: Prepared, val: list[Task], *, own_loop: bool = False) -> Loop:
@@ -169,7 +184,7 @@ class RunOpening:
         await check_model(engine, self.model, made.reporter)
         critic = bool(made.epochs[-1].config.get("critic"))
         stack, base = await self._open_both(made, engine, critic=critic)
-        trackers = await self._begin(made.resources, stack, made.epochs)
+        trackers = await self._begin(made, stack)
         await stack.tell_how_to_call()
         say_how_to_join(stack, made.reporter)
         return Loop(
@@ -283,7 +298,7 @@ class RunOpening:
     def _checkpoints(self) -> Checkpoints:
         return Checkpoints(self.out / "checkpoints", self.config.trainer.keep_checkpoints)
 
-    async def _begin(self, resources: AsyncExitStack, stack: Stack, epochs: Sequence[Epoch]) -> Trackers:
+    async def _begin(self, made: Prepared, stack: Stack) -> Trackers:
         """Make it a run. Not before everything stands: a failed start leaves none that a corrected one would stumble over.
 
         Servers are not told yet how its agents call: a search for prompts knows its component later, and clients may lease
@@ -291,7 +306,9 @@ class RunOpening:
         """
         name_folder(self.out, stack.run.id, self._elsewhere())
         await stack.store.put_run(stack.run)
-        await keep_epochs(stack.store, stack.run, epochs)
+        await keep_epochs(stack.store, stack.run, made.epochs)
+        if made.agent:
+            await stack.store.put_state(stack.run.id, AGENT, made.agent)
         await mark_over(stack.store, stack.run.id, False)
         await stack.prompts.keep(stack.store, stack.run.id)
         described = self._described((), ())
@@ -303,7 +320,7 @@ class RunOpening:
             store=stack.store,
             about={name: described[name] for name in ("model", "algorithm", "train_agents")},
         )
-        return resources.enter_context(trackers)
+        return made.resources.enter_context(trackers)
 
 
 async def check_model(engine: Engine, model: Path, reporter: Reporter) -> None:

@@ -29,6 +29,8 @@ from lightning.trainer.context import base_digest
 from lightning.trainer.function_fingerprint import holds_code, recorded, type_name
 from lightning.types import DEFAULT_PROJECT, Json, Run, StepRecord
 
+AGENT = "agent"
+"""Where a run's state, or its configuration, names its agent as MODULE:FUNCTION."""
 SEARCH_MAY_CHANGE = ("algorithm.arguments.optimizer", "algorithm.arguments.rounds", "algorithm.arguments.max_rollouts")
 """What a resumed search for prompts may change of what it asks for: the names of its rollouts follow from all else."""
 
@@ -114,6 +116,11 @@ def _json(values: object) -> Json:
     except (TypeError, ValueError):
         return None
     return found
+
+
+async def agent_of(store: Store, run: Run) -> str:
+    """The agent of a run as MODULE:FUNCTION; empty where it has no such name, or is not recorded."""
+    return str(run.config.get(AGENT) or await store.get_state(run.id, AGENT) or "")
 
 
 def name_folder(folder: Path, run: str, store: str = "") -> None:

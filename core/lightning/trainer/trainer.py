@@ -184,7 +184,7 @@ class Trainer(RunOpening):
                 stack = await self._open_stack(
                     made.resources, self.out, made.run, made.store, made.runner, made.prompts
                 )
-                trackers = await self._begin(made.resources, stack, made.epochs)
+                trackers = await self._begin(made, stack)
                 say_how_to_join(stack, made.reporter)
                 await self.schedule.search(stack, made.train, val, made.reporter, trackers, made.began)
                 await mark_over(made.store, made.run.id, True)

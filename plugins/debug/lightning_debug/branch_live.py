@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from lightning.config import Config
 from lightning.errors import ConfigError
 from lightning.gateway import Gateway
-from lightning.gateway.fleet.records import gateway_secret, served_version
-from lightning.policy_server.profiles import shares_gpu
+from lightning.gateway.fleet.records import gateway_secret
 from lightning.runner.protocol import Runner
 from lightning.server.agents import HowToCall
 from lightning.server.projects import of_project
@@ -23,7 +22,7 @@ from lightning.trainer.agents import Agents
 from lightning.trainer.prompts import Prompts
 from lightning.types import LLM, Lease, Rollout, Run
 
-INSTEAD = "leave --live out (live=False): then a vLLM is started with the weights that answered the call"
+from lightning_debug.branch_parent import INSTEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +39,6 @@ class LiveAgents:
         self.agents.expect(stamped)
         await self.store.create_rollouts(stamped)
         await self.agents.work(told)
-
-
-async def why_not_live(store: Store, run: str, version: int, config: Config) -> str:
-    """Why the policy of a run with these settings cannot answer as this version of it; empty where its trainer says it can."""
-    if shares_gpu(config):
-        return f"the vLLM of run {run} gives its GPU to the trainer in each step, and answers nobody else meanwhile"
-    served = await served_version(store, run)
-    if served is None:
-        return f"nobody serves the policy of run {run} now"
-    if served != version:
-        return f"the policy of run {run} has version {served} now, and version {version} answered the call"
-    return ""
 
 
 async def open_live(

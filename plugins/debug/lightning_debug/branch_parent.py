@@ -15,9 +15,11 @@ from lightning.cli.runs import answers
 from lightning.config import Config, with_settings
 from lightning.config.fields import did_you_mean, find
 from lightning.errors import ConfigError, DataError, LightningError
-from lightning.gateway.replay.branches import Prefix, edited, prefix_of
+from lightning.gateway.fleet.records import served_version
+from lightning.gateway.replay.branches import Prefix, edited, live_tools, prefix_of
 from lightning.gateway.replay.recorded import RecordedCall
 from lightning.gateway.sampling import ALIASES, NEUTRAL, TOKEN_LIMITS
+from lightning.policy_server.profiles import shares_gpu
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import run_id_of, store_in
 from lightning.store.url import parse, redacted
@@ -54,6 +56,8 @@ USED: Final[Mapping[str, tuple[str, ...]]] = {
     "optimizer_model": (),
 }
 """What branches use of these sections; of the others they use all but the prompts of `runner`."""
+INSTEAD: Final = "leave --live out (live=False): then a vLLM is started with the weights that answered the call"
+"""What to do where the policy of the parent's run cannot answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +85,8 @@ class Parent:
 
     @property
     def live_tools(self) -> list[str]:
-        """The tools of the rollout that run again in a branch: those that frameworks run, and all from the call on."""
-        answered = {id(event) for event in self.prefix.tool_events if not event.call_id}
-        return sorted({event.name for event in self.found.recorded.tool_events if id(event) not in answered})
+        """The tools of the rollout that run again in a branch."""
+        return live_tools(self.found.recorded, self.prefix)
 
     def first_call_of(self, component: str) -> RecordedCall | None:
         """The first call that a component made."""
@@ -287,6 +290,18 @@ def recorded_config(said: Mapping[str, Json]) -> tuple[Config, list[str]]:
         raise ConfigError(
             f"the settings of the parent's run are not this release's: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         ) from error
+
+
+async def why_not_live(store: Store, run: str, version: int, config: Config) -> str:
+    """Why the policy of a run with these settings cannot answer as this version of it; empty where its trainer says it can."""
+    if shares_gpu(config):
+        return f"the vLLM of run {run} gives its GPU to the trainer in each step, and answers nobody else meanwhile"
+    served = await served_version(store, run)
+    if served is None:
+        return f"nobody serves the policy of run {run} now"
+    if served != version:
+        return f"the policy of run {run} has version {served} now, and version {version} answered the call"
+    return ""
 
 
 def _copied(value: Any) -> Any:

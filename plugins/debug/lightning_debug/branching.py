@@ -41,8 +41,9 @@ from lightning.trainer.training_data import all_rollouts
 from lightning.types import Json, Rollout, Run
 
 from lightning_debug.ab import longest_literal, texts_in
-from lightning_debug.branch_live import INSTEAD, LiveAgents, open_live, why_not_live
+from lightning_debug.branch_live import LiveAgents, open_live
 from lightning_debug.branch_parent import (
+    INSTEAD,
     Parent,
     check_edit,
     config_of,
@@ -51,6 +52,7 @@ from lightning_debug.branch_parent import (
     recorded_config,
     remarks,
     unused,
+    why_not_live,
 )
 from lightning_debug.policies import EvaluatedModel, find_model, model_of_run
 
@@ -303,7 +305,7 @@ def _rollouts(plan: _Plan, run: str, number: int) -> list[Rollout]:
 async def _new_run(store: Store, plan: _Plan) -> tuple[Run, int]:
     """A run that is not there yet, and which one it is of this call's."""
     parent = plan.parent
-    base = f"{parent.rollout.id.replace('/', '.')}-call{parent.at.number}"
+    base = base_name(parent.rollout.id, parent.at.number)
     known = {run.id for run in await store.list_runs(brief=True)}
     number = next(number for number in itertools.count() if _named(base, number) not in known)
     changes: dict[str, Json] = {
@@ -330,6 +332,11 @@ async def _new_run(store: Store, plan: _Plan) -> tuple[Run, int]:
     }
     name = _named(base, number)
     return Run(name, name, described, time.time(), parent.run.project), number
+
+
+def base_name(rollout: str, at: int) -> str:
+    """How the ids of runs begin whose rollouts branch at this call."""
+    return f"{rollout.replace('/', '.')}-call{at}"
 
 
 def _named(base: str, number: int) -> str:

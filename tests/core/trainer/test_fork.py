@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.cli.locate import with_store
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
+from lightning.store.protocol import Store
+from lightning.store.resource_ref import store_in
 from lightning.testing import vllm_replies
 from lightning.testing.tiny_models import VOCAB, make_tiny_family
 from lightning.trainer import Trainer, stack
+from lightning.trainer.runs import agent_of
 from safetensors.torch import load_file
 
 from .test_families import Served, agent
@@ -100,6 +105,17 @@ def test_a_fork_without_a_critic_begins_with_the_weights(train: Any, caplog: pyt
         ConfigError, match=r"'fork' began with the weights of parent@1, not of other@1: leave --from away"
     ):
         train("fork", 3, from_run="other@1", resume=True)
+
+
+def test_a_run_says_which_agent_it_trained(train: Any) -> None:
+    folder = train("mine", 1)
+
+    async def ask(store: Store) -> str:
+        run = await store.get_run("mine")
+        assert run is not None
+        return await agent_of(store, run)
+
+    assert asyncio.run(with_store(store_in(folder), ask)) == f"{agent.__module__}:agent"
 
 
 def test_a_fork_with_adapters_trains_them_on_the_other_runs_weights(

@@ -92,7 +92,7 @@ async def test_the_command_that_branches_has_the_calls_number_and_place(store: M
     assert said["commands"] == [
         f"lightning branch {record.rollout.id} MODULE:AGENT --at 2 -n 8 --runs 'sqlite:///a b.db'"
     ]
-    assert "its step would wait for them" in said["detail"]  # why there is no button
+    assert "with a vLLM that has the weights of this call" in said["detail"]
     served = await shown(places_of(store, SERVER), f"{address}?call=3")
     assert served["Branch it"]["notices"][0]["commands"][0].endswith("--at 3 -n 8 --runs PLACE")
     assert served["Replay it"]["notices"][0]["commands"][0].endswith("--runs PLACE")
@@ -205,4 +205,7 @@ def test_branches_of_the_command_are_read_with_what_they_change(runs: ScriptedVL
         ("3", "edit: said 9, temperature 0.7", "succeeded"),
     ]
     assert texts(blocks["Calls"])[2]["branches"] == "2"
-    assert blocks["Branch it"]["notices"][0]["commands"][0].startswith(f"lightning branch {parent} MODULE:AGENT --at 3")
+    assert blocks["Branch it"]["notices"][0]["commands"][0].startswith(
+        f"lightning branch {parent} wandering:agent --at 3"
+    )
+    assert f"lightning replay {parent} wandering:agent" in blocks["Replay it"]["notices"][0]["commands"][0]

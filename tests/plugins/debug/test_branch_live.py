@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.testing import FakeVLLM, Reply
 from lightning.types import Rollout
-from lightning_debug.branch_live import why_not_live
+from lightning_debug.branch_parent import why_not_live
 from lightning_debug.branching import BranchReport, branch
 
 from .evaluating import ScriptedVLLM, said
@@ -40,19 +41,25 @@ class Trainer:
         self.vllm.resume()
 
 
+@asynccontextmanager
+async def trained(store: Store, version: int = 0) -> AsyncIterator[Trainer]:
+    """The policy of the run `first` is served in this version."""
+    async with FakeVLLM(script=lambda body: Reply(f"said {len(server.requests)}")) as server:
+        trainer = Trainer(store, server)
+        await trainer.owner.open([Upstream(server.url, server.model)], version)
+        yield trainer
+        await asyncio.gather(*trainer.updates)
+        await trainer.owner.close()
+
+
 def while_trained(use: Callable[[Trainer], Awaitable[Any]], version: int = 0) -> Any:
-    """What `use` returns while the policy of the run `first` is served in this version."""
+    """What `use` returns meanwhile."""
 
-    async def trained(store: Store) -> Any:
-        async with FakeVLLM(script=lambda body: Reply(f"said {len(server.requests)}")) as server:
-            trainer = Trainer(store, server)
-            await trainer.owner.open([Upstream(server.url, server.model)], version)
-            found = await use(trainer)
-            await asyncio.gather(*trainer.updates)
-            await trainer.owner.close()
-            return found
+    async def run(store: Store) -> Any:
+        async with trained(store, version) as trainer:
+            return await use(trainer)
 
-    return in_store(trained)
+    return in_store(run)
 
 
 async def branched(**more: Any) -> BranchReport:

@@ -88,6 +88,12 @@ def prefix_of(recorded: RecordedRollout, seq: int) -> Prefix:
     return Prefix(answered, at, beside, tuple(events))
 
 
+def live_tools(recorded: RecordedRollout, prefix: Prefix) -> list[str]:
+    """The tools of a rollout that run again in a branch that begins so: those of frameworks, and all from the call on."""
+    answered = {id(event) for event in prefix.tool_events if not event.call_id}
+    return sorted({event.name for event in recorded.tool_events if id(event) not in answered})
+
+
 def _is_before(event: ToolEvent, answered: set[str], sent: float) -> bool:
     """Whether a tool ran before the call that was sent then. Its clock may be another machine's: ids of calls say more."""
     return event.response_id in answered if event.response_id else event.at <= sent

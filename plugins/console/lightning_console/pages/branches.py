@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from lightning.gateway.replay.branches import is_void
+from lightning.types import Json
 
-from lightning_console.blocks import Cell, Column, Fact, Notice, Notices, Table
+from lightning_console.blocks import Action, Actions, Block, Cell, Column, Fact, Notice, Notices, Table
 from lightning_console.pages.words import NONE, count, number, place_of, to
 from lightning_console.places import Located
 from lightning_console.queries.branches import is_sample
@@ -20,11 +21,12 @@ SAMPLES: Final = 8
 ROWS: Final = 200
 INHERITED: Final = 100
 """Calls of a parent that are shown with a branch: the last ones."""
-NO_BUTTON: Final = (
-    "The console runs no agent. Among the run's own rollouts its trainer would take branches, too: its step would wait for "
-    "them, and the weights of that moment, not those of this call, would answer. The command makes a run of their own. With "
-    "--edit TEXT, --prompt NAME=FILE, --set temperature=1 or --weights RUN@STEP something is another than it was."
+OTHERWISE: Final = (
+    "The command makes a run of their own, with a vLLM that has the weights of this call. With --edit TEXT, --prompt "
+    "NAME=FILE, --set temperature=1 or --weights RUN@STEP something is another than it was."
 )
+FORK: Final = "fork"
+"""The action that makes branches here: the console of a person's own machine has it."""
 
 
 def origin_facts(view: RolloutView) -> list[Fact]:
@@ -136,16 +138,37 @@ def branches_table(view: RolloutView, here: Mapping[int, str]) -> list[Table]:
     return [Table(columns, rows, title="Branches", note=f"{left} more are not shown" if left else "")]
 
 
-def branch_it(found: Located, view: RolloutView) -> list[Notices]:
+def branch_it(found: Located, view: RolloutView) -> list[Block]:
     """How to make branches at the chosen call, or why there can be none."""
     if not view.chosen:
         return []
     if view.fork.why:
         said = Notice(f"no branch can begin at call {view.chosen}: {view.fork.why}", "muted")
         return [Notices([said], title="Branch it")]
-    rollout = shlex.quote(view.rollout.id)
-    command = f"lightning branch {rollout} MODULE:AGENT --at {view.fork.at} -n {SAMPLES} --runs {place_of(found)}"
+    rollout, agent = shlex.quote(view.rollout.id), named(view.agent)
+    command = f"lightning branch {rollout} {agent} --at {view.fork.at} -n {SAMPLES} --runs {place_of(found)}"
     if view.rollout.attempt != view.attempts:
         command += f" --attempt {view.rollout.attempt}"
     text = f"{SAMPLES} rollouts that begin as this one did and are sampled anew from call {view.chosen} on"
-    return [Notices([Notice(text, detail=NO_BUTTON, commands=[command])], title="Branch it")]
+    said = Notice(text, detail=OTHERWISE, commands=[command])
+    return [Notices([said], title="Branch it"), *([_fork_here(found, view)] if view.fork.live else [])]
+
+
+def named(agent: str) -> str:
+    """An agent in a command; what stands for its name where that is not known."""
+    return shlex.quote(agent) if agent else "MODULE:AGENT"
+
+
+def _fork_here(found: Located, view: RolloutView) -> Actions:
+    """The button for it, while the run's trainer serves the version that answered the call."""
+    fork = view.fork
+    arguments: dict[str, Json] = {
+        "run": found.key, "rollout": view.rollout.id, "attempt": view.rollout.attempt, "at": fork.at,
+    }  # fmt: skip
+    if view.agent:
+        arguments["agent"] = view.agent
+    again = f" These tools run again in each: {', '.join(fork.tools)}." if fork.tools else ""
+    ask = f"Run {view.agent or 'the agent'} {SAMPLES} times on this machine, beside the training?{again}"
+    fields = () if view.agent else (("agent", "Agent as MODULE:FUNCTION"),)
+    note = "The run's own vLLM answers, in the version that answered this call; an update by the trainer makes branches void."
+    return Actions([Action(FORK, f"Fork here: {SAMPLES} branches", arguments, ask, fields)], note=note)

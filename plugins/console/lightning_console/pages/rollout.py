@@ -41,6 +41,7 @@ from lightning_console.pages.branches import (
     branches_table,
     by_call,
     inherited_rows,
+    named,
     origin_facts,
 )
 from lightning_console.pages.words import NONE, count, located, number, place_of, seconds, to, trail, written
@@ -364,7 +365,7 @@ def _messages(address: Address, view: RolloutView) -> list[Block]:
 
 
 def _commands(found: Located, view: RolloutView) -> Notices:
-    command = f"lightning replay {shlex.quote(view.rollout.id)} MODULE:AGENT --runs {place_of(found)}"
+    command = f"lightning replay {shlex.quote(view.rollout.id)} {named(view.agent)} --runs {place_of(found)}"
     if view.rollout.attempt != view.attempts:
         command += f" --attempt {view.rollout.attempt}"
     commands = [command]

@@ -15,14 +15,15 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from lightning.batch import is_prefix
-from lightning.errors import DataError, LightningError, StoreError, UnavailableError
-from lightning.gateway.replay.branches import CHANGES, prefix_of
+from lightning.errors import ConfigError, DataError, LightningError, StoreError, UnavailableError
+from lightning.gateway.replay.branches import CHANGES, live_tools, prefix_of
 from lightning.gateway.replay.recorded import recorded_rollout
 from lightning.store.epochs import is_over
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Attempt, Store
 from lightning.trainer.plan import TRAIN
 from lightning.types import BRANCH_VOID, Json, Rollout, Run, Transition
+from lightning_debug.branch_parent import recorded_config, why_not_live
 
 from lightning_console.places import Located, key_of
 
@@ -32,7 +33,7 @@ MOST: Final = 512
 """Branches that are told."""
 LONGEST_CHANGE: Final = 60
 """Characters of what was changed."""
-WORDS: Final = ("rollout", "attempt", "at", "edit", "prompts", "components", "weights")
+WORDS: Final = ("rollout", "attempt", "at", "edit", "prompts", "components", "weights", "live")
 """What the configuration of a run says of its branches."""
 
 
@@ -59,10 +60,13 @@ class Inherited:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Whether branches can begin at a call: at the call `at`, as `lightning branch --at` counts, else 0, and `why` not."""
+    """Whether branches can begin at a call: at the call `at`, as `lightning branch --at` counts, else 0, and `why` not. `tools`
+    are those that run again. `live` says that the run's trainer serves the version that answered the call, now."""
 
     at: int = 0
     why: str = ""
+    tools: tuple[str, ...] = ()
+    live: bool = False
 
 
 NOWHERE: Final = Fork()
@@ -226,17 +230,30 @@ def key_beside(located: Located, run: str) -> str:
     return located.key if run == located.run.id else key_of(run, located.url if "~" in located.key else "")
 
 
-def fork_of(rollout: Rollout, calls: Sequence[Transition], ended: Attempt, place: int, *, over: bool) -> Fork:
-    """Whether branches of a rollout can begin at the call at `place` of an attempt's `calls`; `over` says that it has ended."""
+async def fork_of(located: Located, rollout: Rollout, calls: Sequence[Transition], ended: Attempt, place: int) -> Fork:
+    """Whether branches of a rollout can begin at the call at `place` of the `calls` of an attempt that has `ended`."""
     if rollout.parent is not None:
         return Fork(why=f"it is itself a branch of {rollout.parent[0]}: branch that one")
-    if not over:
-        return Fork(why="it has not ended, so that what its tools gave is not recorded yet")
     first = next((call for call in reversed(calls[: place + 1]) if not call.choice), calls[place])
     if not first.status.answered:
         return Fork(why="this call got no answer")
     try:
         recorded = recorded_rollout(rollout, calls, ended.tool_events, ended.step_rewards)
-        return Fork(prefix_of(recorded, first.seq).at.number)
+        prefix = prefix_of(recorded, first.seq)
     except (DataError, StoreError) as error:
         return Fork(why=str(error))
+    version = first.versions[0].version if first.versions else rollout.step
+    tools = tuple(live_tools(recorded, prefix))
+    return Fork(prefix.at.number, tools=tools, live=await _is_live(located, version))
+
+
+async def _is_live(located: Located, version: int) -> bool:
+    """Whether the policy that the run's trainer serves could answer branches at a call that this version answered."""
+    settings = located.run.config.get("config")
+    if "://" not in located.url or located.url.startswith(("http://", "https://")) or not isinstance(settings, Mapping):
+        return False  # a server answers its clients alone
+    try:
+        config, _ = recorded_config(settings)
+    except ConfigError:  # they are another release's, which the command says
+        return False
+    return not await why_not_live(located.store, located.run.id, version, config)

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 from lightning.errors import DataError
 from lightning.store.protocol import Attempt
+from lightning.trainer.runs import agent_of
 from lightning.types import Rollout, Run, StepReward, Transition
 
 from lightning_console.places import Located
@@ -92,7 +93,8 @@ class RolloutView:
     """A rollout as one of its attempts. `chosen` is the number of the call whose `tokens` are told, 0 where there is none;
     `empty` says why there is no call, `texts` why messages are not as they were recorded. `siblings` are the ids of the
     rollouts of its group that are no branches. `beginning` is that of a branch, `branches` are those that this rollout has, and
-    `fork` says whether there can be one at the chosen call."""
+    `fork` says whether there can be one at the chosen call. `agent` is the run's as MODULE:FUNCTION, empty where that is not
+    known."""
 
     run: Run
     rollout: Rollout
@@ -112,6 +114,7 @@ class RolloutView:
     beginning: Beginning | None = None
     branches: tuple[BranchLine, ...] = ()
     fork: Fork = NOWHERE
+    agent: str = ""
 
     @property
     def before(self) -> int:
@@ -180,8 +183,20 @@ async def rollout_view(
         next((each.missing for each in said if each.missing and not each.reply), ""),
         await _beginning(located, found),
         branches,
-        fork_of(own, transitions, ended, chosen - 1, over=_is_over(own, newest)) if chosen else NOWHERE,
+        await _fork(located, own, newest, transitions, ended, chosen),
+        await agent_of(store, located.run),
     )
+
+
+async def _fork(
+    located: Located, own: Rollout, newest: int, calls: Sequence[Transition], ended: Attempt, chosen: int
+) -> Fork:
+    """Whether branches can begin at the chosen call."""
+    if not chosen:
+        return NOWHERE
+    if own.parent is None and not _is_over(own, newest):
+        return Fork(why="it has not ended, so that what its tools gave is not recorded yet")
+    return await fork_of(located, own, calls, ended, chosen - 1)
 
 
 def _is_over(rollout: Rollout, newest: int) -> bool:

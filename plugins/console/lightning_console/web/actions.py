@@ -15,6 +15,7 @@ from lightning.store.protocol import Store
 
 from lightning_console.address import Address
 from lightning_console.blocks import Action, Actions, Block, Notice, Notices, Page
+from lightning_console.pages.branches import FORK
 from lightning_console.places import Places
 from lightning_console.queries.notes import add_note, notes
 from lightning_console.web.visitors import Visitor, need_changes
@@ -70,13 +71,20 @@ async def _store(places: Places, url: str) -> Store:
     return stores[url]
 
 
-async def with_actions(places: Places, who: Visitor, page: Page) -> Page:
-    """A page with the notes of its run and a button for another one; without any button for who may only look."""
+async def with_actions(places: Places, who: Visitor, page: Page, *, forks: bool = False) -> Page:
+    """A page with the notes of its run and a button for another one; without any button for who may only look, and with that
+    for branches where `forks` says that they can be made."""
     address = Address.parse(page.address)
-    blocks: list[Block] = [block for block in page.blocks if who.changes or not isinstance(block, Actions)]
+    blocks: list[Block] = [block for block in page.blocks if _is_for(who, block, forks=forks)]
     if address.page == "run" and len(address.about) == 1:
         blocks += await _of_run(places, who, address.about[0])
     return replace(page, blocks=blocks)
+
+
+def _is_for(who: Visitor, block: Block, *, forks: bool) -> bool:
+    if not isinstance(block, Actions):
+        return True
+    return who.changes and (forks or all(action.name != FORK for action in block.actions))
 
 
 async def _of_run(places: Places, who: Visitor, key: str) -> list[Block]:

@@ -19,10 +19,12 @@ from lightning.store.protocol import Store
 from lightning_console import router
 from lightning_console.address import Address
 from lightning_console.blocks import Page
+from lightning_console.pages.branches import FORK
 from lightning_console.places import Places
 from lightning_console.web import actions
 from lightning_console.web.chat import Chat
-from lightning_console.web.visitors import Visitor, visitor
+from lightning_console.web.forks import Forks
+from lightning_console.web.visitors import Visitor, need_changes, visitor
 
 logger = logging.getLogger(__name__)
 SECONDS: Final = 60.0
@@ -32,18 +34,20 @@ TALKS: Final = ("say", "begin_again")
 
 
 class Desk:
-    """Answers the pages of all visitors. `places_of` gives what a visitor sees; `start` is the address of the first page."""
+    """Answers the pages of all visitors. `places_of` gives what a visitor sees; `start` is the address of the first page; no
+    branches are made here without `forks`."""
 
     def __init__(
         self,
         places_of: Callable[[Visitor], Places],
         chat: Chat,
         *,
+        forks: Forks | None = None,
         start: str = "runs",
         where: str = "",
         has_login: bool = False,
     ) -> None:
-        self._places_of, self._chat = places_of, chat
+        self._places_of, self._chat, self._forks = places_of, chat, forks
         self._start, self._where, self._has_login = start, where, has_login
 
     async def show(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -73,6 +77,9 @@ class Desk:
             if name in TALKS:
                 return {"said": await self._chat.act(await self._store(places), who, name, given)}
             async with asyncio.timeout(SECONDS):
+                if name == FORK and self._forks is not None:
+                    need_changes(who)
+                    return {"said": await self._forks.begin(places, given)}
                 return {"said": await actions.act(places, who, name, given)}
         except TimeoutError:
             return {"error": f"this took more than {SECONDS:g} s; look whether it was done before you try again"}
@@ -89,7 +96,7 @@ class Desk:
                 if text.partition("?")[0] == "chat":
                     return await self._chat.page(await self._store(places), who, Address.parse(text))
                 page = await router.show(places, text)
-                return await actions.with_actions(places, who, page)
+                return await actions.with_actions(places, who, page, forks=self._forks is not None)
         except TimeoutError:
             return router.cannot_show(
                 text, f"this page took more than {SECONDS:g} s: it asks for too much, or its store is slow"

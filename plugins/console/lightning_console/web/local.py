@@ -17,6 +17,7 @@ from lightning.store.url import redacted
 from lightning_console.places import Places
 from lightning_console.web.chat import Chat
 from lightning_console.web.desk import Desk
+from lightning_console.web.forks import Forks
 from lightning_console.web.gate import Gate
 from lightning_console.web.shell import Shell
 from lightning_console.web.visitors import OwnDoor
@@ -37,8 +38,8 @@ class LocalConsole:
 @asynccontextmanager
 async def local_console(places: Places, *, port: int = 0, start: str = "runs") -> AsyncIterator[LocalConsole]:
     """Serve the console of a place on loopback; port 0 takes a free one. Raises `GatewayError` for a port that is taken."""
-    door = OwnDoor()
-    desk = Desk(lambda _: places, Chat(None), start=start, where=redacted(places.where))
+    door, forks = OwnDoor(), Forks()
+    desk = Desk(lambda _: places, Chat(None), forks=forks, start=start, where=redacted(places.where))
     shell = Shell(PATH, desk.show, desk.act)
     gate = Gate(door, PATH, shell.app)
     serving = Serving(gate, bind(HOST, port), LimitsConfig())
@@ -50,6 +51,7 @@ async def local_console(places: Places, *, port: int = 0, start: str = "runs") -
         ready.cancel()
         await asyncio.gather(ready, return_exceptions=True)
         gate.close()
+        await forks.close()
         await shell.close()
         await serving.stop()
         await places.close()

@@ -1,0 +1,162 @@
+"""*Fork here*: on a person's own machine, while the run's trainer serves the version that answered the call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.cli.locate import with_store
+from lightning.store.url import sqlite_url
+from lightning.testing import Reply
+from lightning_console.pages.branches import FORK
+from lightning_console.places import Places
+from lightning_console.web import forks as forking
+from lightning_console.web.chat import Chat
+from lightning_console.web.desk import Desk
+from lightning_console.web.forks import Forks
+from lightning_console.web.visitors import VISITOR, Visitor
+
+from tests.plugins.console.reading import to
+from tests.plugins.debug.evaluating import ScriptedVLLM
+from tests.plugins.debug.evaluating import vllm as vllm
+from tests.plugins.debug.test_branch import recorded
+from tests.plugins.debug.test_branch import runs as runs
+from tests.plugins.debug.test_branch_live import Trainer, trained
+
+OWNER = Visitor("s", "", None, changes=True)
+PARENT = "first/0/0/0"
+
+
+class Page:
+    """The page of a recorded rollout in a console of this machine, beside its run's trainer."""
+
+    def __init__(self, desk: Desk, trainer: Trainer) -> None:
+        self.desk, self.trainer = desk, trainer
+
+    async def show(self, call: int = 3) -> dict[str, Any]:
+        VISITOR.set(OWNER)
+        page = await self.desk.show({"address": to("rollout", "first", PARENT, call=call)})
+        return {block["title"] or block["component"]: block["value"] for block in page["page"]["blocks"]}
+
+    async def button(self, call: int = 3) -> dict[str, Any] | None:
+        shown = (await self.show(call)).get("Actions", {"actions": []})["actions"]
+        return next((each for each in shown if each["name"] == FORK), None)
+
+    async def fork(self, **given: object) -> dict[str, Any]:
+        VISITOR.set(OWNER)
+        return await self.desk.act({"name": FORK, "arguments": given})
+
+
+@asynccontextmanager
+async def page(version: int = 0, *, forks: bool = True) -> AsyncIterator[Page]:
+    """In the folder of `recorded`."""
+    places, made = Places(str(Path("runs").resolve())), Forks() if forks else None
+    async with trained(next(iter((await places.stores()).values())), version) as trainer:
+        try:
+            yield Page(Desk(lambda _: places, Chat(None), forks=made), trainer)
+        finally:
+            if made is not None:
+                await made.close()
+            await places.close()
+
+
+def beside_a_trainer(use: Any, **more: Any) -> Any:
+    async def run() -> Any:
+        async with page(**more) as found:
+            return await use(found)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_the_button_makes_branches_that_the_page_shows(runs: ScriptedVLLM) -> None:
+    recorded()
+
+    async def use(page: Page) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        button = await page.button()
+        assert button is not None
+        done = await page.fork(**button["arguments"])
+        async with asyncio.timeout(60):
+            while "Branches" not in (shown := await page.show()) or any(
+                row[3]["text"] != "succeeded" for row in shown["Branches"]["rows"]
+            ):
+                await asyncio.sleep(0.2)
+        return button, done, shown
+
+    button, done, shown = beside_a_trainer(use)
+    assert button["label"] == "Fork here: 8 branches"
+    assert button["fields"] == []
+    assert "Run wandering:agent 8 times on this machine" in button["ask"]
+    assert "said" in done, done
+    assert [row[2]["text"] for row in shown["Branches"]["rows"]] == ["–"] * 8
+
+
+@pytest.mark.slow
+def test_what_the_command_refuses_is_said_and_nothing_outlives_the_console(
+    runs: ScriptedVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded()
+    monkeypatch.setattr(forking, "GRACE", 60.0)
+
+    async def use(page: Page) -> list[dict[str, Any]]:
+        asked = {"run": "first", "rollout": PARENT, "attempt": 1, "at": 3}
+        said = [await page.fork(**asked, agent="wandering:nobody")]
+        page.trainer.vllm.script = lambda body: Reply("never", delay=3600.0)
+        said.append(await page.fork(**asked, agent="wandering:agent"))
+        said.append(await page.fork(**asked, agent="wandering:agent"))
+        said.append(await page.fork(**asked, agent="wandering:agent"))
+        return said
+
+    refused, *begun, one_too_many = beside_a_trainer(use)
+    assert refused == {"error": "the module 'wandering' has no 'nobody'"}
+    assert all("8 branches have begun" in each["said"] for each in begun)
+    assert "2 calls are being branched already" in one_too_many["error"]
+    url = sqlite_url(Path("runs/first/lightning.db").resolve())
+    states = [
+        asyncio.run(with_store(url, lambda store, run=run: store.get_state(run, "over")))
+        for run in ("first.0.0.0-call3", "first.0.0.0-call3-2")
+    ]
+    assert states == [True, True]
+
+
+def test_there_is_a_button_only_where_branches_could_be_made(runs: ScriptedVLLM) -> None:
+    recorded()
+
+    async def use(page: Page) -> dict[str, Any] | None:
+        return await page.button()
+
+    assert beside_a_trainer(use) is not None
+    assert beside_a_trainer(use, version=1) is None  # the weights are others now
+    assert beside_a_trainer(use, version=-1) is None  # nobody serves them
+    assert beside_a_trainer(use, forks=False) is None  # a server's console
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"agent": "--help"}, "'--help' names no agent"),
+        ({"agent": "wandering:agent", "at": "3"}, "say at which call"),
+        ({"agent": "wandering:agent", "run": "other"}, "there is no run 'other'"),
+    ],
+)
+def test_what_no_page_asks_for_is_refused(runs: ScriptedVLLM, given: dict[str, object], told: str) -> None:
+    recorded()
+
+    async def use(page: Page) -> dict[str, Any]:
+        asked: dict[str, object] = {"run": "first", "rollout": PARENT, "attempt": 1, "at": 3}
+        return await page.fork(**{**asked, **given})
+
+    assert told in beside_a_trainer(use)["error"]
+
+
+def test_a_servers_console_makes_none(runs: ScriptedVLLM) -> None:
+    recorded()
+
+    async def use(page: Page) -> dict[str, Any]:
+        return await page.fork(run="first", rollout=PARENT, attempt=1, at=3, agent="wandering:agent")
+
+    assert "there is no action 'fork'" in beside_a_trainer(use, forks=False)["error"]
