@@ -50,7 +50,9 @@ async def open_live(
     resources.push_async_callback(gateway.close)
     await gateway.start()
     if not await gateway.served(parent.id):
-        raise ConfigError(f"no server of the policy of run {parent.id} answers: {INSTEAD}")
+        raise ConfigError(
+            f"no server of the policy of run {parent.id} answers: its trainer was killed, or updates the policy now: {INSTEAD}"
+        )
     resources.push_async_callback(runner.close)
     await runner.start()
     how = HowToCall(seed=config.trainer.seed if config.runner.seed_agents else None)
