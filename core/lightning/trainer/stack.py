@@ -21,7 +21,7 @@ from lightning.errors import PolicyServerError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.connections import bind
 from lightning.gateway.fleet.coordinator import Owner
-from lightning.gateway.fleet.records import UNKNOWN, gateway_secret
+from lightning.gateway.fleet.records import UNKNOWN, gateway_secret, served_version
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.auto_settings import Demand
 from lightning.policy_server.process import reserved_port
@@ -272,6 +272,26 @@ async def open_gateway(
         await waiting.enter_async_context(gateway.hold())
     await gateway.start()
     return gateway
+
+
+async def join_gateway(resources: AsyncExitStack, store: Store, config: Config) -> Gateway:
+    """A gateway without a policy server of its own, started: keys of a run are answered by those that its trainer serves.
+    `resources` closes it."""
+    gateway = Gateway(store, (), config.gateway, secret=await gateway_secret(store))
+    resources.push_async_callback(gateway.close)
+    await gateway.start()
+    return gateway
+
+
+async def why_not_served(store: Store, run: str, version: int, config: Config) -> str:
+    """Why the trainer of a run with these settings does not serve this version of its policy to others; empty where it says
+    that it does. One that was killed has said nothing: whether its servers answer is for `Gateway.served` to say."""
+    if shares_gpu(config):
+        return f"the vLLM of run {run} gives its GPU to the trainer in each step, and answers nobody else meanwhile"
+    served = await served_version(store, run)
+    if served is None:
+        return f"nobody serves the policy of run {run} now"
+    return "" if served == version else f"the policy of run {run} has version {served} now, not version {version}"
 
 
 async def open_server(

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 
 from lightning.config import Config
 from lightning.errors import ConfigError
-from lightning.gateway import Gateway
-from lightning.gateway.fleet.records import gateway_secret
 from lightning.runner.protocol import Runner
 from lightning.server.agents import HowToCall
 from lightning.server.projects import of_project
 from lightning.store.protocol import Store
 from lightning.trainer.agents import Agents
 from lightning.trainer.prompts import Prompts
+from lightning.trainer.stack import join_gateway
 from lightning.types import LLM, Lease, Rollout, Run
 
 from lightning_debug.branch_parent import INSTEAD
@@ -46,9 +45,7 @@ async def open_live(
 ) -> LiveAgents:
     """Start a gateway of its own before the policy of the run `parent`, and the runner; `resources` closes them. Raises
     `ConfigError` where no server of that policy answers."""
-    gateway = Gateway(store, (), config.gateway, secret=await gateway_secret(store))
-    resources.push_async_callback(gateway.close)
-    await gateway.start()
+    gateway = await join_gateway(resources, store, config)
     if not await gateway.served(parent.id):
         raise ConfigError(
             f"no server of the policy of run {parent.id} answers: its trainer was killed, or updates the policy now: {INSTEAD}"

@@ -15,11 +15,9 @@ from lightning.cli.runs import answers
 from lightning.config import Config, with_settings
 from lightning.config.fields import did_you_mean, find
 from lightning.errors import ConfigError, DataError, LightningError
-from lightning.gateway.fleet.records import served_version
 from lightning.gateway.replay.branches import Prefix, edited, live_tools, prefix_of
 from lightning.gateway.replay.recorded import RecordedCall
 from lightning.gateway.sampling import ALIASES, NEUTRAL, TOKEN_LIMITS
-from lightning.policy_server.profiles import shares_gpu
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import run_id_of, store_in
 from lightning.store.url import parse, redacted
@@ -290,18 +288,6 @@ def recorded_config(said: Mapping[str, Json]) -> tuple[Config, list[str]]:
         raise ConfigError(
             f"the settings of the parent's run are not this release's: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         ) from error
-
-
-async def why_not_live(store: Store, run: str, version: int, config: Config) -> str:
-    """Why the policy of a run with these settings cannot answer as this version of it; empty where its trainer says it can."""
-    if shares_gpu(config):
-        return f"the vLLM of run {run} gives its GPU to the trainer in each step, and answers nobody else meanwhile"
-    served = await served_version(store, run)
-    if served is None:
-        return f"nobody serves the policy of run {run} now"
-    if served != version:
-        return f"the policy of run {run} has version {served} now, and version {version} answered the call"
-    return ""
 
 
 def _copied(value: Any) -> Any:

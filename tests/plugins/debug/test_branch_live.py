@@ -17,8 +17,8 @@ from lightning.policy_server.protocol import Update
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.testing import FakeVLLM, Reply
+from lightning.trainer.stack import why_not_served
 from lightning.types import Rollout
-from lightning_debug.branch_parent import why_not_live
 from lightning_debug.branching import BranchReport, branch
 
 from .evaluating import ScriptedVLLM, said
@@ -127,7 +127,7 @@ def test_an_edited_last_answer_is_known_to_have_been_given(runs: ScriptedVLLM) -
 @pytest.mark.parametrize(
     ("version", "told"),
     [
-        (1, "the policy of run first has version 1 now, and version 0 answered the call: leave --live out"),
+        (1, "the policy of run first has version 1 now, not version 0: leave --live out"),
         (-1, "nobody serves the policy of run first now"),
     ],
 )
@@ -192,6 +192,6 @@ async def test_a_vllm_that_sleeps_while_the_trainer_computes_is_left_alone() -> 
     store = MemoryStore()
     await store.open()
     config = with_settings(Config(), {"policy_server.device": "cuda"})
-    assert "gives its GPU to the trainer" in await why_not_live(store, "first", 0, config)
-    assert await why_not_live(store, "first", 0, Config()) == "nobody serves the policy of run first now"
+    assert "gives its GPU to the trainer" in await why_not_served(store, "first", 0, config)
+    assert await why_not_served(store, "first", 0, Config()) == "nobody serves the policy of run first now"
     await store.close()

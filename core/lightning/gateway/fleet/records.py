@@ -150,8 +150,8 @@ def seat_key(run: str, number: int) -> str:
 
 
 async def served_version(store: Store, run: str) -> int | None:
-    """The version of a run's policy that its trainer serves now; None where it serves none, or nobody can name it. A trainer
-    that was killed has not said so: whether its server answers is for `Gateway.served` to say. Raises `StoreError`."""
+    """The version of a run's policy that its owner says to serve; None where it serves none, or nobody can name it. Raises
+    `StoreError`."""
     notice = Notice.from_json(await store.get_state("", notice_key(run)))
     return notice.version if notice is not None and notice.servers and notice.version != UNKNOWN else None
 

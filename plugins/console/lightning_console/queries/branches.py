@@ -22,8 +22,9 @@ from lightning.store.epochs import is_over
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Attempt, Store
 from lightning.trainer.plan import TRAIN
+from lightning.trainer.stack import why_not_served
 from lightning.types import BRANCH_VOID, Json, Rollout, Run, Transition
-from lightning_debug.branch_parent import recorded_config, why_not_live
+from lightning_debug.branch_parent import recorded_config
 
 from lightning_console.places import Located, key_of
 
@@ -256,4 +257,4 @@ async def _is_live(located: Located, version: int) -> bool:
         config, _ = recorded_config(settings)
     except ConfigError:  # they are another release's, which the command says
         return False
-    return not await why_not_live(located.store, located.run.id, version, config)
+    return not await why_not_served(located.store, located.run.id, version, config)
