@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning.store.exchanges import Parent
 from lightning.types import CallStatus, Rollout, StepReward, ToolEvent, Transition
 
 
@@ -20,7 +21,7 @@ class Trajectory:
     `trainable[i]` says whether call i belongs to the component of interest. With a critic, `values[i]` is its value of call
     i's state before the step (NaN for calls that are not trained); without one `values` is empty. `refused` are the
     calls of which the gateway or vLLM did not take the request, `lost` those whose answer the agent did not get whole: others
-    may be packed against them."""
+    may be packed against them, and those of a branch against the calls of the rollout that it is `branch_of`."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
@@ -30,6 +31,7 @@ class Trajectory:
     values: tuple[float, ...] = ()
     refused: tuple[Transition, ...] = ()
     lost: tuple[Transition, ...] = ()
+    branch_of: Parent | None = None
 
     @property
     def reward(self) -> float:

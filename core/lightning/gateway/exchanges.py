@@ -1,4 +1,5 @@
-"""What agents send and get, on its way into the store: redacted, and told against an earlier call of the attempt.
+"""What agents send and get, on its way into the store: redacted, and told against an earlier call of the attempt, or, in a
+branch, of its parent.
 
 The invariant: a text passes the redaction before it is stored, once: what came with an earlier call of the attempt is not
 looked through again. What is remembered never exceeds a fixed number of bytes; what is forgotten costs bytes in the store.
@@ -103,13 +104,21 @@ class Exchanges:
 
     def keep(self, attempt: Attempt, seq: int, packed: PackedExchange) -> None:
         """The call is durable under this number: later ones may be told against it."""
-        if not packed.request:
-            return
+        if packed.request:
+            self._remember(attempt, [Said(seq, packed.request, packed.reply)], packed.clean)
+
+    def inherit(self, attempt: Attempt, calls: Sequence[Said]) -> None:
+        """An attempt of a branch begins: its calls may be told against these of its parent, of which the first are forgotten
+        first."""
+        if self._wanted and attempt not in self._attempts:
+            self._remember(attempt, calls, frozenset())
+
+    def _remember(self, attempt: Attempt, calls: Sequence[Said], clean: frozenset[int]) -> None:
         known = self._attempts.setdefault(attempt, _Remembered())
         self._attempts.move_to_end(attempt)
         before = known.size
-        known.clean |= packed.clean
-        known.last.append(Said(seq, packed.request, packed.reply))
+        known.clean |= clean
+        known.last.extend(calls)
         self._bytes += known.size - before
         while self._bytes > self._most:
             self._bytes -= self._attempts.popitem(last=False)[1].size
@@ -133,7 +142,8 @@ def _pack(asked: Asked, new: Sequence[Piece], shown: Shown, bodies: Sequence[Sai
         told = redacted_json(whole, "reply")
         flags |= Flag.REDACTED if told != whole else WHOLE
         reply = json.dumps(told).encode() if told != whole or shown.has_ids else reply
-    base = max(bodies, key=lambda said: exchanges.shared(request, said.request), default=NOBODY)
+    # Of equal requests the last one: its reply is what this call goes on with.
+    base = max(reversed(bodies), key=lambda said: exchanges.shared(request, said.request), default=NOBODY)
     stored = exchanges.pack(asked.path, shown.status, request, reply, base, flags)
     if len(reply) > exchanges.LARGEST:
         return PackedExchange(stored, b"", b"", frozenset())

@@ -77,7 +77,8 @@ class Gateway:
         self._forwarder = Forwarder()
         self._providers = Providers(read_providers(config.providers), config.upstream_timeout)
         self._serving: Serving | None = None
-        self._recorder = Recorder(store, config.token_ttl, Exchanges(wanted=config.record_requests))
+        recording = Exchanges(wanted=config.record_requests)
+        self._recorder = Recorder(store, config.token_ttl, recording)
         identity = Identity(self._signer)
         self._tracebook = TraceBook(store, self._signer, shared=shared)
         traces = TraceEndpoint(config, identity, self._tracebook, store)
@@ -93,7 +94,7 @@ class Gateway:
             self._history,
             self._providers,
             self.conversations,
-            Branches(store),
+            Branches(store, recording),
         )
         self._front = build_front(calls, traces, self.feedback)
         self.app = self._front.app

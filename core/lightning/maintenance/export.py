@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias, get_args
 from lightning.errors import StoreError
 from lightning.store import exchanges, rows
 from lightning.store.epochs import read_epochs
-from lightning.store.exchanges import Exchange
+from lightning.store.exchanges import Exchange, Parent, parents_of
 from lightning.store.pages import each_rollout, each_step
 from lightning.store.protocol import Store
 from lightning.types import (
@@ -102,13 +102,27 @@ async def _rollouts(store: Store, run: Run, scope: ExportScope) -> AsyncIterator
 
 async def _transitions(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
     async for some in _batches(_attempts(store, run, scope)):
-        read = await store.transitions_of([(rollout.id, attempt) for rollout, attempt in some])
-        for (rollout, attempt), calls in zip(some, read, strict=True):
-            for call, exchange in zip(calls, exchanges.read(calls), strict=True):
-                yield {**_of_attempt(run, rollout, attempt), **_transition(call, exchange)}
+        keys = [(rollout.id, attempt) for rollout, attempt in some]
+        read = await store.transitions_of(keys)
+        parents = await parents_of(store, [rollout for rollout, _ in some], dict(zip(keys, read, strict=True)))
+        for (rollout, attempt), calls, parent in zip(some, read, parents, strict=True):
+            found, why = _exchanges(calls, parent)
+            for call, exchange in zip(calls, found, strict=True):
+                unreadable = why if call.exchange is not None else ""
+                yield {**_of_attempt(run, rollout, attempt), **_transition(call, exchange, unreadable)}
 
 
-def _transition(call: Transition, exchange: Exchange | None) -> Record:
+def _exchanges(calls: Sequence[Transition], parent: Parent | None) -> tuple[Sequence[Exchange | None], str]:
+    """The exchanges of an attempt; none, and why, of a branch whose parent was removed: that damages nothing else."""
+    try:
+        return exchanges.read(calls, parent), ""
+    except StoreError as error:
+        if parent is None or parent.calls:
+            raise
+        return [None] * len(calls), str(error)
+
+
+def _transition(call: Transition, exchange: Exchange | None, unreadable: str) -> Record:
     said = exchange or Exchange("", None)
     return {
         **_plain(call, _CALL),
@@ -118,6 +132,7 @@ def _transition(call: Transition, exchange: Exchange | None) -> Record:
         "http_status": said.status,
         "redacted": said.redacted,
         "too_large": said.too_large,
+        "unreadable": unreadable,
         **_caller(call.caller),
         "conversation": _conversation(call.conversation),
         "versions": [{"start": part.start, "version": part.version} for part in call.versions],
@@ -297,6 +312,7 @@ TABLES: Final[Mapping[str, Table]] = MappingProxyType(
                 http_status=_I,
                 redacted=ColumnKind.TRUTH,
                 too_large=ColumnKind.TRUTH,
+                unreadable=_T,
                 **_CALLER,
                 conversation=_J,
                 versions=_J,

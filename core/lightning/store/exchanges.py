@@ -1,21 +1,24 @@
 """What an agent sent in a model call and what it got, packed into a few bytes, and back.
 
 The invariant: `read` gives the very JSON that was packed, numbers digit by digit. A request is kept as what it adds to the
-one of an earlier call of the attempt; a call whose earlier one is missing or unreadable raises `StoreError`, never gives
-another request.
+one of an earlier call of the attempt, or, in a branch, of a call of its parent; a call whose earlier one is missing, another
+one or unreadable raises `StoreError`, never gives another request.
 
-Layout, little-endian: a byte for the version, a byte of `Flag`s, the `seq` of the earlier call or -1 (int32), then a zstandard
-frame of a line of JSON (API path, status, bytes of the request shared with the earlier one at the beginning and at the end, how
-many are not), the bytes that are not, and the reply. The earlier call's reply is the frame's dictionary, since an agent mostly
-sends back what the model has said.
+Layout, little-endian: a byte for the version, a byte of `Flag`s, the `seq` of the earlier call or -1 (int32), in version 2 the
+CRC-32 of that call's request and reply (uint32), then a zstandard frame of a line of JSON (API path, status, bytes of the
+request shared with the earlier one at the beginning and at the end, how many are not), the bytes that are not, and the reply.
+The earlier call's reply is the frame's dictionary, since an agent mostly sends back what the model has said. In version 1 the
+earlier call is one of the attempt, in version 2 one of the parent's attempt, which a release that knows no branches refuses.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import IntFlag
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -23,9 +26,12 @@ import orjson
 import zstandard
 
 from lightning.errors import StoreError
-from lightning.types import Json, ToolEvent, Transition
+from lightning.store.protocol import Store
+from lightning.types import Json, Rollout, ToolEvent, Transition
 
 VERSION: Final = 1
+OF_PARENT: Final = 2
+"""The version of an exchange that is told against a call of the parent."""
 LEVEL: Final = 1
 LARGEST: Final = 4 << 20
 """Bytes of a request, or of a reply, from which on it is left out."""
@@ -33,6 +39,17 @@ LARGEST_FRAME: Final = 2 * LARGEST + (64 << 10)
 """Bytes that an exchange has at most: a request, a reply, and what is said of them."""
 LARGEST_DICTIONARY: Final = 32 << 10
 _HEAD: Final = struct.Struct("<BBi")
+_CHECK: Final = struct.Struct("<I")
+DAMAGED: Final = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    struct.error,
+    zstandard.ZstdError,
+)
+"""What reading a damaged exchange may raise."""
 Body: TypeAlias = "dict[str, Any]"
 
 
@@ -66,14 +83,29 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The canonical request and the reply of a call that is stored: what a later one is packed against."""
+    """The canonical request and the reply of a call that is stored: what a later one is packed against. `of_parent` says that
+    the later one is a call of a branch, and this one of its parent."""
 
     seq: int
     request: bytes
     reply: bytes
+    of_parent: bool = False
+
+    @property
+    def check(self) -> bytes:
+        """What tells it from another call of the same number: a parent may be deleted and made again."""
+        return _CHECK.pack(zlib.crc32(self.reply, zlib.crc32(self.request)))
 
 
 NOBODY: Final = Said(-1, b"", b"")
+
+
+class Parent(NamedTuple):
+    """The rollout that a branch is of, by its id, and all calls of the attempt that the branch began as; none where they are
+    not in the store."""
+
+    rollout: str
+    calls: Sequence[Transition] = ()
 
 
 class Piece(NamedTuple):
@@ -133,9 +165,12 @@ def pack(path: str, status: int, request: bytes, reply: bytes, base: Said = NOBO
     middle = request[start : len(request) - end]
     if not start + end:
         base = NOBODY
+    before = _HEAD.pack(VERSION, flags, base.seq)
+    if base.of_parent:
+        before = _HEAD.pack(OF_PARENT, flags, base.seq) + base.check
     head = orjson.dumps([path, status, start, end, len(middle)])
     packer = zstandard.ZstdCompressor(level=LEVEL, dict_data=_dictionary(base))
-    return _HEAD.pack(VERSION, flags, base.seq) + packer.compress(b"".join((head, b"\n", middle, reply)))
+    return before + packer.compress(b"".join((head, b"\n", middle, reply)))
 
 
 def _dictionary(base: Said) -> zstandard.ZstdCompressionDict | None:
@@ -179,69 +214,136 @@ def why_not_replayable(calls: Sequence[Transition], tool_events: Sequence[ToolEv
     return ""
 
 
-def read(calls: Sequence[Transition]) -> list[Exchange | None]:
-    """The exchange of each call of an attempt, given all of its calls; None where none is recorded.
+async def parents_of(
+    store: Store, rollouts: Sequence[Rollout], known: Mapping[tuple[str, int], Sequence[Transition]] | None = None
+) -> list[Parent | None]:
+    """What the exchanges of each of these rollouts are read with: None for one that is no branch. `known` are calls of attempts
+    that have been read already."""
+    calls = dict(known or {})
+    keys = [None if rollout.parent is None else rollout.parent[:2] for rollout in rollouts]
+    unknown = [key for key in dict.fromkeys(keys) if key is not None and key not in calls]
+    there = [key for key in unknown if await store.get_rollout(key[0]) is not None]
+    calls |= zip(there, await store.transitions_of(there) if there else (), strict=True)
+    return [None if key is None else Parent(key[0], calls.get(key, ())) for key in keys]
+
+
+def read(calls: Sequence[Transition], parent: Parent | None = None) -> list[Exchange | None]:
+    """The exchange of each call of an attempt, given all of its calls; None where none is recorded. Those of a branch are read
+    with its `parent` (`parents_of`).
 
     Raises `StoreError` for one that cannot be read.
     """
-    reader = _Reader(calls)
-    return [reader.exchange(call.seq) for call in calls]
+    reader = _Reader(calls, parent)
+    return [reader.exchange(call) for call in calls]
+
+
+def said_in_parent(calls: Sequence[Transition], numbers: Iterable[int]) -> list[Said]:
+    """What the calls of a rollout with these `seq` said, as calls of its branches are packed against them. Raises `StoreError`
+    for one that cannot be read, `KeyError` for one that is not recorded."""
+    reader = _Reader(calls, None)
+    return [replace(reader.said(number), of_parent=True) for number in numbers]
+
+
+class _Unpacked(NamedTuple):
+    path: str
+    status: int
+    flags: Flag
+    said: Said
 
 
 class _Reader:
     """Reads the exchanges of one attempt. A call may be told against one with a higher number, which ended before it."""
 
-    def __init__(self, calls: Sequence[Transition]) -> None:
-        self._calls = calls
+    def __init__(self, calls: Sequence[Transition], parent: Parent | None) -> None:
+        self._calls, self._parent = calls, parent
+        self._above = _Reader(parent.calls, None) if parent is not None else None
         self._packed = {call.seq: call for call in calls if call.exchange is not None}
-        self._said: dict[int, Said] = {}
-        self._found: dict[int, Exchange] = {}
+        self._found: dict[int, _Unpacked] = {}
 
-    def exchange(self, seq: int) -> Exchange | None:
-        """The exchange of the call with this number; None without one."""
-        if seq in self._packed and seq not in self._found:
-            self._found[seq] = self._read(self._packed[seq])
-        return self._found.get(seq)
-
-    def _base(self, seq: int) -> Said:
-        """What an earlier call said. Raises `KeyError` where none is recorded, `RecursionError` for a circle."""
-        if seq not in self._said:
-            self.exchange(seq)
-        return self._said[seq]
-
-    def _read(self, call: Transition) -> Exchange:
-        packed = call.exchange
-        assert packed is not None, "asked of calls that have one"
-        try:
-            version, number, before = _HEAD.unpack_from(packed)
-            if version != VERSION:
-                raise StoreError(
-                    f"the exchange of transition {call.key} has form {version}, this release reads {VERSION}: it was written "
-                    "by a newer release (pip install -U 'lightning<1')"
-                )
-            flags, base = Flag(number), NOBODY if before < 0 else self._base(before)
-            if not 0 <= zstandard.frame_content_size(packed[_HEAD.size :]) <= LARGEST_FRAME:
-                raise StoreError(f"the exchange of transition {call.key} would have more than {LARGEST_FRAME} bytes")
-            text = zstandard.ZstdDecompressor(dict_data=_dictionary(base)).decompress(packed[_HEAD.size :])
-            head, _, rest = text.partition(b"\n")
-            path, status, start, end, length = json.loads(head)
-            request = base.request[:start] + rest[:length] + base.request[len(base.request) - end :]
-            self._said[call.seq] = Said(call.seq, request, rest[length:])
+    def exchange(self, call: Transition) -> Exchange | None:
+        """The exchange of a call; None without one."""
+        if call.exchange is None:
+            return None
+        with _corrupt(call):
+            path, status, flags, said = self._unpacked(call.seq)
+            redacted = bool(flags & Flag.REDACTED)
             if flags & Flag.TOO_LARGE:
-                return Exchange(path, None, None, status, bool(flags & Flag.REDACTED), too_large=True)
-            reply: Any = json.loads(rest[length:]) if len(rest) > length else None
+                return Exchange(path, None, None, status, redacted, too_large=True)
+            reply: Any = json.loads(said.reply) if said.reply else None
             if flags & Flag.IDS:
                 _put_ids_back(reply, [each for each in self._calls if each.id == call.id])
-            return Exchange(path, json.loads(request), reply, status, bool(flags & Flag.REDACTED))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, struct.error) as error:
-            raise _corrupt(call, error) from error
-        except zstandard.ZstdError as error:
-            raise _corrupt(call, error) from error
+            return Exchange(path, json.loads(said.request), reply, status, redacted)
+
+    def said(self, seq: int) -> Said:
+        """What the call with this number said. Raises `KeyError` where none is recorded."""
+        for call in self._calls:  # in their order: each is told against one before it, so that no recursion is deep
+            if call.seq in self._packed:
+                self._unpacked(call.seq)
+            if call.seq == seq:
+                break
+        return self._found[seq].said
+
+    def _unpacked(self, seq: int) -> _Unpacked:
+        """What is packed of a call. Raises `KeyError` where none is recorded, `RecursionError` for a circle."""
+        if seq not in self._found:
+            call = self._packed[seq]
+            with _corrupt(call):
+                self._found[seq] = self._unpack(call)
+        return self._found[seq]
+
+    def _unpack(self, call: Transition) -> _Unpacked:
+        packed = call.exchange
+        assert packed is not None, "asked of calls that have one"
+        version, number, before = _HEAD.unpack_from(packed)
+        if version not in (VERSION, OF_PARENT):
+            raise StoreError(
+                f"the exchange of transition {call.key} has form {version}, this release reads {VERSION} and {OF_PARENT}: it "
+                "was written by a newer release (pip install -U 'lightning<1')"
+            )
+        body, base = packed[_HEAD.size :], NOBODY
+        if version == OF_PARENT:
+            body, base = body[_CHECK.size :], self._of_parent(call, before, body[: _CHECK.size])
+        elif before >= 0:
+            base = self._unpacked(before).said
+        if not 0 <= zstandard.frame_content_size(body) <= LARGEST_FRAME:
+            raise StoreError(f"the exchange of transition {call.key} would have more than {LARGEST_FRAME} bytes")
+        text = zstandard.ZstdDecompressor(dict_data=_dictionary(base)).decompress(body)
+        head, _, rest = text.partition(b"\n")
+        path, status, start, end, length = json.loads(head)
+        request = base.request[:start] + rest[:length] + base.request[len(base.request) - end :]
+        return _Unpacked(path, status, Flag(number), Said(call.seq, request, rest[length:]))
+
+    def _of_parent(self, call: Transition, seq: int, check: bytes) -> Said:
+        """What the parent's call with this number said. Raises `StoreError` where that is not what it said when `call` was
+        packed."""
+        told = f"the exchange of transition {call.key} is told against call {seq} of its parent"
+        if self._parent is None or self._above is None:
+            raise StoreError(f"{told}: it is read with that one's calls (`lightning.store.exchanges.parents_of`)")
+        name = self._parent.rollout
+        try:
+            said = self._above.said(seq)
+        except KeyError as error:
+            raise StoreError(
+                f"{told} {name}, which is not in the store: `lightning db prune` removed it, or the run of {name}"
+            ) from error
+        if said.check != check:
+            raise StoreError(
+                f"{told} {name}, and that is another call now: the rollout was removed and made again, or the database was "
+                "edited. Restore it from a backup"
+            )
+        return said
 
 
-def _corrupt(call: Transition, error: Exception) -> StoreError:
-    why = f"the call {error} that it is told against has none" if isinstance(error, KeyError) else str(error)
-    return StoreError(f"the exchange of transition {call.key} is corrupt: {why}. Restore the database from a backup")
+@contextmanager
+def _corrupt(call: Transition) -> Iterator[None]:
+    """Whatever goes wrong with a damaged exchange is a `StoreError`."""
+    try:
+        yield
+    except DAMAGED as error:
+        why = f"the call {error} that it is told against has none" if isinstance(error, KeyError) else str(error)
+        raise StoreError(
+            f"the exchange of transition {call.key} is corrupt: {why}. Restore the database from a backup"
+        ) from error
 
 
 def without_ids(reply: Body) -> bool:

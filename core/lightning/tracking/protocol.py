@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from lightning.store.exchanges import Parent
 from lightning.types import Json, Rollout, Span, StepReward, ToolEvent, Transition
 
 
@@ -22,7 +23,8 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """One attempt of a finished rollout and everything recorded about it; the last attempt is `rollout.attempt`."""
+    """One attempt of a finished rollout and everything recorded about it; the last attempt is `rollout.attempt`. What a branch
+    sent and got is read with the calls of the rollout that it is `branch_of`."""
 
     rollout: Rollout
     attempt: int
@@ -30,6 +32,7 @@ class AttemptRecord:
     tool_events: Sequence[ToolEvent]
     step_rewards: Sequence[StepReward]
     spans: Sequence[Span]
+    branch_of: Parent | None = None
 
 
 @runtime_checkable

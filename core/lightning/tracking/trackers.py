@@ -18,6 +18,7 @@ from typing import Self, TypeAlias, cast
 from lightning.config import Config
 from lightning.gateway.redaction import redacted_json
 from lightning.plugins import plugins
+from lightning.store.exchanges import parents_of
 from lightning.store.protocol import Store
 from lightning.tracking.protocol import AlertTracker, AttemptRecord, RolloutTracker, Tracker
 from lightning.types import Json, Rollout
@@ -173,6 +174,7 @@ async def attempts_of(store: Store, rollout: Rollout) -> list[AttemptRecord]:
     """The attempts of a rollout in order; lost ones only if they recorded anything."""
     records = []
     numbers = range(1, rollout.attempt + 1)
+    (parent,) = await parents_of(store, [rollout])
     for attempt, ended in zip(
         numbers, await store.attempts_of([(rollout.id, number) for number in numbers]), strict=True
     ):
@@ -183,6 +185,7 @@ async def attempts_of(store: Store, rollout: Rollout) -> list[AttemptRecord]:
             list(ended.tool_events),
             list(ended.step_rewards),
             await store.spans(rollout.id, attempt),
+            parent,
         )
         if attempt == rollout.attempt or record.transitions or record.spans:
             records.append(record)

@@ -26,6 +26,7 @@ from lightning.batch.trajectory import Group, Trajectory
 from lightning.errors import StoreError
 from lightning.losses.correction import Correction
 from lightning.losses.custom_loss import GivenLoss
+from lightning.store.exchanges import parents_of
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN
@@ -135,8 +136,9 @@ async def load_groups(
     done = [scored for rollout in rollouts if (scored := _scored(rollout, policy_fault)) is not None]
     attempts = [(rollout.id, rollout.attempt) for rollout in done]
     calls, ended = await store.transitions_of(attempts), await store.attempts_of(attempts)
+    parents = await parents_of(store, done, dict(zip(attempts, calls, strict=True)))
     groups: dict[str, list[Trajectory]] = {rollout.group: [] for rollout in rollouts}
-    for rollout, transitions, attempt in zip(done, calls, ended, strict=True):
+    for rollout, transitions, attempt, parent in zip(done, calls, ended, parents, strict=True):
         answered = tuple(call for call in transitions if call.status.answered)
         if rollout.status is Status.FAILED and not answered:
             continue
@@ -153,6 +155,7 @@ async def load_groups(
                 attempt.step_rewards,
                 refused=tuple(call for call in transitions if is_refused(call)),
                 lost=tuple(call for call in transitions if not call.status.answered and not is_refused(call)),
+                branch_of=parent,
             )
         )
     return [

@@ -35,7 +35,7 @@ from lightning.trainer.agents import hidden_from_agents
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.prompts import Prompts
 from lightning.trainer.runs import claim_folder
-from lightning.trainer.stack import Stack, open_stack
+from lightning.trainer.stack import Stack, open_stack, why_not_served
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Json, Rollout, Run
@@ -52,7 +52,6 @@ from lightning_debug.branch_parent import (
     recorded_config,
     remarks,
     unused,
-    why_not_live,
 )
 from lightning_debug.policies import EvaluatedModel, find_model, model_of_run
 
@@ -226,7 +225,7 @@ def _served(parent: Parent) -> EvaluatedModel:
     """The policy that the trainer of the parent's run serves, whatever folder its weights are in. Raises `ConfigError` where it
     serves none, or another version."""
     base, _ = recorded_config(parent.found.settings)
-    asked = with_store(parent.url, lambda store: why_not_live(store, parent.run.id, parent.version, base))
+    asked = with_store(parent.url, lambda store: why_not_served(store, parent.run.id, parent.version, base))
     if why := asyncio.run(asked):
         raise ConfigError(f"{why}: {INSTEAD}")
     model = Path(str(parent.run.config.get("model", "")))
@@ -346,12 +345,12 @@ def _named(base: str, number: int) -> str:
 async def _report(store: Store, plan: _Plan, run: Run) -> BranchReport:
     ended = sorted(await all_rollouts(store, run.id), key=lambda rollout: rollout.index)
     outcomes, used = [], not plan.prompts
-    for rollout in ended:
+    for rollout, beginning in zip(ended, await exchanges.parents_of(store, ended), strict=True):
         calls = await store.transitions(rollout.id)
         state = "valid" if rollout.reward is not None else "void" if is_void(rollout) else "failed"
         made = len({call.seq for call in calls if call.status.answered})
         outcomes.append(BranchOutcome(rollout.id, made, rollout.reward, state, rollout.error))
-        asked = [exchange.request for exchange in exchanges.read(calls) if exchange is not None]
+        asked = [exchange.request for exchange in exchanges.read(calls, beginning) if exchange is not None]
         used = used or state == "void" or _has_prompt(plan.prompts, asked)
     rewards = [each.reward for each in outcomes if each.reward is not None]
     mean = math.fsum(rewards) / len(rewards) if rewards else None

@@ -250,7 +250,7 @@ def _is_judged(member: Trajectory) -> bool:
 def _transcript(member: Trajectory) -> Transcript:
     """Raises `DataError` where the texts are not recorded."""
     calls = sorted((*member.transitions, *member.refused, *member.lost), key=lambda call: (call.seq, call.choice))
-    seen = transcript_of(member.rollout, calls, member.tool_events)
+    seen = transcript_of(member.rollout, calls, member.tool_events, member.branch_of)
     if seen.missing not in ("", REDACTED):
         raise DataError(
             f"the judge cannot read rollout {member.rollout.id}: {seen.missing}. Texts are recorded while "

@@ -216,7 +216,7 @@ class _Trial:
                 self.kept += 1
                 continue
             try:
-                seen = transcript_of(rollout, calls[rollout.id], member.tool_events)
+                seen = transcript_of(rollout, calls[rollout.id], member.tool_events, member.branch_of)
                 if seen.missing and not (isinstance(self.grader, GroupGrader) and seen.missing == REDACTED):
                     raise DataError(seen.missing)
             except LightningError as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lightning.store import exchanges
-from lightning.store.exchanges import Exchange
+from lightning.store.exchanges import Exchange, Parent
 from lightning.types import Rollout, Task, ToolEvent, Transition
 
 REDACTED: Final = "a credential was left out of its texts"
@@ -76,13 +76,19 @@ class Transcript:
         return sum(call.tokens for call in self.calls)
 
 
-def transcript_of(rollout: Rollout, transitions: Sequence[Transition], tool_events: Sequence[ToolEvent]) -> Transcript:
-    """The transcript of an attempt, from all of its rows, since answered calls may be packed against others.
+def transcript_of(
+    rollout: Rollout,
+    transitions: Sequence[Transition],
+    tool_events: Sequence[ToolEvent],
+    parent: Parent | None = None,
+) -> Transcript:
+    """The transcript of an attempt, from all of its rows, since answered calls may be packed against others; of a branch also
+    from those of its `parent` (`lightning.store.exchanges.parents_of`).
 
     Raises `StoreError` for rows that cannot be read.
     """
     calls, missing = [], "" if transitions else "no call of it is stored"
-    for transition, exchange in zip(transitions, exchanges.read(transitions), strict=True):
+    for transition, exchange in zip(transitions, exchanges.read(transitions, parent), strict=True):
         if transition.choice or not transition.status.answered:
             continue
         request: Mapping[str, Any] = {}

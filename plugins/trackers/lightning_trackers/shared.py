@@ -109,7 +109,7 @@ def times_of(record: AttemptRecord) -> tuple[float, float]:
 
 def calls_of(record: AttemptRecord) -> list[tuple[Transition, Exchange | None]]:
     """The model calls with what was sent and got, where it is recorded. Raises `StoreError` for what cannot be read."""
-    pairs = zip(record.transitions, read(record.transitions), strict=True)
+    pairs = zip(record.transitions, read(record.transitions, record.branch_of), strict=True)
     return [(call, exchange) for call, exchange in pairs if call.choice == 0]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -15,11 +16,15 @@ from typing import Any
 import httpx
 import lightning
 import pytest
+from lightning.errors import StoreError
 from lightning.gateway.replay import branches
 from lightning.gateway.replay.divergence import diverged
+from lightning.gateway.replay.recorded import recorded_rollout
 from lightning.server.agents import HowToCall
+from lightning.store import exchanges
+from lightning.store.exchanges import Parent
 from lightning.testing import Reply, vllm_shapes
-from lightning.types import LLM, CallStatus, Fault, Rollout, Status, Task
+from lightning.types import LLM, CallStatus, Fault, Rollout, Status, Task, Transition
 
 from tests.core.gateway.branching import Brancher, brancher, numbered
 
@@ -345,16 +350,60 @@ def test_responses_go_on_with_what_their_parent_was_answered() -> None:
         assert len(found.calls) == 2
 
 
-def test_no_more_is_stored_than_its_own_calls(made: Brancher) -> None:
-    from lightning.store.exchanges import flags_of
+def stored(calls: Sequence[Transition]) -> int:
+    """The bytes of what was said."""
+    return sum(len(call.exchange or b"") for call in calls)
 
-    parent = made.run(chain(6))
-    found = made.run(chain(6), parent=parent.key(5))
-    assert [call.seq for call in found.calls] == [0, 1]
-    assert sum(len(call.exchange or b"") for call in found.calls) <= sum(
-        len(call.exchange or b"") for call in parent.calls
-    )
-    assert all(not flags_of(call) for call in found.calls)
+
+def talk(turns: int, *names: str) -> Callable[[Task, LLM], float]:
+    """Agents that take turns, each with a conversation of its own that goes on."""
+
+    def agent(task: Task, llm: LLM) -> float:
+        talks: dict[str, list[Any]] = {
+            name: [{"role": "system", "content": f"You are {name}. " * 20}] for name in names
+        }
+        headers = {"authorization": f"Bearer {llm.api_key}"}
+        for turn in range(turns):
+            for messages in talks.values():
+                messages.append({"role": "user", "content": f"{task.input}, step {turn}?"})
+                body = {"model": llm.model, "messages": messages}
+                reply = httpx.post(f"{llm.base_url}/chat/completions", json=body, headers=headers, timeout=60)
+                messages.append(reply.raise_for_status().json()["choices"][0]["message"])
+        return 1.0
+
+    return agent
+
+
+@pytest.mark.parametrize("agent", [talk(6, "alone"), talk(2, "red", "green", "blue"), talk(2, *"abcdef")])
+def test_no_more_is_stored_than_its_own_calls(agent: Callable[[Task, LLM], float]) -> None:
+    """A branch takes no more bytes than the same calls took of its parent: what comes before them is not stored again."""
+    saying = (hashlib.md5(bytes([n])).hexdigest() for n in range(200))  # texts of one length
+    with brancher(lambda body: Reply(next(saying))) as made:
+        parent = made.run(agent)
+        assert parent.rollout.error == ""
+        asked = exchanges.read(parent.calls)
+        for number, theirs in enumerate(asked):
+            found = made.run(agent, parent=parent.key(number + 1))
+            assert found.rollout.error == ""
+            assert len(found.calls) == len(parent.calls) - number
+            told = sum(call.exchange is not None and call.exchange[0] == exchanges.OF_PARENT for call in found.calls)
+            assert told >= 1
+            # Where agents take turns, the first call of each other one is told against the parent, too. That costs 4 bytes for
+            # its check, and what a few random ids make of compressed bytes.
+            assert stored(found.calls) <= stored(parent.calls[number:]) + 8 * (told - 1)
+            assert not any(map(exchanges.flags_of, found.calls))
+            first = exchanges.read(found.calls, Parent(parent.rollout.id, parent.calls))[0]
+            assert first is not None
+            assert theirs is not None
+            assert first.request == theirs.request
+
+
+def test_a_branch_whose_parent_is_gone_says_so(made: Brancher) -> None:
+    parent = made.run(chain(3))
+    found = made.run(chain(3), parent=parent.key(2))
+    assert made.whole(found.rollout.id).calls[1].exchange.request
+    with pytest.raises(StoreError, match=f"of its parent {parent.rollout.id}, which is not in the store"):
+        recorded_rollout(found.rollout, found.calls, parent=Parent(parent.rollout.id))
 
 
 def test_a_branch_that_only_did_what_runs_beside_it_is_void() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 
 import anthropic
@@ -159,6 +160,38 @@ async def test_agents_that_take_turns_are_told_against_their_own_calls(house):
     found = await exchanged(house, 8)
     assert [each.request for each in found] == sent
     assert max(len(call.exchange) for call in (await house.transitions())[2:]) < 1000
+
+
+async def test_a_request_that_comes_again_is_told_against_the_last_of_its_kind():
+    """What an agent sends next quotes the answer to that one."""
+    made = recorded.Exchanges()
+    answers = [hashlib.sha512(bytes([n])).hexdigest() for n in range(2)]
+    asked = made.asked("/chat/completions", {"messages": ["hi"]}, 10)
+    for seq, answer in enumerate(answers):
+        packed = await made.pack(("r", 1), asked, recorded.Shown(200, json.dumps({"text": answer}).encode()))
+        made.keep(("r", 1), seq, packed)
+    sizes = []
+    for answer in answers:
+        later = made.asked("/chat/completions", {"messages": ["hi", answer]}, 10)
+        sizes.append(len((await made.pack(("r", 1), later, recorded.Shown())).stored))
+    made.close()
+    assert sizes[1] < sizes[0] - 50
+
+
+async def test_what_a_branch_inherits_is_bounded_and_given_once():
+    made = recorded.Exchanges(most_bytes=1000)
+    calls = [exchanges.Said(n, b'{"messages":["%d"]}' % n, b"{}", of_parent=True) for n in range(9)]
+    made.inherit(("b", 1), calls)
+    made.inherit(("b", 1), [exchanges.Said(0, b"x" * 400, b"", of_parent=True)])
+    last = made.asked("/chat/completions", {"messages": ["8"]}, 10)
+    packed = await made.pack(("b", 1), last, recorded.Shown())
+    assert packed.stored[0] == exchanges.OF_PARENT
+    made.inherit(
+        ("c", 1), [exchanges.Said(0, b"x" * 990, b"", of_parent=True)]
+    )  # the one that has waited longest is forgotten
+    packed = await made.pack(("b", 1), last, recorded.Shown())
+    assert packed.stored[0] == exchanges.VERSION
+    made.close()
 
 
 async def test_calls_that_overlap_are_read_back_whichever_ends_first(house):

@@ -14,6 +14,7 @@ from lightning.errors import MissingExtraError, StoreError
 from lightning.maintenance import export_files as files
 from lightning.maintenance.export import TABLES, ColumnKind, ExportScope, Record, chosen_runs, read_table
 from lightning.maintenance.export_files import Format, Parquet, json_line, write_table
+from lightning.store import exchanges
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.types import Fault, Outcome, Rollout, Run, Task, ToolEvent, Transition, logprobs, token_ids
@@ -157,6 +158,35 @@ async def test_what_is_exported_can_be_chosen(store: Store, tmp_path: Path) -> N
     assert len(await ids_of(ExportScope())) == 21
     with pytest.raises(StoreError, match="no run 'x' in this store; it has other, run"):
         await chosen_runs(store, ["x"])
+
+
+@pytest.mark.parametrize("kind", list(Format))
+async def test_branches_are_exported_with_what_they_have_of_their_parents(
+    store: Store, tmp_path: Path, kind: Format
+) -> None:
+    """One whose parent was removed says so in its own rows, and nothing else is lost."""
+    asked = exchanges.canonical({"messages": ["a" * 100]})
+    ids, run = token_ids([1]), Run("branches", "branches")
+    theirs = Transition(
+        "p", 1, 0, "theirs", ids, ids, logprobs([-1.0]), exchange=exchanges.pack("/c", 200, asked, b"{}")
+    )
+    (base,) = exchanges.said_in_parent([theirs], [0])
+    own = exchanges.pack("/c", 200, asked, b"{}", base)
+    await store.put_run(run)
+    parents = {"p": None, "b": ("p", 1, 0), "lost": ("gone", 1, 0)}
+    await store.create_rollouts([Rollout(name, run.id, Task("q"), name, parent=key) for name, key in parents.items()])
+    await store.lease(run.id, "w", limit=3)
+    await store.append([theirs])
+    for name in ("b", "lost"):
+        calls = [Transition(name, 1, 0, name, ids, ids, logprobs([-1.0]), exchange=own)]
+        await store.append([*calls, Transition(name, 1, 1, f"{name} later", ids, ids, logprobs([-1.0]))])
+    rows = (await exported(store, kind, tmp_path, ExportScope((run.id,))))["transitions"]
+    found = {row["id"]: row for row in rows}
+    assert list(found) == ["theirs", "b", "b later", "lost", "lost later"]
+    assert found["b"]["request"] == found["theirs"]["request"] == {"messages": ["a" * 100]}
+    assert (found["lost"]["api"], found["lost"]["request"], found["lost"]["prompt_ids"]) == ("", None, [1])
+    assert "of its parent gone, which is not in the store" in found["lost"]["unreadable"]
+    assert not any(row["unreadable"] for name, row in found.items() if name != "lost")
 
 
 async def test_a_table_that_breaks_off_leaves_no_file(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from typing import Any
 
@@ -10,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import StoreError
 from lightning.store import exchanges
-from lightning.store.exchanges import Exchange, Said
-from lightning.types import Transition, logprobs, token_ids
+from lightning.store.exchanges import Exchange, Parent, Said, parents_of
+from lightning.store.memory import MemoryStore
+from lightning.types import Rollout, Run, Task, Transition, logprobs, token_ids
 
 TEXT = st.text(st.characters(), max_size=12)
 NUMBERS = st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False)
@@ -23,8 +26,18 @@ JSON = st.recursive(
 BODY = st.dictionaries(TEXT, JSON, max_size=5)
 
 
-def call(seq: int, packed: bytes | None) -> Transition:
-    return Transition("r", 1, seq, f"c{seq}", token_ids(), token_ids(), logprobs(), exchange=packed)
+def call(seq: int, packed: bytes | None, rollout: str = "r") -> Transition:
+    return Transition(rollout, 1, seq, f"c{seq}", token_ids(), token_ids(), logprobs(), exchange=packed)
+
+
+def trunk(*said: tuple[Any, Any]) -> list[Transition]:
+    """The calls of a parent, each told against the one before."""
+    calls, before = [], exchanges.NOBODY
+    for seq, (request, reply) in enumerate(said):
+        text, answer = exchanges.canonical(request), json.dumps(reply).encode()
+        calls.append(call(seq, exchanges.pack("/chat", 200, text, answer, before), "p"))
+        before = Said(seq, text, answer)
+    return calls
 
 
 def as_text(value: Any) -> str:
@@ -43,6 +56,97 @@ def test_what_was_said_is_read_back_digit_by_digit(said: list[tuple[Any, Any]], 
         known.append(Said(seq, text, answer))
     found = exchanges.read(stored[::-1])[::-1]
     assert [as_text([one.request, one.reply]) for one in found if one] == [as_text(list(pair)) for pair in said]
+
+
+@given(
+    st.lists(st.tuples(BODY, BODY), min_size=1, max_size=4),
+    st.lists(st.tuples(BODY, BODY), min_size=1, max_size=4),
+    st.data(),
+)
+def test_a_branch_is_read_back_with_the_calls_of_its_parent(
+    before: list[tuple[Any, Any]], own: list[tuple[Any, Any]], data: st.DataObject
+) -> None:
+    parent = trunk(*before)
+    bases = exchanges.said_in_parent(parent, data.draw(st.permutations(range(len(parent)))))
+    stored = []
+    for seq, (request, reply) in enumerate(own):
+        if data.draw(st.booleans()):  # it asks what its parent asked, or goes on with that
+            request = data.draw(st.sampled_from(before))[0] | data.draw(st.dictionaries(TEXT, JSON, max_size=1))
+            own[seq] = request, reply
+        text, answer = exchanges.canonical(request), json.dumps(reply).encode()
+        stored.append(call(seq, exchanges.pack("/chat", 200, text, answer, data.draw(st.sampled_from(bases)))))
+        bases.append(Said(seq, text, answer))
+    found = exchanges.read(stored, Parent("p", parent))
+    assert [as_text([one.request, one.reply]) for one in found if one] == [as_text(list(pair)) for pair in own]
+
+
+LONG = {"messages": ["a" * 100]}
+
+
+def test_a_branch_stores_nothing_of_what_its_parent_asked() -> None:
+    texts = [hashlib.sha512(bytes([n])).hexdigest() for n in range(5)]  # they hardly compress
+    asked, again = {"messages": texts[:1]}, {"messages": texts[:2]}
+    parent = trunk((asked, {"text": texts[2]}), (again, {"text": texts[3]}))
+    (base,) = exchanges.said_in_parent(parent, [1])
+    packed = exchanges.pack("/chat", 200, base.request, json.dumps({"text": texts[4]}).encode(), base)
+    assert len(packed) <= len(parent[1].exchange or b"")
+    assert packed[0] == exchanges.OF_PARENT, "a release that knows no branches has to refuse it"
+    assert exchanges.flags_of(call(0, packed)) == 0
+    (found,) = exchanges.read([call(0, packed)], Parent("p", parent))
+    assert found == Exchange("/chat", again, {"text": texts[4]}, 200)
+
+
+def test_a_branch_without_its_parents_calls_is_an_error_that_names_it() -> None:
+    parent = trunk((LONG, {"id": "first answer"}))
+    (base,) = exchanges.said_in_parent(parent, [0])
+    own = [call(0, exchanges.pack("/chat", 200, exchanges.canonical(LONG | {"n": 1}), b"{}", base))]
+    with pytest.raises(StoreError, match=r"call 0 of its parent run/0/1, which is not in the store: .*prune"):
+        exchanges.read(own, Parent("run/0/1"))
+    with pytest.raises(StoreError, match="parents_of"):
+        exchanges.read(own)
+    # A parent that was made again asks and answers something else under the same number.
+    for other in (trunk(({"messages": ["c" * 100]}, {"id": "first answer"})), trunk((LONG, {"id": "other answer"}))):
+        with pytest.raises(StoreError, match=r"call 0 of its parent p, and that is another call now"):
+            exchanges.read(own, Parent("p", other))
+
+
+def test_the_calls_of_a_long_parent_are_read() -> None:
+    parent = trunk(*(({"messages": [n]}, {"id": n}) for n in range(1500)))
+    (base,) = exchanges.said_in_parent(parent, [1499])
+    assert (json.loads(base.request), json.loads(base.reply)) == ({"messages": [1499]}, {"id": 1499})
+
+
+async def test_parents_are_read_once_and_those_that_are_gone_have_no_calls() -> None:
+    store = MemoryStore()
+    await store.open()
+    await store.put_run(Run("run", "run"))
+    branches = [("b", ("p", 1, 0)), ("c", ("p", 1, 0)), ("d", ("gone", 1, 0)), ("e", ("known", 2, 0))]
+    rollouts = [Rollout(name, "run", Task("q"), "g", parent=key) for name, key in (("p", None), *branches)]
+    await store.create_rollouts(rollouts)
+    await store.lease("run", "w", limit=1)
+    (own,) = trunk((LONG, {"id": "first answer"}))
+    await store.append([own])
+    found = await parents_of(store, rollouts, {("known", 2): [own]})
+    assert found == [None, Parent("p", [own]), Parent("p", [own]), Parent("gone", ()), Parent("known", [own])]
+    await store.close()
+
+
+FIRST = (
+    "AQD/////KLUv/SBrFQMAYkYWG3Brc6YmbBqkKU51hK0tWL8/EDS4n6ZE1RDBAs2Bxaji4EP+I2/WkuaVyxg5G7qMNmjzS6h02vyW"
+    "cU8LwshXeaWKGYK8uUi76TADJIQCHjx4zgD9tCgCIwEBAF8UVBQ="
+)
+SECOND = (
+    "AQAAAAAAKLUv/SBTPQIAxANbIi9jaGF0IiwyMDAsNjEsMiw0NV0KLHsiY29udGVudCI6LCJyb2xlIjoiYXNzaXN0YW50In1ZZXMu"
+    "In0CALqwMc1DPQE="
+)
+
+
+def test_what_was_stored_before_there_were_branches_is_read() -> None:
+    first, second = exchanges.read([call(n, base64.b64decode(text)) for n, text in enumerate((FIRST, SECOND))])
+    asked = {"role": "user", "content": "What is two and two?"}
+    assert first == Exchange("/chat", {"messages": [asked]}, {"text": "It is four."}, 200)
+    said = {"role": "assistant", "content": "It is four."}
+    assert second == Exchange("/chat", {"messages": [asked, said]}, {"text": "Yes."}, 200)
 
 
 @given(BODY)

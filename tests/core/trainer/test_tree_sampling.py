@@ -20,8 +20,10 @@ from lightning.audit import audit
 from lightning.config import Config, with_settings
 from lightning.credit import Branched
 from lightning.errors import ConfigError, DataError
+from lightning.store import exchanges
 from lightning.testing.fake_vllm import Reply
 from lightning.testing.tiny_models import make_tiny_family
+from lightning.tracking.trackers import attempts_of
 from lightning.trainer.session import Session
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.trainer.tree_sampling import check_tree, warn_of_credit
@@ -82,6 +84,11 @@ async def test_a_group_samples_no_more_tokens_than_without(bench: Open, tmp_path
         await made.loop.run({})
         every = await all_rollouts(made.store, "run", split="train", step=0)
         for group in await load_groups(made.store, every, ()):
+            for member in group.trajectories:  # also where a flawed parent is left out of the group, for a judge
+                asked = exchanges.read(member.transitions, member.branch_of)
+                assert all(each is not None and each.request for each in asked)
+                (record,) = await attempts_of(made.store, member.rollout)
+                assert exchanges.read(record.transitions, record.branch_of) == asked
             tokens = [
                 (member.rollout.parent is not None, sum(len(call.response_ids) for call in member.transitions))
                 for member in group.trajectories

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from lightning.server.projects import Projects
+from lightning.store import exchanges
 from lightning.store.memory import MemoryStore
 from lightning.types import Json, Outcome, Rollout, Run, Task
 from lightning_console.answers import answer
@@ -233,6 +234,30 @@ async def test_a_branch_whose_beginning_is_not_known_is_shown_and_not_counted(
     (row,) = [row for row in blocks["Branches"]["rows"] if row[0]["text"] == "4"]
     assert why in row[2]["hint"]
     assert (await show(places_of(store), to("rollout", "run", lost.id))).title == f"Rollout {lost.id}"
+
+
+async def test_what_a_branch_said_is_read_with_its_parents_calls(store: MemoryStore) -> None:
+    """Where those were removed the page says so, and shows all else."""
+    asked = exchanges.canonical({"messages": [{"role": "user", "content": "how deep?"}]})
+    texts_of = [{"choices": [{"message": {"role": "assistant", "content": text}}]} for text in ("very", "as the sea")]
+    first, second = (json.dumps(each).encode() for each in texts_of)
+    parents = {"p": None, "b": ("p", 1, 0), "lost": ("gone", 1, 0)}
+    await store.put_run(Run("run", "run", {}, 1.0))
+    rollouts = [Rollout(name, "run", Task("q"), "g", parent=key) for name, key in parents.items()]
+    await store.create_rollouts(rollouts)
+    leases = await store.lease("run", "worker", limit=3)
+    made = [call(lease.rollout, 0, "solver", [1], (2,)) for lease in leases]
+    made[0] = replace(made[0], exchange=exchanges.pack("/chat/completions", 200, asked, first))
+    own = exchanges.pack("/chat/completions", 200, asked, second, exchanges.said_in_parent(made[:1], [0])[0])
+    for each in (made[0], *(replace(each, exchange=own) for each in made[1:])):
+        await store.append([each])
+        await store.complete(each.rollout, 1, Outcome(reward=1.0))
+    pages = {name: str(await show(places_of(store), to("rollout", "run", name))) for name in parents}
+    assert [name for name, page in pages.items() if "as the sea" in page] == ["b"]
+    assert [name for name, page in pages.items() if "of its parent gone, which is not in the store" in page] == ["lost"]
+    group = str(await show(places_of(store), to("group", "run", "g")))
+    assert "very" in group
+    assert "as the sea" in group
 
 
 async def test_branches_of_another_project_are_not_seen(store: MemoryStore) -> None:

@@ -117,8 +117,12 @@ def calls_of(rollout: str) -> list[Transition]:
 
 def prompts_of(rollout: str) -> list[str]:
     """What the agent sent in its calls."""
-    found = [each.request for each in exchanges.read(calls_of(rollout)) if each is not None]
-    return [asked(each) for each in found]  # type: ignore[arg-type]
+
+    async def read(store: Any) -> list[Any]:
+        parents = await exchanges.parents_of(store, [await store.get_rollout(rollout)])
+        return exchanges.read(await store.transitions(rollout), parents[0])
+
+    return [asked(each.request) for each in in_store(read) if each is not None]
 
 
 def run_of(name: str) -> Run:

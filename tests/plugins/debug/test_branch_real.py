@@ -96,10 +96,10 @@ def calls_of(rollout: str, run: str = "agent") -> list[Transition]:
     return asyncio.run(with_store(url, lambda store: store.transitions(rollout)))
 
 
-def computed(calls: Sequence[Transition]) -> list[int]:
-    """The prompt tokens of each call that vLLM had to compute."""
+def computed(calls: Sequence[Transition], parent: str) -> list[int]:
+    """The prompt tokens of each call of a branch that vLLM had to compute."""
     found = []
-    for exchange in exchanges.read(calls):
+    for exchange in exchanges.read(calls, exchanges.Parent(parent, calls_of(parent))):
         assert exchange is not None
         usage: Any = exchange.reply["usage"]  # type: ignore[index]
         found.append(usage["prompt_tokens"] - (usage["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"])
@@ -128,15 +128,15 @@ def test_a_branch_costs_its_own_calls(shared: Any, real_vllm: Any, capsys: Any) 
         assert list(own[0].prompt_ids) == list(theirs[2].prompt_ids)
         before = [*own[0].prompt_ids, *own[0].response_ids]
         new = [0, len(own[1].prompt_ids) - common(own[1].prompt_ids, before)]
-        for call, tokens, cost in zip(own, new, computed(own), strict=True):
+        for call, tokens, cost in zip(own, new, computed(own, parent), strict=True):
             assert cost <= tokens + BLOCK_TOKENS, (number, call.seq, cost, tokens)
-        assert stored(own) <= stored(theirs)
+        assert stored(own) <= stored(theirs[2:])
     assert (
         said(["branch", parent, "talking:agent", "--at", "2", "-n", "2", "--runner", "inline", "--edit", "Ebb."]) == 0
     )
     edited = calls_of("agent.0.0.0-call2/0/0")
     assert len(edited) == 2
-    request: Any = exchanges.read(edited)[0]
+    request: Any = exchanges.read(edited, exchanges.Parent(parent, theirs))[0]
     assert request.request["messages"][3] == {"role": "assistant", "content": "Ebb."}
     clocked = record(real_vllm.first, "clocked")
     capsys.readouterr()
@@ -157,5 +157,5 @@ def test_the_command_with_a_vllm_of_its_own(shared: Any, real_vllm: Any, capsys:
     for calls in own:
         assert list(calls[0].prompt_ids) == list(theirs[2].prompt_ids)
         assert {call.temperature for call in calls} == {0.5}
-    costs = [computed(calls)[0] for calls in own]
+    costs = [computed(calls, parent)[0] for calls in own]
     assert sum(costs) <= len(theirs[2].prompt_ids) + 4 * BLOCK_TOKENS

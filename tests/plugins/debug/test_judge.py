@@ -28,6 +28,7 @@ from lightning.batch import Group, Trajectory
 from lightning.cli.app import main
 from lightning.credit import Weighted, centre, identical
 from lightning.errors import ConfigError, DataError, JudgeError, StoreError
+from lightning.store import exchanges
 from lightning.testing import rollout
 from lightning.testing.chat_server import ChatRequest, ChatServer
 from lightning.trainer.algorithm import needs_pair, try_algorithm
@@ -136,6 +137,21 @@ def test_a_group_is_judged_side_by_side_in_one_request(
     )
     assert sorted(map(said, seen["rollouts"].values())) == sorted(ANSWERS)
     assert call.key == KEY
+
+
+def test_branches_are_judged_also_where_their_parent_was_left_out(make: Callable[..., Judge], recorded: Group) -> None:
+    parent, *others = recorded.trajectories
+    bases = exchanges.said_in_parent(parent.transitions, [call.seq for call in parent.transitions])
+    branches = []
+    for member in others:
+        (own,) = member.transitions
+        (said,) = exchanges.said_in_parent([own], [own.seq])
+        packed = exchanges.pack("/chat/completions", 200, said.request, said.reply, bases[0])
+        assert len(packed) < len(own.exchange or b"")
+        calls = (replace(own, exchange=packed),)
+        above = exchanges.Parent(parent.rollout.id, parent.transitions)
+        branches.append(replace(member, transitions=calls, branch_of=above))
+    assert credited(make(), Group("g", tuple(branches))) == [len(text) / 8 for text in ANSWERS[1:]]
 
 
 def test_the_agents_own_rewards_count_too_and_the_estimator_compares_the_sum(

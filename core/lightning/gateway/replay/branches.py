@@ -18,6 +18,7 @@ import orjson
 
 from lightning.batch.trajectory import begins_at, is_prefix
 from lightning.errors import DataError, StoreError
+from lightning.gateway.exchanges import MOST_BODIES, Exchanges
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.gateway.replay.divergence import diverged
@@ -97,6 +98,14 @@ def live_tools(recorded: RecordedRollout, prefix: Prefix) -> list[str]:
 def _is_before(event: ToolEvent, answered: set[str], sent: float) -> bool:
     """Whether a tool ran before the call that was sent then. Its clock may be another machine's: ids of calls say more."""
     return event.response_id in answered if event.response_id else event.at <= sent
+
+
+def _told_against(recorded: RecordedRollout, prefix: Prefix) -> list[exchanges.Said]:
+    """What the calls of a branch are packed against to begin with: the call at which it branches, which its first call mostly
+    asks again, and the last ones before that, as its parent's calls were."""
+    last = sorted(prefix.answered, key=lambda call: call.transition.ended_at)[1 - MOST_BODIES :]
+    numbers = [call.transition.seq for call in (prefix.at, *last)]
+    return exchanges.said_in_parent([call.transition for call in recorded.calls], numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +322,7 @@ class Branches:
     """The branches that this gateway answers, by attempt."""
 
     store: Store
+    exchanges: Exchanges
     _known: OrderedDict[tuple[str, int], BranchedAttempt] = field(default_factory=OrderedDict)
     _reading: dict[tuple[str, int], asyncio.Task[BranchedAttempt]] = field(default_factory=dict)
     _parents: OrderedDict[tuple[str, int], RecordedRollout] = field(default_factory=OrderedDict)
@@ -358,8 +368,9 @@ class Branches:
             raise DataError(f"the rollout {name} is no branch")
         parent, attempt, seq = rollout.parent
         recorded = await self._parent(parent, attempt)
-        meant = await meant_changes(self.store, rollout)
-        branch = BranchedAttempt(prefix_of(recorded, seq), (parent, attempt), meant)
+        meant, prefix = await meant_changes(self.store, rollout), prefix_of(recorded, seq)
+        self.exchanges.inherit((name, number), _told_against(recorded, prefix))
+        branch = BranchedAttempt(prefix, (parent, attempt), meant)
         branch.goes_on(await self.store.transitions(name, number))
         self._known[name, number] = branch  # before the reading is over: whoever comes then must not read again
         if len(self._known) > REMEMBERED:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from lightning.errors import DataError
 from lightning.store import exchanges
-from lightning.store.exchanges import Exchange
+from lightning.store.exchanges import Exchange, Parent, parents_of
 from lightning.store.protocol import Store
 from lightning.types import CallStatus, Rollout, StepReward, ToolEvent, Transition
 
@@ -79,7 +79,8 @@ async def read_rollout(
     """What is recorded of a rollout; of a branch its own calls (`lightning.gateway.replay.whole` knows all of them).
 
     `attempt` None is the current one; `with_tools` says that its tools are to be answered as well, `may_be_empty` that it may
-    have no call. Raises `DataError` for one that is not there or cannot be replayed.
+    have no call. Raises `DataError` for one that is not there or cannot be replayed, `StoreError` for a branch whose parent is
+    not there any more.
     """
     found = await store.get_rollout(rollout)
     if found is None:
@@ -89,11 +90,13 @@ async def read_rollout(
         raise DataError(f"the rollout {rollout} has {found.attempt} attempts, so there is no attempt {number}")
     transitions = await store.transitions(rollout, number)
     (ended,) = await store.attempts_of([(rollout, number)])
+    (parent,) = await parents_of(store, [found])
     made = recorded_rollout(
         replace(found, attempt=number),
         transitions,
         ended.tool_events,
         ended.step_rewards,
+        parent=parent,
         with_tools=with_tools,
         may_be_empty=may_be_empty,
     )
@@ -106,10 +109,12 @@ def recorded_rollout(
     tool_events: Sequence[ToolEvent] = (),
     step_rewards: Sequence[StepReward] = (),
     *,
+    parent: Parent | None = None,
     with_tools: bool = True,
     may_be_empty: bool = False,
 ) -> RecordedRollout:
-    """The record of an attempt, from its rows. Raises `DataError` for one that cannot be replayed."""
+    """The record of an attempt, from its rows; of a branch also from those of its `parent`. Raises `DataError` for one that
+    cannot be replayed, `StoreError` for rows that cannot be read."""
     if not transitions and not may_be_empty:
         raise DataError(
             f"no call of the rollout {rollout.id} is stored: it made none, or `lightning db prune` removed them"
@@ -118,7 +123,7 @@ def recorded_rollout(
         raise DataError(f"the rollout {rollout.id} cannot be replayed: {why}")
     calls: list[RecordedCall] = []
     refusals = []
-    for transition, exchange in zip(transitions, exchanges.read(transitions), strict=True):
+    for transition, exchange in zip(transitions, exchanges.read(transitions, parent), strict=True):
         if transition.choice:
             continue
         if exchange is not None:

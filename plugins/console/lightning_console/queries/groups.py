@@ -14,6 +14,7 @@ from typing import Final
 
 from lightning.errors import DataError
 from lightning.gateway.replay.branches import is_void
+from lightning.store.exchanges import parents_of
 from lightning.store.protocol import Attempt
 from lightning.trainer.reasons import reason
 from lightning.types import Rollout, Run, Transition
@@ -151,7 +152,11 @@ async def group_view(located: Located, group: str, *, patience: float | None = N
     known = {each.rollout.id: (place, own) for place, (each, own) in enumerate(zip(listed, calls, strict=True))}
     members = [_member(each, own, end, proof, known) for each, own, end in zip(listed, calls, ended, strict=True)]
     vocabulary = vocabulary_of(located)
-    said = {place: said_by(own_calls(member.calls), vocabulary) for place, member in enumerate(members)}
+    parents = await parents_of(store, [each.rollout for each in listed], dict(zip(names, calls, strict=True)))
+    said = {
+        place: said_by(own_calls(member.calls), vocabulary, parent)
+        for place, (member, parent) in enumerate(zip(members, parents, strict=True))
+    }
     lines = [_line(member, said[place], ended[place], proof) for place, member in enumerate(members)]
     nodes, left_out = make_tree(lines, MOST_NODES)
     beside, _ = await neighbours(located, rollouts[0], proof.record)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 from lightning.errors import LightningError
+from lightning.store.exchanges import parents_of
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.training_data import all_rollouts
@@ -165,12 +166,13 @@ async def _regraded(store: Store, rollouts: Sequence[Rollout]) -> tuple[list[Reg
     said where their calls are not there."""
     attempts = [(rollout.id, rollout.attempt) for rollout in rollouts]
     calls, ended = await store.transitions_of(attempts), await store.attempts_of([*attempts])
+    parents = await parents_of(store, rollouts, dict(zip(attempts, calls, strict=True)))
     found, without = [], 0
-    for rollout, own, attempt in zip(rollouts, calls, ended, strict=True):
+    for rollout, own, attempt, parent in zip(rollouts, calls, ended, parents, strict=True):
         reward = rollout.reward or 0.0
         made = Regraded(rollout.id, rollout.step, None, "", reward, reward, rollout.rewards, {})
         try:
-            seen = transcript_of(rollout, own, attempt.tool_events)
+            seen = transcript_of(rollout, own, attempt.tool_events, parent)
         except LightningError:
             without += 1
         else:

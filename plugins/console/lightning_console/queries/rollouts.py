@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 from lightning.errors import DataError
+from lightning.store.exchanges import parents_of
 from lightning.store.protocol import Attempt
 from lightning.trainer.runs import agent_of
 from lightning.types import Rollout, Run, StepReward, Transition
@@ -160,7 +161,8 @@ async def rollout_view(
         raise DataError(f"the rollout {own.id} has {len(calls)} calls, so there is no call {call}")
     chosen = call or next((each.number for each in calls if each.credit is not None), min(1, len(calls)))
     vocabulary = vocabulary_of(located)
-    said = said_by(transitions, vocabulary)
+    (parent,) = await parents_of(store, [own])
+    said = said_by(transitions, vocabulary, parent)
     lines, left_out = conversation(transitions, said, ended.step_states, vocabulary)
     reward = found.reward if own.attempt == newest else None
     group = await group_of(located, found.group, found)

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.errors import StoreError
 from lightning.store import exchanges
-from lightning.store.exchanges import Exchange
+from lightning.store.exchanges import Exchange, Parent
 from lightning.types import Transition
 from lightning_debug.transcript import REDACTED, ToolCall, text_of, tool_calls_of, why_not_whole
 
@@ -36,10 +36,11 @@ class Said:
         return " ".join(filter(None, [self.text, *map(str, self.tool_calls)]))
 
 
-def said_by(transitions: Sequence[Transition], vocabulary: Vocabulary) -> list[Said]:
-    """What each call of an attempt said, given all of its calls. Exchanges that are corrupt are told by `missing`."""
+def said_by(transitions: Sequence[Transition], vocabulary: Vocabulary, parent: Parent | None = None) -> list[Said]:
+    """What each call of an attempt said, given all of its calls, and of a branch those of its `parent`. Exchanges that cannot
+    be read are told by `missing`."""
     try:
-        read, corrupt = exchanges.read(transitions), ""
+        read, corrupt = exchanges.read(transitions, parent), ""
     except StoreError as error:
         read, corrupt = [None] * len(transitions), str(error)
     whole = {call.id: exchange for call, exchange in zip(transitions, read, strict=True) if exchange is not None}
