@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pytest
 from lightning.cli.locate import with_store
@@ -21,11 +23,15 @@ from lightning_console.web.forks import Forks
 from lightning_console.web.visitors import VISITOR, Visitor
 
 from tests.plugins.console.reading import to
+from tests.plugins.console.test_real_pages import console, in_thread
 from tests.plugins.debug.evaluating import ScriptedVLLM
 from tests.plugins.debug.evaluating import vllm as vllm
 from tests.plugins.debug.test_branch import recorded
 from tests.plugins.debug.test_branch import runs as runs
 from tests.plugins.debug.test_branch_live import Trainer, trained
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page as BrowserPage
 
 OWNER = Visitor("s", "", None, changes=True)
 PARENT = "first/0/0/0"
@@ -93,6 +99,44 @@ def test_the_button_makes_branches_that_the_page_shows(runs: ScriptedVLLM) -> No
     assert "Run wandering:agent 8 times on this machine" in button["ask"]
     assert "said" in done, done
     assert [row[2]["text"] for row in shown["Branches"]["rows"]] == ["–"] * 8
+
+
+@contextmanager
+def trained_in_thread() -> Iterator[None]:
+    """The run's trainer serves its policy in a loop of its own: the browser's is another one."""
+    ready, done = Event(), Event()
+
+    async def serve() -> None:
+        places = Places(str(Path("runs").resolve()))
+        async with trained(next(iter((await places.stores()).values()))):
+            ready.set()
+            await asyncio.to_thread(done.wait)
+        await places.close()
+
+    thread = Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.slow
+def test_somebody_forks_in_the_browser(runs: ScriptedVLLM, page: BrowserPage) -> None:
+    in_thread(lambda: asyncio.to_thread(recorded, "looks_after"))
+    with trained_in_thread(), console(Path("runs").resolve()) as url:
+        page.goto(f"{url}&page={quote(to('rollout', 'first', PARENT, call=1))}")
+        page.get_by_role("button", name="Fork here: 8 branches").click()
+        form = page.get_by_role("form", name="Fork here: 8 branches")
+        assert "These tools run again in each: look." in form.inner_text()
+        form.get_by_role("button").first.click()
+        page.get_by_text("8 branches have begun").wait_for(timeout=60_000)
+        page.wait_for_function(
+            "() => [...document.querySelectorAll('td')].filter(td => td.textContent === 'succeeded').length === 8",
+            timeout=60_000,
+        )
 
 
 @pytest.mark.slow
