@@ -9,7 +9,8 @@
     │   ├── SchemaError                      it is corrupt, or newer than this program
     │   ├── UnavailableError                 it cannot be reached now; asking again may help
     │   ├── StaleAttemptError                a late writer was fenced off
-    │   └── ConflictError                    one idempotency key, two contents
+    │   ├── ConflictError                    one idempotency key, two contents
+    │   └── ParentGoneError                  the texts of a branch's parent are not there any more
     ├── GatewayError (RuntimeError)          the gateway could not start or serve
     ├── PolicyServerError (RuntimeError)     vLLM did not start, died, or refused new weights
     ├── EngineError (RuntimeError)           the training engine cannot load or step
@@ -83,6 +84,11 @@ class StaleAttemptError(StoreError):
 
 class ConflictError(StoreError):
     """The same idempotency key arrived with different content."""
+
+
+class ParentGoneError(StoreError):
+    """What a branch asked and was answered cannot be read: its parent was removed, or made again under the same id. Nothing
+    else is damaged."""
 
 
 class GatewayError(LightningError, RuntimeError):

@@ -14,7 +14,7 @@ from enum import StrEnum
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, TypeAlias, get_args
 
-from lightning.errors import StoreError
+from lightning.errors import ParentGoneError, StoreError
 from lightning.store import exchanges, rows
 from lightning.store.epochs import read_epochs
 from lightning.store.exchanges import Exchange, Parent, parents_of
@@ -113,12 +113,11 @@ async def _transitions(store: Store, run: Run, scope: ExportScope) -> AsyncItera
 
 
 def _exchanges(calls: Sequence[Transition], parent: Parent | None) -> tuple[Sequence[Exchange | None], str]:
-    """The exchanges of an attempt; none, and why, of a branch whose parent was removed: that damages nothing else."""
+    """The exchanges of an attempt; none, and why, of a branch whose parent was removed or made again: that damages nothing
+    else."""
     try:
         return exchanges.read(calls, parent), ""
-    except StoreError as error:
-        if parent is None or parent.calls:
-            raise
+    except ParentGoneError as error:
         return [None] * len(calls), str(error)
 
 

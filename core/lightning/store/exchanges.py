@@ -2,7 +2,8 @@
 
 The invariant: `read` gives the very JSON that was packed, numbers digit by digit. A request is kept as what it adds to the
 one of an earlier call of the attempt, or, in a branch, of a call of its parent; a call whose earlier one is missing, another
-one or unreadable raises `StoreError`, never gives another request.
+one or unreadable raises `StoreError`, never gives another request. It is a `ParentGoneError` where the earlier one is a call of
+the parent that is missing or another one: all else that the branch has is there.
 
 Layout, little-endian: a byte for the version, a byte of `Flag`s, the `seq` of the earlier call or -1 (int32), in version 2 the
 CRC-32 of that call's request and reply (uint32), then a zstandard frame of a line of JSON (API path, status, bytes of the
@@ -25,7 +26,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import orjson
 import zstandard
 
-from lightning.errors import StoreError
+from lightning.errors import ParentGoneError, StoreError
 from lightning.store.protocol import Store
 from lightning.types import Json, Rollout, ToolEvent, Transition
 
@@ -50,6 +51,7 @@ DAMAGED: Final = (
     zstandard.ZstdError,
 )
 """What reading a damaged exchange may raise."""
+_LOST: Final = "The texts of the branch are lost with it, its tokens and rewards are there"
 Body: TypeAlias = "dict[str, Any]"
 
 
@@ -231,7 +233,8 @@ def read(calls: Sequence[Transition], parent: Parent | None = None) -> list[Exch
     """The exchange of each call of an attempt, given all of its calls; None where none is recorded. Those of a branch are read
     with its `parent` (`parents_of`).
 
-    Raises `StoreError` for one that cannot be read.
+    Raises `ParentGoneError` for a branch whose parent was removed or made again, `StoreError` for what cannot be read
+    otherwise.
     """
     reader = _Reader(calls, parent)
     return [reader.exchange(call) for call in calls]
@@ -314,24 +317,39 @@ class _Reader:
         return _Unpacked(path, status, Flag(number), Said(call.seq, request, rest[length:]))
 
     def _of_parent(self, call: Transition, seq: int, check: bytes) -> Said:
-        """What the parent's call with this number said. Raises `StoreError` where that is not what it said when `call` was
-        packed."""
+        """What the parent's call with this number said. Raises `ParentGoneError` where that is not what it said when `call`
+        was packed."""
         told = f"the exchange of transition {call.key} is told against call {seq} of its parent"
         if self._parent is None or self._above is None:
             raise StoreError(f"{told}: it is read with that one's calls (`lightning.store.exchanges.parents_of`)")
-        name = self._parent.rollout
-        try:
-            said = self._above.said(seq)
-        except KeyError as error:
-            raise StoreError(
-                f"{told} {name}, which is not in the store: `lightning db prune` removed it, or the run of {name}"
-            ) from error
-        if said.check != check:
-            raise StoreError(
-                f"{told} {name}, and that is another call now: the rollout was removed and made again, or the database was "
-                "edited. Restore it from a backup"
+        name, calls = self._parent
+        if not calls:
+            raise ParentGoneError(
+                f"{told} {name}, which is not in the store: `lightning db prune` removed it, or the run of {name}. {_LOST}; "
+                "only a backup from before that has them"
             )
-        return said
+        there = next((each for each in calls if each.seq == seq), None)
+        if there is not None and there.exchange is None and there.status.answered and not there.choice:
+            raise ParentGoneError(
+                f"{told} {name}, of which no request is recorded now: {name} was removed and made again with "
+                f"gateway.record_requests = false. {_LOST}. For texts that can be read, record requests and branch again"
+            )
+        if (
+            there is None
+            or there.exchange is None
+            or any(map(_is_of_branch, calls))
+            or self._above.said(seq).check != check
+        ):
+            raise ParentGoneError(
+                f"{told} {name}, and that is another call now: {name} was removed and made again, or the database was edited. "
+                f"{_LOST}. For texts that can be read, branch again"
+            )
+        return self._above.said(seq)
+
+
+def _is_of_branch(call: Transition) -> bool:
+    """Whether a call is told against one of a parent. Its rollout is a branch, which has none: the one that had was another."""
+    return call.exchange is not None and call.exchange[:1] == bytes([OF_PARENT])
 
 
 @contextmanager

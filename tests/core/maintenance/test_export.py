@@ -6,6 +6,7 @@ import json
 import sys
 from array import array
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,29 +165,52 @@ async def test_what_is_exported_can_be_chosen(store: Store, tmp_path: Path) -> N
 async def test_branches_are_exported_with_what_they_have_of_their_parents(
     store: Store, tmp_path: Path, kind: Format
 ) -> None:
-    """One whose parent was removed says so in its own rows, and nothing else is lost."""
+    """One whose parent was removed, or made again under the same id, says so in its own rows, and nothing else is lost."""
     asked = exchanges.canonical({"messages": ["a" * 100]})
-    ids, run = token_ids([1]), Run("branches", "branches")
-    theirs = Transition(
-        "p", 1, 0, "theirs", ids, ids, logprobs([-1.0]), exchange=exchanges.pack("/c", 200, asked, b"{}")
-    )
-    (base,) = exchanges.said_in_parent([theirs], [0])
+    run = Run("branches", "branches")
+    recorded = exchanges.pack("/c", 200, asked, b"{}")
+    (base,) = exchanges.said_in_parent([_call("p", recorded)], [0])
     own = exchanges.pack("/c", 200, asked, b"{}", base)
+    unread = {
+        "lost": "of its parent gone, which is not in the store",
+        "other": "of its parent anew, and that is another call now: anew was removed and made again",
+        "unrecorded": "of its parent silent, of which no request is recorded now: silent was removed and made again",
+    }
+    trunks = {"p": recorded, "anew": exchanges.pack("/c", 200, asked, b'{"id": "another"}'), "silent": None}
+    branches = {"b": "p", "lost": "gone", "other": "anew", "unrecorded": "silent"}
     await store.put_run(run)
-    parents = {"p": None, "b": ("p", 1, 0), "lost": ("gone", 1, 0)}
-    await store.create_rollouts([Rollout(name, run.id, Task("q"), name, parent=key) for name, key in parents.items()])
-    await store.lease(run.id, "w", limit=3)
-    await store.append([theirs])
-    for name in ("b", "lost"):
-        calls = [Transition(name, 1, 0, name, ids, ids, logprobs([-1.0]), exchange=own)]
-        await store.append([*calls, Transition(name, 1, 1, f"{name} later", ids, ids, logprobs([-1.0]))])
+    await store.create_rollouts(
+        [Rollout(name, run.id, Task("q"), name) for name in trunks]
+        + [Rollout(name, run.id, Task("q"), name, parent=(parent, 1, 0)) for name, parent in branches.items()]
+    )
+    await store.lease(run.id, "w", limit=len(trunks) + len(branches))
+    for name, exchange in trunks.items():
+        await store.append([_call(name, exchange)])
+    for name in branches:
+        await store.append([_call(name, own), replace(_call(name), seq=1, id=f"{name} later")])
     rows = (await exported(store, kind, tmp_path, ExportScope((run.id,))))["transitions"]
     found = {row["id"]: row for row in rows}
-    assert list(found) == ["theirs", "b", "b later", "lost", "lost later"]
-    assert found["b"]["request"] == found["theirs"]["request"] == {"messages": ["a" * 100]}
-    assert (found["lost"]["api"], found["lost"]["request"], found["lost"]["prompt_ids"]) == ("", None, [1])
-    assert "of its parent gone, which is not in the store" in found["lost"]["unreadable"]
-    assert not any(row["unreadable"] for name, row in found.items() if name != "lost")
+    assert list(found) == [*trunks, *(each for name in branches for each in (name, f"{name} later"))]
+    assert found["b"]["request"] == found["p"]["request"] == {"messages": ["a" * 100]}
+    for name, why in unread.items():
+        row = found[name]
+        assert (row["api"], row["request"], row["prompt_ids"]) == ("", None, [1])
+        assert why in row["unreadable"]
+    assert not any(row["unreadable"] for name, row in found.items() if name not in unread)
+
+
+async def test_damage_is_not_exported_as_a_parent_that_is_gone(store: Store) -> None:
+    await store.put_run(Run("damaged", "damaged"))
+    await store.create_rollouts([Rollout("p", "damaged", Task("q"), "p")])
+    await store.lease("damaged", "w")
+    await store.append([_call("p", exchanges.pack("/c", 200, b"{}", b"{}")[:8])])
+    with pytest.raises(StoreError, match="is corrupt"):
+        [row async for row in read_table(store, "transitions", await chosen_runs(store, ["damaged"]), ALL)]
+
+
+def _call(rollout: str, exchange: bytes | None = None) -> Transition:
+    ids = token_ids([1])
+    return Transition(rollout, 1, 0, rollout, ids, ids, logprobs([-1.0]), exchange=exchange)
 
 
 async def test_a_table_that_breaks_off_leaves_no_file(tmp_path: Path) -> None:

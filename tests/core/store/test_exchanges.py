@@ -5,16 +5,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.errors import StoreError
+from lightning.errors import ParentGoneError, StoreError
 from lightning.store import exchanges
 from lightning.store.exchanges import Exchange, Parent, Said, parents_of
 from lightning.store.memory import MemoryStore
-from lightning.types import Rollout, Run, Task, Transition, logprobs, token_ids
+from lightning.types import CallStatus, Rollout, Run, Task, Transition, logprobs, token_ids
 
 TEXT = st.text(st.characters(), max_size=12)
 NUMBERS = st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False)
@@ -100,14 +101,40 @@ def test_a_branch_without_its_parents_calls_is_an_error_that_names_it() -> None:
     parent = trunk((LONG, {"id": "first answer"}))
     (base,) = exchanges.said_in_parent(parent, [0])
     own = [call(0, exchanges.pack("/chat", 200, exchanges.canonical(LONG | {"n": 1}), b"{}", base))]
-    with pytest.raises(StoreError, match=r"call 0 of its parent run/0/1, which is not in the store: .*prune"):
+    with pytest.raises(
+        ParentGoneError, match=r"call 0 of its parent run/0/1, which is not in the store: .*prune"
+    ) as gone:
         exchanges.read(own, Parent("run/0/1"))
     with pytest.raises(StoreError, match="parents_of"):
         exchanges.read(own)
-    # A parent that was made again asks and answers something else under the same number.
-    for other in (trunk(({"messages": ["c" * 100]}, {"id": "first answer"})), trunk((LONG, {"id": "other answer"}))):
-        with pytest.raises(StoreError, match=r"call 0 of its parent p, and that is another call now"):
+    # A parent that was made again asks and answers something else under the same number, or asks nothing there.
+    others = [trunk(({"messages": ["c" * 100]}, {"id": "first answer"})), trunk((LONG, {"id": "other answer"}))]
+    others += [[replace(parent[0], seq=1)], [replace(call(0, None), status=CallStatus.REFUSED)]]
+    others += [[replace(call(0, None), choice=1)], own]
+    errors = [gone.value]
+    for other in others:
+        with pytest.raises(
+            ParentGoneError, match=r"call 0 of its parent p, and that is another call now: .*branch again"
+        ) as e:
             exchanges.read(own, Parent("p", other))
+        errors.append(e.value)
+    with pytest.raises(
+        ParentGoneError, match=r"its parent p, of which no request is recorded now: .*record_requests"
+    ) as e:
+        exchanges.read(own, Parent("p", [call(0, None)]))
+    for error in (*errors, e.value):
+        assert "its tokens and rewards are there" in str(error)
+        assert "Restore" not in str(error)
+
+
+def test_a_damaged_parent_is_not_taken_for_one_that_is_gone() -> None:
+    parent = trunk((LONG, {"id": "first answer"}))
+    (base,) = exchanges.said_in_parent(parent, [0])
+    own = [call(0, exchanges.pack("/chat", 200, exchanges.canonical(LONG | {"n": 1}), b"{}", base))]
+    damaged = [call(0, (parent[0].exchange or b"")[:20])]
+    with pytest.raises(StoreError, match="is corrupt") as error:
+        exchanges.read(own, Parent("p", damaged))
+    assert not isinstance(error.value, ParentGoneError)
 
 
 def test_the_calls_of_a_long_parent_are_read() -> None:

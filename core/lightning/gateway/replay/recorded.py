@@ -79,8 +79,8 @@ async def read_rollout(
     """What is recorded of a rollout; of a branch its own calls (`lightning.gateway.replay.whole` knows all of them).
 
     `attempt` None is the current one; `with_tools` says that its tools are to be answered as well, `may_be_empty` that it may
-    have no call. Raises `DataError` for one that is not there or cannot be replayed, `StoreError` for a branch whose parent is
-    not there any more.
+    have no call. Raises `DataError` for one that is not there or cannot be replayed, `ParentGoneError` for a branch whose
+    parent was removed or made again.
     """
     found = await store.get_rollout(rollout)
     if found is None:

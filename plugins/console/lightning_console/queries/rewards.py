@@ -167,19 +167,20 @@ async def _regraded(store: Store, rollouts: Sequence[Rollout]) -> tuple[list[Reg
     attempts = [(rollout.id, rollout.attempt) for rollout in rollouts]
     calls, ended = await store.transitions_of(attempts), await store.attempts_of([*attempts])
     parents = await parents_of(store, rollouts, dict(zip(attempts, calls, strict=True)))
-    found, without = [], 0
+    found, without, why = [], 0, ""
     for rollout, own, attempt, parent in zip(rollouts, calls, ended, parents, strict=True):
         reward = rollout.reward or 0.0
         made = Regraded(rollout.id, rollout.step, None, "", reward, reward, rollout.rewards, {})
         try:
             seen = transcript_of(rollout, own, attempt.tool_events, parent)
-        except LightningError:
-            without += 1
+        except LightningError as error:
+            without, why = without + 1, why or str(error)
         else:
             without += not seen.calls
             made = replace(made, besides={name: read(seen) for name, read in BESIDES.items()} if seen.calls else {})
         found.append(made)
-    return found, "the calls of its rollouts are not in the store" if found and without == len(found) else ""
+    why = why or "the calls of its rollouts are not in the store"
+    return found, why if found and without == len(found) else ""
 
 
 def _measure(name: str, steps: Sequence[int], rollouts: Sequence[Rollout]) -> Measure:
