@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +23,8 @@ from lightning.store.exchanges import NOBODY, WHOLE, Flag, Piece, Said
 MOST_BYTES = 64 << 20
 MOST_BODIES = 4
 """Requests of an attempt that a later one may be told against: those of agents that take turns."""
+PIECE = 64
+"""Bytes that the key of a piece takes."""
 SHORT = 16 * 1024
 """Bytes of new text up to which it is looked through where the calls are answered, since that takes less than a thread."""
 
@@ -52,11 +54,7 @@ class _Remembered:
     """What is remembered of an attempt: which pieces need not be looked through again, and its last requests."""
 
     clean: set[int] = field(default_factory=set)
-    last: deque[Said] = field(default_factory=lambda: deque(maxlen=MOST_BODIES))
-
-    @property
-    def size(self) -> int:
-        return sum(len(said.request) + len(said.reply) for said in self.last) + 64 * len(self.clean)
+    last: deque[Said] = field(default_factory=deque)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +74,9 @@ class Exchanges:
         self._wanted, self._most = wanted, most_bytes
         self._attempts: OrderedDict[Attempt, _Remembered] = OrderedDict()
         self._bytes = 0
+        # By `id`: the branches of one call are given the same objects, so that their bytes are there once and count once. With
+        # each attempt's share counted whole, a few dozen branches would drive out all other attempts.
+        self._holders: Counter[int] = Counter()
         # Not the loop's own threads: agents of the inline runner may hold all of them, and wait for this answer.
         self._threads = ThreadPoolExecutor(1, "lightning-exchanges")
 
@@ -116,12 +117,30 @@ class Exchanges:
     def _remember(self, attempt: Attempt, calls: Sequence[Said], clean: frozenset[int]) -> None:
         known = self._attempts.setdefault(attempt, _Remembered())
         self._attempts.move_to_end(attempt)
-        before = known.size
+        self._bytes -= PIECE * len(known.clean)
         known.clean |= clean
-        known.last.extend(calls)
-        self._bytes += known.size - before
+        self._bytes += PIECE * len(known.clean)
+        for said in calls:
+            self._hold(said)
+            known.last.append(said)
+        while len(known.last) > MOST_BODIES:
+            self._let_go(known.last.popleft())
         while self._bytes > self._most:
-            self._bytes -= self._attempts.popitem(last=False)[1].size
+            _, forgotten = self._attempts.popitem(last=False)
+            self._bytes -= PIECE * len(forgotten.clean)
+            for said in forgotten.last:
+                self._let_go(said)
+
+    def _hold(self, said: Said) -> None:
+        self._holders[id(said)] += 1
+        if self._holders[id(said)] == 1:
+            self._bytes += len(said.request) + len(said.reply)
+
+    def _let_go(self, said: Said) -> None:
+        self._holders[id(said)] -= 1
+        if not self._holders[id(said)]:
+            del self._holders[id(said)]
+            self._bytes -= len(said.request) + len(said.reply)
 
 
 def _pack(asked: Asked, new: Sequence[Piece], shown: Shown, bodies: Sequence[Said]) -> PackedExchange:

@@ -34,6 +34,8 @@ PATIENCE: Final = 120.0
 """Seconds that a call waits for those of the prefix, since the last of them was asked again: tools run between them."""
 PARENTS: Final = 8
 """Records of parents that are at hand: the branches of one come together."""
+SAID: Final = 4 * MOST_BODIES
+"""Calls of each of these whose texts are at hand: groups that are sampled as trees branch at several calls at once."""
 VOID: Final = "This branch is void:"
 """How the error of a void branch begins."""
 NEVER_BRANCHED: Final = (
@@ -100,12 +102,28 @@ def _is_before(event: ToolEvent, answered: set[str], sent: float) -> bool:
     return event.response_id in answered if event.response_id else event.at <= sent
 
 
-def _told_against(recorded: RecordedRollout, prefix: Prefix) -> list[exchanges.Said]:
-    """What the calls of a branch are packed against to begin with: the call at which it branches, which its first call mostly
-    asks again, and the last ones before that, as its parent's calls were."""
-    last = sorted(prefix.answered, key=lambda call: call.transition.ended_at)[1 - MOST_BODIES :]
-    numbers = [call.transition.seq for call in (prefix.at, *last)]
-    return exchanges.said_in_parent([call.transition for call in recorded.calls], numbers)
+@dataclass(slots=True)
+class _RecordedParent:
+    """The record of a parent, and of its calls what those of branches are packed against. Both are forgotten together: a parent
+    that is made again says something else."""
+
+    recorded: RecordedRollout
+    _said: OrderedDict[int, exchanges.Said] = field(default_factory=OrderedDict)
+
+    def told_against(self, prefix: Prefix) -> list[exchanges.Said]:
+        """What the calls of a branch are packed against to begin with: the call at which it branches, which its first call
+        mostly asks again, and the last ones before that, as its parent's calls were. Its siblings get the same objects: to
+        unpack a long rollout takes milliseconds of the event loop, and its requests may be megabytes."""
+        last = sorted(prefix.answered, key=lambda call: call.transition.ended_at)[1 - MOST_BODIES :]
+        numbers = [call.transition.seq for call in (prefix.at, *last)]
+        if unknown := [number for number in numbers if number not in self._said]:
+            calls = [call.transition for call in self.recorded.calls]
+            self._said.update(zip(unknown, exchanges.said_in_parent(calls, unknown), strict=True))
+        for number in numbers:
+            self._said.move_to_end(number)
+        while len(self._said) > SAID:
+            self._said.popitem(last=False)
+        return [self._said[number] for number in numbers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +343,7 @@ class Branches:
     exchanges: Exchanges
     _known: OrderedDict[tuple[str, int], BranchedAttempt] = field(default_factory=OrderedDict)
     _reading: dict[tuple[str, int], asyncio.Task[BranchedAttempt]] = field(default_factory=dict)
-    _parents: OrderedDict[tuple[str, int], RecordedRollout] = field(default_factory=OrderedDict)
+    _parents: OrderedDict[tuple[str, int], asyncio.Task[_RecordedParent]] = field(default_factory=OrderedDict)
 
     async def of(self, claims: Claims) -> BranchedAttempt:
         """The branch of an attempt. Raises `RefusalError`: 409 where it is void from the beginning, 503 when the store cannot
@@ -367,9 +385,9 @@ class Branches:
         if rollout is None or rollout.parent is None:
             raise DataError(f"the rollout {name} is no branch")
         parent, attempt, seq = rollout.parent
-        recorded = await self._parent(parent, attempt)
-        meant, prefix = await meant_changes(self.store, rollout), prefix_of(recorded, seq)
-        self.exchanges.inherit((name, number), _told_against(recorded, prefix))
+        found = await self._parent(parent, attempt)
+        meant, prefix = await meant_changes(self.store, rollout), prefix_of(found.recorded, seq)
+        self.exchanges.inherit((name, number), found.told_against(prefix))
         branch = BranchedAttempt(prefix, (parent, attempt), meant)
         branch.goes_on(await self.store.transitions(name, number))
         self._known[name, number] = branch  # before the reading is over: whoever comes then must not read again
@@ -377,13 +395,22 @@ class Branches:
             self._known.popitem(last=False)
         return branch
 
-    async def _parent(self, parent: str, attempt: int) -> RecordedRollout:
-        found = self._parents.get((parent, attempt))
-        if found is None:
-            found = self._parents[parent, attempt] = await read_rollout(self.store, parent, attempt)
+    async def _parent(self, parent: str, attempt: int) -> _RecordedParent:
+        key = (parent, attempt)
+        reading = self._parents.get(key)
+        if reading is None:  # one reading for all branches that come at once: they share what it finds
+            reading = self._parents[key] = asyncio.ensure_future(self._read_parent(parent, attempt))
             if len(self._parents) > PARENTS:
                 self._parents.popitem(last=False)
-        return found
+        try:
+            return await asyncio.shield(reading)
+        except BaseException:
+            if self._parents.get(key) is reading:  # whoever comes next asks the store again
+                del self._parents[key]
+            raise
+
+    async def _read_parent(self, parent: str, attempt: int) -> _RecordedParent:
+        return _RecordedParent(await read_rollout(self.store, parent, attempt))
 
 
 def recorded_answer(call: RecordedCall, body: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
