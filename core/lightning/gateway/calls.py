@@ -335,7 +335,9 @@ class CallEndpoint:
         headers = [(b"content-type", content_type), (b"cache-control", b"no-cache"), _id_header(call)]
         call.started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        cutter, held, holding = EventCutter(), bytearray(), False
+        cutter, held = EventCutter(), bytearray()
+        # An agent would act upon what it has read, and it is not known yet whether that is of the right version.
+        holding = call.branch is not None and call.branch.is_live
         clock = asyncio.get_running_loop().time
         async for data in response.content.iter_any():
             call.live.heard_at = clock()
@@ -388,7 +390,7 @@ class CallEndpoint:
             asked, first = call.ticket.asked, call.capture.choice(0)
             request = b"".join(piece.text for piece in asked.pieces)
             call.branch.check_prompt(asked.path, request, first.prompt_ids or call.capture.prompt_ids or ())
-        if call.branch is not None and answer.outcome is CallStatus.OK:
+        if call.branch is not None and call.capture.choices:
             call.branch.check_version(call.live.sampled_by)
         if call.live.unsure:
             log.warning("call %s is not trained on: its tokens' policy version is not known", call.capture.id)

@@ -62,8 +62,12 @@ def _where(error: Exception) -> str:
 
 def name_of(target: object) -> str:
     """The MODULE:NAME under which another process finds something; empty where it has none, as in a script or a function."""
-    module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or module == MAIN:
+        return ""
     found: object = sys.modules.get(module)
+    if getattr(getattr(found, "__spec__", None), "name", None) != module:  # made in this process
+        return ""
     for part in name.split("."):
         found = getattr(found, part, None)
-    return f"{module}:{name}" if name and found is target and module != MAIN else ""
+    return f"{module}:{name}" if found is target else ""

@@ -307,8 +307,7 @@ class RunOpening:
         name_folder(self.out, stack.run.id, self._elsewhere())
         await stack.store.put_run(stack.run)
         await keep_epochs(stack.store, stack.run, made.epochs)
-        if made.agent:
-            await stack.store.put_state(stack.run.id, AGENT, made.agent)
+        await stack.store.put_state(stack.run.id, AGENT, made.agent)
         await mark_over(stack.store, stack.run.id, False)
         await stack.prompts.keep(stack.store, stack.run.id)
         described = self._described((), ())

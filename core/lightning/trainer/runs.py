@@ -51,6 +51,15 @@ def claim_folder(folder: Path) -> Iterator[None]:
         yield
 
 
+def is_claimed(folder: Path) -> bool:
+    """Whether a process of this machine holds a run's folder: its trainer is alive."""
+    try:
+        with claim_folder(folder):
+            return False
+    except ConfigError:
+        return True
+
+
 def describe_algorithm(algorithm: Algorithm | SearchAlgorithm) -> dict[str, Json]:
     """An algorithm in JSON: its plugin name and, for a dataclass, its arguments.
 

@@ -286,7 +286,7 @@ async def join_gateway(resources: AsyncExitStack, store: Store, config: Config) 
 async def why_not_served(store: Store, run: str, version: int, config: Config) -> str:
     """Why the trainer of a run with these settings does not serve this version of its policy to others; empty where it says
     that it does. One that was killed has said nothing: whether its servers answer is for `Gateway.served` to say."""
-    if shares_gpu(config):
+    if shares_gpu(config) and not config.trainer.max_staleness:
         return f"the vLLM of run {run} gives its GPU to the trainer in each step, and answers nobody else meanwhile"
     served = await served_version(store, run)
     if served is None:

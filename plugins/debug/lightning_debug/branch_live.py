@@ -48,7 +48,8 @@ async def open_live(
     gateway = await join_gateway(resources, store, config)
     if not await gateway.served(parent.id):
         raise ConfigError(
-            f"no server of the policy of run {parent.id} answers: its trainer was killed, or updates the policy now: {INSTEAD}"
+            f"no server of the policy of run {parent.id} answers here: its trainer was killed, updates the policy now, or is "
+            f"on another machine: {INSTEAD}"
         )
     resources.push_async_callback(runner.close)
     await runner.start()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning.asyncio_utils import outside_of_loops, run_to_end
-from lightning.cli.locate import load_agent, with_store
+from lightning.cli.locate import load_agent, name_of, with_store
 from lightning.cli.output import escape
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
@@ -34,7 +34,7 @@ from lightning.store.url import parse
 from lightning.trainer.agents import hidden_from_agents
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.prompts import Prompts
-from lightning.trainer.runs import claim_folder
+from lightning.trainer.runs import claim_folder, is_claimed
 from lightning.trainer.stack import Stack, open_stack, why_not_served
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
@@ -156,11 +156,7 @@ def branch(
         raise ConfigError(
             "--weights and --live: the policy that the run's trainer serves has its own weights; give one"
         )
-    named = (
-        agent
-        if isinstance(agent, str)
-        else f"{agent.__module__}:{getattr(agent, '__qualname__', type(agent).__name__)}"
-    )
+    named = agent if isinstance(agent, str) else name_of(agent)
     function = load_agent(agent) if isinstance(agent, str) else agent
 
     def run() -> BranchReport:
@@ -225,6 +221,10 @@ def _served(parent: Parent) -> EvaluatedModel:
     """The policy that the trainer of the parent's run serves, whatever folder its weights are in. Raises `ConfigError` where it
     serves none, or another version."""
     base, _ = recorded_config(parent.found.settings)
+    if parent.folder is not None and not is_claimed(
+        parent.folder
+    ):  # a copy of its database says what was once served, too
+        raise ConfigError(f"no process trains or serves the run in {parent.folder} now: {INSTEAD}")
     asked = with_store(parent.url, lambda store: why_not_served(store, parent.run.id, parent.version, base))
     if why := asyncio.run(asked):
         raise ConfigError(f"{why}: {INSTEAD}")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from typing import Any
 
 import pytest
 from lightning.cli.locate import with_store
@@ -23,15 +21,11 @@ from lightning_console.web.forks import Forks
 from lightning_console.web.visitors import VISITOR, Visitor
 
 from tests.plugins.console.reading import to
-from tests.plugins.console.test_real_pages import console, in_thread
 from tests.plugins.debug.evaluating import ScriptedVLLM
 from tests.plugins.debug.evaluating import vllm as vllm
 from tests.plugins.debug.test_branch import recorded
 from tests.plugins.debug.test_branch import runs as runs
 from tests.plugins.debug.test_branch_live import Trainer, trained
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page as BrowserPage
 
 OWNER = Visitor("s", "", None, changes=True)
 PARENT = "first/0/0/0"
@@ -101,44 +95,6 @@ def test_the_button_makes_branches_that_the_page_shows(runs: ScriptedVLLM) -> No
     assert [row[2]["text"] for row in shown["Branches"]["rows"]] == ["–"] * 8
 
 
-@contextmanager
-def trained_in_thread() -> Iterator[None]:
-    """The run's trainer serves its policy in a loop of its own: the browser's is another one."""
-    ready, done = Event(), Event()
-
-    async def serve() -> None:
-        places = Places(str(Path("runs").resolve()))
-        async with trained(next(iter((await places.stores()).values()))):
-            ready.set()
-            await asyncio.to_thread(done.wait)
-        await places.close()
-
-    thread = Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert ready.wait(30)
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-@pytest.mark.slow
-def test_somebody_forks_in_the_browser(runs: ScriptedVLLM, page: BrowserPage) -> None:
-    in_thread(lambda: asyncio.to_thread(recorded, "looks_after"))
-    with trained_in_thread(), console(Path("runs").resolve()) as url:
-        page.goto(f"{url}&page={quote(to('rollout', 'first', PARENT, call=1))}")
-        page.get_by_role("button", name="Fork here: 8 branches").click()
-        form = page.get_by_role("form", name="Fork here: 8 branches")
-        assert "These tools run again in each: look." in form.inner_text()
-        form.get_by_role("button").first.click()
-        page.get_by_text("8 branches have begun").wait_for(timeout=60_000)
-        page.wait_for_function(
-            "() => [...document.querySelectorAll('td')].filter(td => td.textContent === 'succeeded').length === 8",
-            timeout=60_000,
-        )
-
-
 @pytest.mark.slow
 def test_what_the_command_refuses_is_said_and_nothing_outlives_the_console(
     runs: ScriptedVLLM, monkeypatch: pytest.MonkeyPatch
@@ -147,22 +103,20 @@ def test_what_the_command_refuses_is_said_and_nothing_outlives_the_console(
     monkeypatch.setattr(forking, "GRACE", 60.0)
 
     async def use(page: Page) -> list[dict[str, Any]]:
-        asked = {"run": "first", "rollout": PARENT, "attempt": 1, "at": 3}
-        said = [await page.fork(**asked, agent="wandering:nobody")]
+        asked = {"run": "first", "rollout": PARENT, "attempt": 1}
+        said = [await page.fork(**asked, agent="wandering:nobody", at=3)]
         page.trainer.vllm.script = lambda body: Reply("never", delay=3600.0)
-        said.append(await page.fork(**asked, agent="wandering:agent"))
-        said.append(await page.fork(**asked, agent="wandering:agent"))
-        said.append(await page.fork(**asked, agent="wandering:agent"))
-        return said
+        return said + await asyncio.gather(*(page.fork(**asked, agent="wandering:agent", at=at) for at in (3, 3, 2, 1)))
 
-    refused, *begun, one_too_many = beside_a_trainer(use)
+    refused, first, again, second, one_too_many = beside_a_trainer(use)
     assert refused == {"error": "the module 'wandering' has no 'nobody'"}
-    assert all("8 branches have begun" in each["said"] for each in begun)
+    assert all("8 branches have begun" in each["said"] for each in (first, second))
+    assert "branches at this call are being made already" in again["error"]
     assert "2 calls are being branched already" in one_too_many["error"]
     url = sqlite_url(Path("runs/first/lightning.db").resolve())
     states = [
         asyncio.run(with_store(url, lambda store, run=run: store.get_state(run, "over")))
-        for run in ("first.0.0.0-call3", "first.0.0.0-call3-2")
+        for run in ("first.0.0.0-call3", "first.0.0.0-call2")
     ]
     assert states == [True, True]
 

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import pytest
 from lightning.config import Config
@@ -21,15 +22,23 @@ from lightning.server.serving import serve_store
 from lightning.store.url import sqlite_url
 from lightning.types import Outcome, Rollout, Run, Scope, Task
 from lightning_console.export import export_pages
+from lightning_console.places import Places
 
 from tests.plugins.console.made_folder import goes_on, in_store, plot
+from tests.plugins.console.reading import to
+from tests.plugins.console.test_forks import PARENT
+from tests.plugins.debug.evaluating import vllm as vllm
 from tests.plugins.debug.made_runs import Maker
+from tests.plugins.debug.test_branch import recorded
+from tests.plugins.debug.test_branch import runs as runs
+from tests.plugins.debug.test_branch_live import trained
 
 if TYPE_CHECKING:
     from lightning.store.protocol import Store
     from playwright.sync_api import Page
 
     from tests.plugins.console.conftest import OpenPage, Watched
+    from tests.plugins.debug.evaluating import ScriptedVLLM
 
 pytestmark = pytest.mark.slow
 ODD = re.compile(r"\b(undefined|NaN|\[object Object\]|null)\b")
@@ -216,3 +225,40 @@ def test_a_viewer_logs_in_sees_its_own_project_and_leaves(
     page.wait_for_selector("input[name=token]")
     # The browser says in its console that a token was refused, and that the server, whose root is the API's, has no icon.
     watched.errors[:] = [said for said in watched.errors if "401" not in said and "favicon.ico" not in said]
+
+
+@contextmanager
+def trained_in_thread() -> Iterator[None]:
+    """The run's trainer serves its policy in a loop of its own: the browser's is another one."""
+    ready, done = Event(), Event()
+
+    async def serve() -> None:
+        places = Places(str(Path("runs").resolve()))
+        async with trained(next(iter((await places.stores()).values()))):
+            ready.set()
+            await asyncio.to_thread(done.wait)
+        await places.close()
+
+    thread = Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_somebody_forks_in_the_browser(runs: ScriptedVLLM, page: Page) -> None:
+    in_thread(lambda: asyncio.to_thread(recorded, "looks_after"))
+    with trained_in_thread(), console(Path("runs").resolve()) as url:
+        page.goto(f"{url}&page={quote(to('rollout', 'first', PARENT, call=1))}")
+        page.get_by_role("button", name="Fork here: 8 branches").click()
+        form = page.get_by_role("form", name="Fork here: 8 branches")
+        assert "These tools run again in each: look." in form.inner_text()
+        form.get_by_role("button").first.click()
+        page.get_by_text("8 branches have begun").wait_for(timeout=60_000)
+        page.wait_for_function(
+            "() => [...document.querySelectorAll('td')].filter(td => td.textContent === 'succeeded').length === 8",
+            timeout=60_000,
+        )

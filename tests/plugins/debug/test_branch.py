@@ -99,9 +99,10 @@ def runs(vllm: ScriptedVLLM, tmp_path: Path) -> Iterator[ScriptedVLLM]:
 
 
 def recorded(agent: str = "agent", *more: str, runner: str = "inline") -> str:
-    """The id of a rollout of an agent, in the run `first`."""
+    """The id of a rollout of an agent, of `wandering` unless it names a module, in the run `first`."""
+    named = agent if ":" in agent else f"wandering:{agent}"
     Path("one.jsonl").write_text(json.dumps({"input": "tides", "id": "t"}) + "\n")
-    command = ["eval", "one", f"wandering:{agent}", "--tasks", "one.jsonl", "-n", "1", "--out", "runs/first"]
+    command = ["eval", "one", named, "--tasks", "one.jsonl", "-n", "1", "--out", "runs/first"]
     assert said([*command, "--runner", runner, *SETTINGS, *more]) == 0
     return "first/0/0/0"
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from lightning.policy_server.protocol import Update
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.testing import FakeVLLM, Reply
+from lightning.trainer.runs import claim_folder
 from lightning.trainer.stack import why_not_served
 from lightning.types import Rollout
 from lightning_debug.branching import BranchReport, branch
@@ -26,13 +29,46 @@ from .evaluating import vllm as vllm
 from .test_branch import INLINE, calls_of, in_store, recorded, run_of, words
 from .test_branch import runs as runs
 
+STREAMING = """
+import httpx
+
+def read(llm, content, leaves=False):
+    body = {"model": llm.model, "messages": [{"role": "user", "content": content}], "stream": True}
+    headers = {"authorization": f"Bearer {llm.api_key}"}
+    text = ""
+    with httpx.stream("POST", f"{llm.base_url}/chat/completions", json=body, headers=headers, timeout=60) as reply:
+        for line in reply.iter_lines():
+            text += line
+            if leaves and "said" in line:
+                return text
+    return text
+
+def agent(task, llm, leaves=False):
+    read(llm, "one")
+    return 0.5 if "said" in read(llm, "two", leaves) else 0.25
+
+def leaving(task, llm):
+    return agent(task, llm, leaves=True)
+"""
+
 
 class Trainer:
     """What the trainer of the run `first` says and serves: an owner before a vLLM that says one number after another."""
 
     def __init__(self, store: Store, vllm: FakeVLLM) -> None:
-        self.owner, self.vllm = Owner(store, "first"), vllm
+        self.store, self.owner, self.vllm = store, Owner(store, "first"), vllm
         self.updates: list[asyncio.Task[None]] = []
+
+    def update_at(self, request: int, more: str = "", **answer: Any) -> None:
+        """New weights while this request is answered, before its first token. Answers go on with `more`."""
+
+        def script(body: Any) -> Reply:
+            if len(self.vllm.requests) == request:
+                self.vllm.pause()
+                self.updates.append(asyncio.ensure_future(self.update(1)))
+            return Reply(f"said {len(self.vllm.requests)}{more}", **answer)
+
+        self.vllm.script = script
 
     async def update(self, version: int) -> None:
         """New weights, once every gateway waits; the server samples nothing meanwhile."""
@@ -45,11 +81,12 @@ class Trainer:
 async def trained(store: Store, version: int = 0) -> AsyncIterator[Trainer]:
     """The policy of the run `first` is served in this version."""
     async with FakeVLLM(script=lambda body: Reply(f"said {len(server.requests)}")) as server:
-        trainer = Trainer(store, server)
-        await trainer.owner.open([Upstream(server.url, server.model)], version)
-        yield trainer
-        await asyncio.gather(*trainer.updates)
-        await trainer.owner.close()
+        with claim_folder(Path("runs/first")):
+            trainer = Trainer(store, server)
+            await trainer.owner.open([Upstream(server.url, server.model)], version)
+            yield trainer
+            await asyncio.gather(*trainer.updates)
+            await trainer.owner.close()
 
 
 def while_trained(use: Callable[[Trainer], Awaitable[Any]], version: int = 0) -> Any:
@@ -92,17 +129,8 @@ def test_an_update_meanwhile_makes_branches_void(runs: ScriptedVLLM) -> None:
     recorded()
 
     async def use(trainer: Trainer) -> BranchReport:
-        trainer.vllm.script = after_three(trainer)
+        trainer.update_at(3)
         return await branched(at=2, n=4, settings={"runner.concurrency": 1})
-
-    def after_three(trainer: Trainer) -> Callable[[Any], Reply]:
-        def script(body: Any) -> Reply:
-            if len(trainer.vllm.requests) == 3:
-                trainer.vllm.pause()
-                trainer.updates.append(asyncio.ensure_future(trainer.update(1)))
-            return Reply(f"said {len(trainer.vllm.requests)}")
-
-        return script
 
     report = while_trained(use)
     assert [each.state for each in report.branches] == ["valid", "void", "void", "void"]
@@ -110,6 +138,73 @@ def test_an_update_meanwhile_makes_branches_void(runs: ScriptedVLLM) -> None:
     assert report.mean == report.branches[0].reward
     rollout: Rollout = in_store(lambda store: store.get_rollout(report.branches[-1].id))
     assert (rollout.reward, rollout.attempt) == (None, 1)
+
+
+@pytest.mark.parametrize("agent", ["agent", "leaving"])
+def test_an_agent_reads_nothing_that_another_version_has_said(runs: ScriptedVLLM, agent: str) -> None:
+    """Not of a stream either, of which it may leave the rest."""
+    Path("streaming.py").write_text(STREAMING)
+    recorded(f"streaming:{agent}")
+
+    async def use(trainer: Trainer) -> BranchReport:
+        trainer.update_at(2, " and more" * 40, token_delay=0.02)
+        return await asyncio.to_thread(
+            branch, "first/0/0/0", f"streaming:{agent}", at=1, n=1, runner="inline", live=True
+        )
+
+    (only,) = while_trained(use).branches
+    assert only.state == "void", only
+    assert "version 1 of the policy has answered, and version 0 was to" in only.why
+
+
+def test_an_answer_of_two_versions_is_none(runs: ScriptedVLLM) -> None:
+    recorded()
+
+    async def use(trainer: Trainer) -> BranchReport:
+        trainer.vllm.default = Reply("one two three four", token_delay=0.2)
+        trainer.vllm.script = None
+        branching = asyncio.create_task(branched(at=3, n=1))
+        async with asyncio.timeout(30):
+            while sum(trainer.vllm.in_flight().values()) < 2:
+                await asyncio.sleep(0.02)
+        trainer.vllm.pause()
+        await trainer.update(1)
+        return await branching
+
+    (only,) = while_trained(use).branches
+    assert only.state == "void", only
+    assert "version 1 of the policy has answered" in only.why
+
+
+def test_a_call_that_nobody_knows_the_version_of_makes_a_branch_void(runs: ScriptedVLLM) -> None:
+    recorded()
+
+    async def use(trainer: Trainer) -> BranchReport:
+        trainer.vllm.default = Reply("one two three four", token_delay=0.2)
+        trainer.vllm.script = None
+        branching = asyncio.create_task(branched(at=3, n=1))
+        async with asyncio.timeout(30):
+            while sum(trainer.vllm.in_flight().values()) < 2:
+                await asyncio.sleep(0.02)
+        await Owner(trainer.store, "first").open(
+            [Upstream(trainer.vllm.url, trainer.vllm.model)], 0
+        )  # it was taken over
+        return await branching
+
+    (only,) = while_trained(use).branches
+    assert only.state == "void", only
+    assert "nobody knows whether version 0 of the policy has answered" in only.why
+
+
+def test_a_copy_of_a_database_says_what_was_once_served(runs: ScriptedVLLM) -> None:
+    recorded()
+
+    async def use(trainer: Trainer) -> None:
+        shutil.copytree("runs/first", "copied/first")
+        with pytest.raises(ConfigError, match=r"no process trains or serves the run in .*/copied/first now"):
+            await branched(at=2, runs="copied")
+
+    while_trained(use)
 
 
 def test_an_edited_last_answer_is_known_to_have_been_given(runs: ScriptedVLLM) -> None:

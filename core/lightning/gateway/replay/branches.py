@@ -234,16 +234,24 @@ class BranchedAttempt:
                 "or the tokenizer has changed. Branch with the model that the rollout ran with"
             )
 
+    @property
+    def is_live(self) -> bool:
+        """Whether the policy of the parent's run answers, which may be updated."""
+        return self._live is not None
+
     def check_version(self, sampled_by: set[int] | None) -> None:
         """These versions have sampled a call, or nobody knows which: where the policy of the parent's run answers, it may have
         been updated. Raises `RefusalError` (409)."""
         if self._live is None or sampled_by == {self._live}:
             return
-        answered = f"version {max(sampled_by)}" if sampled_by else "an unknown version"
-        self.refuse(
-            f"{answered} of the policy has answered, and version {self._live} was to: the run's trainer has updated it "
-            "meanwhile. Branch without --live, with a vLLM of its own"
+        why = (
+            f"version {max(sampled_by)} of the policy has answered, and version {self._live} was to: the run's trainer has "
+            "updated it meanwhile"
+            if sampled_by
+            else f"nobody knows whether version {self._live} of the policy has answered: the store or the trainer was silent "
+            "for seconds"
         )
+        self.refuse(f"{why}. Branch without --live, with a vLLM of its own")
 
     def refuse(self, why: str) -> None:
         """The branch is void. Raises `RefusalError`."""

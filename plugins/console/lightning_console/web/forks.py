@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -30,6 +30,13 @@ LAST: Final = 8192
 """Bytes of what the command says that are kept: the last ones."""
 GRACE: Final = 15.0
 """Seconds that a command has to end its agents when the console is closed."""
+BEGIN: Final = """
+import ctypes, signal, sys
+if sys.platform.startswith("linux"):
+    ctypes.CDLL(None).prctl(1, signal.SIGINT, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends as by Ctrl-C when the console was killed
+from lightning.cli.app import main
+main(sys.argv[1:])
+"""
 AGENT: Final = re.compile(r"[A-Za-z_][\w.]*:\S.*", re.DOTALL)
 
 
@@ -37,18 +44,25 @@ class Forks:
     """The branches that a console has begun."""
 
     def __init__(self) -> None:
-        self._running: dict[asyncio.subprocess.Process, asyncio.Task[bytes]] = {}
+        self._running: dict[str, asyncio.Task[str]] = {}
+        self._processes: set[asyncio.subprocess.Process] = set()
+        self._closed = False
 
     async def begin(self, places: Places, given: Mapping[str, Any]) -> str:
         """Begin the branches that an action `fork` asks for, and return when they have begun, with what is to be said. Raises
         `DataError` with what the command says where it could not, and `ConfigError` where that many are being made."""
-        located, rollout = await places.find(str(given.get("run", ""))), str(given.get("rollout", ""))
         agent, at, attempt = str(given.get("agent", "")).strip(), given.get("at"), given.get("attempt")
         if not AGENT.fullmatch(agent):
             raise DataError(f"{agent[:100]!r} names no agent: write MODULE:FUNCTION, as for `lightning train`")
         if not isinstance(at, int) or not isinstance(attempt, int):
             raise DataError("say at which call, and of which attempt")
-        if len(self._running) >= MOST:
+        located, rollout = await places.find(str(given.get("run", ""))), str(given.get("rollout", ""))
+        where = (
+            places.where if "://" in places.where else located.url
+        )  # that of a server has its password in `where` alone
+        if (name := base_name(rollout, at)) in self._running:
+            raise ConfigError("branches at this call are being made already: they are shown here as they come")
+        if self._closed or len(self._running) >= MOST:
             raise ConfigError(f"{MOST} calls are being branched already: wait until their branches have ended")
         command = [
             "branch",
@@ -62,56 +76,62 @@ class Forks:
             "--yes",
             "--json",
         ]
-        process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "lightning", *command, "--runs", places.where, "--", rollout, agent],
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        self._running[process] = saying = asyncio.create_task(_end_of(process))
-        saying.add_done_callback(lambda _: self._running.pop(process, None))
+        running = asyncio.create_task(self._run([*command, "--runs", where, "--", rollout, agent]))
+        self._running[name] = running
+        running.add_done_callback(lambda _: self._running.pop(name))
         began, until = time.time(), time.monotonic() + SECONDS
         while time.monotonic() < until:
-            if saying.done():
-                return _told(process.returncode or 0, saying.result())
-            if await _has_begun(located, base_name(rollout, at), began):
+            ended = running.done()
+            if await _has_begun(located, name, began):
                 return f"{SAMPLES} branches have begun: this page and that of the group show them as they come"
+            if ended:
+                raise DataError(running.result())
             await asyncio.sleep(LOOK)
         return "the branches have not begun yet: the agent takes long to start. They are shown here as they come"
 
+    async def _run(self, command: Sequence[str]) -> str:
+        """Run the command to its end; what it says then."""
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-c", BEGIN, *command],
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the console, which ends it itself
+        )
+        self._processes.add(process)
+        if self._closed:
+            process.send_signal(signal.SIGINT)
+        said = b""
+        try:
+            assert process.stderr is not None, "it is a pipe"
+            while part := await process.stderr.read(LAST):
+                said = (said + part)[-LAST:]
+            await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+            self._processes.discard(process)
+        return _error_in(said) or f"the command ended with {process.returncode}"
+
     async def close(self) -> None:
         """End what is at work: the agents are stopped, and branches that have ended are kept."""
-        running = list(self._running.items())
-        for process, _ in running:
+        self._closed = True
+        for process in self._processes:
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGINT)
-        if running:
-            await asyncio.wait([saying for _, saying in running], timeout=GRACE)
-        for process, saying in running:
-            if not saying.done():
-                process.kill()
-                await end(saying)
-
-
-async def _end_of(process: asyncio.subprocess.Process) -> bytes:
-    """The end of what a command says, when it has ended."""
-    said = b""
-    assert process.stderr is not None, "it is a pipe"
-    while part := await process.stderr.read(LAST):
-        said = (said + part)[-LAST:]
-    await process.wait()
-    return said
+        if running := [*self._running.values()]:
+            await asyncio.wait(running, timeout=GRACE)
+        await end(*running)
 
 
 async def _has_begun(located: Located, name: str, began: float) -> bool:
+    """Whether there is a run of branches with this name, or one of the next numbers, that is not older."""
     newest = await located.store.list_runs(limit=20, brief=True)
-    return any(run.id.startswith(name) and run.created_at >= began for run in newest)
+    return any(re.fullmatch(rf"{re.escape(name)}(-\d+)?", run.id) and run.created_at >= began for run in newest)
 
 
-def _told(code: int, said: bytes) -> str:
-    """What is said of a command that has ended. Raises `DataError` where it has made no branches."""
-    if code in (0, 1):
-        return "the branches have ended: this page and that of the group show them"
+def _error_in(said: bytes) -> str:
+    """The error that a command ends with; its last line where it says none."""
     lines = [line.strip() for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
-    error = next((place for place, line in enumerate(lines) if line.startswith("error:")), -1)
-    raise DataError(" ".join(lines[error:]).removeprefix("error:").strip() or f"the command ended with {code}")
+    last = max((place for place, line in enumerate(lines) if line.startswith("error:")), default=-1)
+    return " ".join(lines[last:]).removeprefix("error:").strip()
