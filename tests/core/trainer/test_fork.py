@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,16 @@ def test_a_fork_without_a_critic_begins_with_the_weights(train: Any, caplog: pyt
         ConfigError, match=r"'fork' began with the weights of parent@1, not of other@1: leave --from away"
     ):
         train("fork", 3, from_run="other@1", resume=True)
+
+
+def test_a_process_that_trains_again_has_let_go_of_the_model(train: Any) -> None:
+    """Also where Python does not look for circles by itself: a sweep in one process would hold each of its models."""
+    gc.disable()
+    try:
+        train("mine", 1)
+        assert [each for each in gc.get_objects() if type(each) is torch.nn.Parameter] == []
+    finally:
+        gc.enable()
 
 
 def test_a_run_says_which_agent_it_trained(train: Any) -> None:

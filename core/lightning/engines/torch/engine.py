@@ -6,6 +6,7 @@ taken wholly or, when its loss or gradient is not finite, not at all.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -287,6 +288,7 @@ class TorchEngine:
     def close(self) -> None:
         """Free the model's memory. Idempotent."""
         self._lm, self._reference, self._critic, self._optimizer, self._parameters = None, None, None, None, {}
+        gc.collect()  # a model's modules know each other, and Python would look for such circles after gigabytes more
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
