@@ -43,7 +43,7 @@ VARIANTS: Mapping[str, Variant] = {
         "`branch`: against what comes of branches; no entropy bonus", {"trainer.sampling": "tree"},
     ),
 }  # fmt: skip
-USUAL = (BASE, "gigpo")
+USUAL = (BASE, "gigpo", "branch")
 """The variants that run where none are named."""
 
 
