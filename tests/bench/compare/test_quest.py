@@ -65,6 +65,9 @@ def test_every_variant_is_the_demonstration_s_algorithm_with_another_credit(monk
     assert set(USUAL) <= set(VARIANTS)
     usual = {name: build(VARIANTS[name], demo) for name in USUAL}
     assert usual[BASE] == demo.algorithm()
+    tree = usual.pop("branch")  # which has trees to compare calls in, and no bonus beside the reward's own units
+    assert replace(tree, credit=usual[BASE].credit, entropy_coefficient=usual[BASE].entropy_coefficient) == usual[BASE]
+    assert VARIANTS["branch"].settings == {"trainer.sampling": "tree"}
     for name, algorithm in usual.items():
         assert replace(algorithm, credit=usual[BASE].credit) == usual[BASE], name
         assert VARIANTS[name].settings == {}
