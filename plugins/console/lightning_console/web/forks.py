@@ -57,26 +57,14 @@ class Forks:
         if not isinstance(at, int) or not isinstance(attempt, int):
             raise DataError("say at which call, and of which attempt")
         located, rollout = await places.find(str(given.get("run", ""))), str(given.get("rollout", ""))
-        where = (
-            places.where if "://" in places.where else located.url
-        )  # that of a server has its password in `where` alone
+        # What is shown of a store's URL has no password; a folder may have another store with such a rollout.
+        where = places.where if "://" in places.where else located.url
         if (name := base_name(rollout, at)) in self._running:
             raise ConfigError("branches at this call are being made already: they are shown here as they come")
         if self._closed or len(self._running) >= MOST:
             raise ConfigError(f"{MOST} calls are being branched already: wait until their branches have ended")
-        command = [
-            "branch",
-            "--at",
-            str(at),
-            "-n",
-            str(SAMPLES),
-            "--attempt",
-            str(attempt),
-            "--live",
-            "--yes",
-            "--json",
-        ]
-        running = asyncio.create_task(self._run([*command, "--runs", where, "--", rollout, agent]))
+        options = f"--at {at} -n {SAMPLES} --attempt {attempt} --live --yes --json".split()
+        running = asyncio.create_task(self._run(["branch", *options, "--runs", where, "--", rollout, agent]))
         self._running[name] = running
         running.add_done_callback(lambda _: self._running.pop(name))
         began, until = time.time(), time.monotonic() + SECONDS
