@@ -42,6 +42,9 @@ MIN_SAMPLED_TOKENS = 8
 """With fewer sampled tokens the prompt is compared too. Its tokens differ by more: a model finds many of them unlikely."""
 BASELINE = 2.0
 """The gap may be so many times what it was before an update, where the bound is smaller: some models round more than most."""
+OF_FEW = 3.0
+"""Standard errors by which the mean of the few tokens of a probe may exceed that of all tokens of a step. The gaps of single
+tokens are spread about as widely as their mean is large."""
 NOISE = math.sqrt(2.0)
 """An update that moves logprobs by as much as sampler and trainer differ makes them differ so many times as much."""
 STEPS_BELOW = 3
@@ -119,16 +122,18 @@ class Prober:
         gaps = every[chosen]
         if not len(gaps):
             return Verdict(0.0, 0.0, "")
-        base = self._baseline
+        base, few = self._baseline, 1 + OF_FEW / math.sqrt(len(gaps))
         bound = GapBound(
-            max(self._bound.mean, BASELINE * base.mean), max(self._bound.most, BASELINE * base.most), self._bound.share
+            few * max(self._bound.mean, BASELINE * base.mean),
+            max(self._bound.most, BASELINE * base.most),
+            self._bound.share,
         )
         known = chosen & np.isfinite(old)
         problem = bound.exceeded(gaps)
         if known.sum() >= MIN_SAMPLED_TOKENS and base.mean:
             moved = float(np.mean(np.abs(ours - old)[known]))
             now, before = float(np.mean(every[known])), float(np.mean(np.abs(np.asarray(served) - old)[known]))
-            if not problem and now > BASELINE * base.mean and before < now:
+            if not problem and now > few * BASELINE * base.mean and before < now:
                 problem = f"{now:.3g} nats in the mean, and those of the step before by {before:.3g}"
             if not attempt:  # a second try is of the same update
                 self._note(moved)
