@@ -13,7 +13,7 @@ from lightning.errors import ConfigError
 from lightning.maintenance import check_schema
 from lightning.plugins import plugins
 from lightning.plugins.named import import_named as import_named  # for plugins
-from lightning.plugins.named import name_of as name_of
+from lightning.plugins.named import name_of as name_of  # for plugins
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import DATABASE, existing_store, run_id_of, store_in
 

@@ -270,7 +270,8 @@ class TrainerConfig(Section):
     max_logprob_gap: float | None = Field(default=None, gt=0)
     """Warn when |trainer - sampler| (nats) exceeds this on any token of a step without stale tokens. When the probe
     after an update exceeds it, the weights are sent again; the run ends if vLLM still does not serve them. null depends
-    on the dtype: 0.001 on any token with float32; 0.05 in the mean and 0.6 on 99.9 % of the tokens with bfloat16."""
+    on the dtype: 0.001 on any token with float32; 0.05 in the mean and 0.6 on 99.9 % of the tokens with bfloat16, where
+    the mean of a probe may exceed it by what few tokens differ by chance."""
 
 
 class LoraConfig(Section):

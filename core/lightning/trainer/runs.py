@@ -31,6 +31,8 @@ from lightning.types import DEFAULT_PROJECT, Json, Run, StepRecord
 
 AGENT = "agent"
 """Where a run's state, or its configuration, names its agent as MODULE:FUNCTION."""
+LOCK = ".lock"
+"""The file in a run's folder that its trainer holds."""
 SEARCH_MAY_CHANGE = ("algorithm.arguments.optimizer", "algorithm.arguments.rounds", "algorithm.arguments.max_rollouts")
 """What a resumed search for prompts may change of what it asks for: the names of its rollouts follow from all else."""
 
@@ -40,7 +42,7 @@ def claim_folder(folder: Path) -> Iterator[None]:
     """Make the folder and hold it: a second trainer on it is refused. The lock goes with the process, however it ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        lock = (folder / LOCK).open("w")
     except OSError as error:
         raise ConfigError(f"cannot write to the run's folder {folder}: {error}. Give another `out`.") from error
     with lock:
@@ -52,12 +54,17 @@ def claim_folder(folder: Path) -> Iterator[None]:
 
 
 def is_claimed(folder: Path) -> bool:
-    """Whether a process of this machine holds a run's folder: its trainer is alive."""
+    """Whether a process of this machine holds a run's folder, so that its trainer is alive. Nothing is written."""
     try:
-        with claim_folder(folder):
-            return False
-    except ConfigError:
-        return True
+        lock = (folder / LOCK).open()
+    except OSError:
+        return False
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def describe_algorithm(algorithm: Algorithm | SearchAlgorithm) -> dict[str, Json]:

@@ -221,9 +221,8 @@ def _served(parent: Parent) -> EvaluatedModel:
     """The policy that the trainer of the parent's run serves, whatever folder its weights are in. Raises `ConfigError` where it
     serves none, or another version."""
     base, _ = recorded_config(parent.found.settings)
-    if parent.folder is not None and not is_claimed(
-        parent.folder
-    ):  # a copy of its database says what was once served, too
+    # A copy of its database says what was once served, too.
+    if parent.folder is not None and not is_claimed(parent.folder):
         raise ConfigError(f"no process trains or serves the run in {parent.folder} now: {INSTEAD}")
     asked = with_store(parent.url, lambda store: why_not_served(store, parent.run.id, parent.version, base))
     if why := asyncio.run(asked):

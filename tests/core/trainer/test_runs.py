@@ -38,6 +38,7 @@ from lightning.trainer.runs import (
     check_run,
     claim_folder,
     describe_algorithm,
+    is_claimed,
     name_folder,
     plan_epochs,
     rebuild_algorithm,
@@ -55,6 +56,15 @@ def test_a_second_trainer_on_a_folder_is_refused(tmp_path: Path) -> None:
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "another process is training in" in other.stderr
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_who_asks_whether_a_folder_is_claimed_leaves_it_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert not is_claimed(folder)
+    assert not folder.exists()
+    with claim_folder(folder):
+        assert is_claimed(folder)
+    assert not is_claimed(folder)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -157,16 +157,21 @@ def test_an_agent_reads_nothing_that_another_version_has_said(runs: ScriptedVLLM
     assert "version 1 of the policy has answered, and version 0 was to" in only.why
 
 
+async def half_answered(trainer: Trainer) -> asyncio.Task[BranchReport]:
+    """A branch whose one call has been answered with two of its tokens."""
+    trainer.vllm.default, trainer.vllm.script = Reply("one two three four", token_delay=0.2), None
+    branching = asyncio.create_task(branched(at=3, n=1))
+    async with asyncio.timeout(30):
+        while sum(trainer.vllm.in_flight().values()) < 2:
+            await asyncio.sleep(0.02)
+    return branching
+
+
 def test_an_answer_of_two_versions_is_none(runs: ScriptedVLLM) -> None:
     recorded()
 
     async def use(trainer: Trainer) -> BranchReport:
-        trainer.vllm.default = Reply("one two three four", token_delay=0.2)
-        trainer.vllm.script = None
-        branching = asyncio.create_task(branched(at=3, n=1))
-        async with asyncio.timeout(30):
-            while sum(trainer.vllm.in_flight().values()) < 2:
-                await asyncio.sleep(0.02)
+        branching = await half_answered(trainer)
         trainer.vllm.pause()
         await trainer.update(1)
         return await branching
@@ -180,15 +185,9 @@ def test_a_call_that_nobody_knows_the_version_of_makes_a_branch_void(runs: Scrip
     recorded()
 
     async def use(trainer: Trainer) -> BranchReport:
-        trainer.vllm.default = Reply("one two three four", token_delay=0.2)
-        trainer.vllm.script = None
-        branching = asyncio.create_task(branched(at=3, n=1))
-        async with asyncio.timeout(30):
-            while sum(trainer.vllm.in_flight().values()) < 2:
-                await asyncio.sleep(0.02)
-        await Owner(trainer.store, "first").open(
-            [Upstream(trainer.vllm.url, trainer.vllm.model)], 0
-        )  # it was taken over
+        branching = await half_answered(trainer)
+        taken_over = Owner(trainer.store, "first")
+        await taken_over.open([Upstream(trainer.vllm.url, trainer.vllm.model)], 0)
         return await branching
 
     (only,) = while_trained(use).branches
