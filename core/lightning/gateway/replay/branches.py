@@ -137,11 +137,12 @@ class MeantChanges:
 
 
 class BranchedAttempt:
-    """One attempt of a branch. What the run of the branch says is `meant`: where prompts are others, the call at which it
-    branches may ask something else than it did; with an edit it is answered with that text instead of being sampled."""
+    """One attempt of a branch. What its `run` says is `meant`: where prompts are others, the call at which it branches may ask
+    something else than it did; with an edit it is answered with that text instead of being sampled."""
 
-    def __init__(self, prefix: Prefix, owner: tuple[str, int], meant: MeantChanges) -> None:
-        self.prefix, self.owner, self._changed, self._live = prefix, owner, meant.prompts, meant.live
+    def __init__(self, prefix: Prefix, owner: tuple[str, int], run: str, meant: MeantChanges) -> None:
+        self.prefix, self.owner, self.run = prefix, owner, run
+        self._changed, self._live = meant.prompts, meant.live
         edit = meant.edit
         answered = (*prefix.answered, edited(prefix.at, edit)) if edit is not None else prefix.answered
         self._calls = RecordedCalls(answered)
@@ -376,11 +377,7 @@ class Branches:
         """The agent is about to get the edited answer: keep that, since it may make no call of its own after it. Raises
         `RefusalError` (409) where the store fails: the answer is given once, so that the branch is void."""
         try:
-            rollout = await self.store.get_rollout(
-                claims.rollout
-            )  # its run is not that of `claims`, where that one answers
-            run = rollout.run if rollout is not None else claims.run
-            await self.store.put_state(run, edit_key(claims.rollout, claims.attempt), True, once=None)
+            await self.store.put_state(branch.run, edit_key(claims.rollout, claims.attempt), True, once=None)
         except StoreError as error:
             branch.refuse(f"the store does not keep that its edited answer was given: {error}")
 
@@ -396,7 +393,7 @@ class Branches:
         found = await self._parent(parent, attempt)
         meant, prefix = await meant_changes(self.store, rollout), prefix_of(found.recorded, seq)
         self.exchanges.inherit((name, number), found.told_against(prefix))
-        branch = BranchedAttempt(prefix, (parent, attempt), meant)
+        branch = BranchedAttempt(prefix, (parent, attempt), rollout.run, meant)
         branch.goes_on(await self.store.transitions(name, number))
         self._known[name, number] = branch  # before the reading is over: whoever comes then must not read again
         if len(self._known) > REMEMBERED:
