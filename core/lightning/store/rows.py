@@ -210,7 +210,8 @@ def _call_to_text(key: tuple[str, int, int] | None, what: str) -> str:
     return "" if key is None else dump(list(key), what)
 
 
-def _call_from_text(text: str, what: str) -> tuple[str, int, int] | None:
+def call_from_text(text: str, what: str) -> tuple[str, int, int] | None:
+    """The key of the call that a rollout branches, None when it branches none."""
     if not text:
         return None
     rollout, attempt, seq = as_list(text, what)
@@ -225,7 +226,7 @@ ROLLOUTS: Final = Columns(
     forms={
         "task": Form(lambda task, _: task_to_text(task), _task_from_text),
         "resources": Form(_versions_to_text, as_mapping),
-        "parent": Form(_call_to_text, _call_from_text),
+        "parent": Form(_call_to_text, call_from_text),
     },
 )
 EARNED: Final = ("status", "attempt", "reward", "rewards", "fault", "error", "seconds", "trained_at_step")

@@ -45,7 +45,7 @@ SELECT_ROLLOUTS: Final = f"SELECT n, {ROLLOUT_COLUMNS} FROM rollouts WHERE "  # 
 """Followed by `page_conditions` and ORDER_PAGE."""
 ORDER_PAGE: Final = " ORDER BY n LIMIT ?"
 SELECT_POSITION: Final = (
-    "SELECT n, run, group_id, status, attempt, spent, max_attempts, worker FROM rollouts WHERE id = ?"
+    "SELECT n, run, group_id, status, attempt, spent, max_attempts, worker, parent FROM rollouts WHERE id = ?"
 )
 SELECT_OWNER: Final = "SELECT run FROM rollouts WHERE id = ?"
 SELECT_PENDING: Final = (
@@ -139,7 +139,12 @@ SELECT_GROUP_ROOTS: Final = (
     "SELECT t.n, t.parent, t.tokens FROM rollouts r JOIN transitions t ON t.rollout = r.n "
     "WHERE r.run = ? AND r.group_id = ? AND t.parent IS NULL ORDER BY t.n DESC LIMIT ?"
 )
-SELECT_ROOT: Final = (
+SELECT_TRUNK: Final = (
+    "SELECT t.n, t.parent, t.tokens FROM rollouts r JOIN transitions t ON t.rollout = r.n "
+    "WHERE r.run = ? AND r.group_id = ? AND r.id = ? AND t.attempt = ? AND t.seq <= ? ORDER BY t.n DESC LIMIT ?"
+)
+"""The calls of an attempt up to one at which it was branched, if it is of this group."""
+SELECT_IN_GROUP: Final = (
     "SELECT n FROM transitions WHERE n = ? AND substr(tokens, 1, ?) = ? "
     "AND rollout IN (SELECT n FROM rollouts WHERE run = ? AND group_id = ?)"
 )

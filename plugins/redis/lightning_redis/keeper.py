@@ -225,7 +225,7 @@ class RedisKeeper:
         for name, number, text, standing in zip(names, numbers, columns, standings, strict=True):
             rollout = name.decode()
             position = stand(standing, rollout)
-            _, group = home_of(text, rollout)
+            group = home_of(text, rollout).group
             step = int(json.loads(text)[4])
             worker = position.get("worker", "")
             members.append(_Member(rollout, int(number), group, step, position["attempt"], worker))

@@ -20,7 +20,7 @@ from lightning_redis.keys import Keys, encoded
 from lightning_redis.lua_scripts import Script
 from lightning_redis.parents import ParentCache
 from lightning_redis.pipeline import Greeting, Lane
-from lightning_redis.rollout_codec import home_of
+from lightning_redis.rollout_codec import Home, home_of
 from lightning_redis.settings import Settings
 
 MAX_HOMES = 100_000
@@ -35,7 +35,7 @@ class Link:
         self.reads = Lane(settings, keys, greeting)
         self.parents = ParentCache()
         self.listeners = Listeners(settings)
-        self._homes: dict[str, tuple[str, str]] = {}
+        self._homes: dict[str, Home] = {}
         self._busy = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -85,8 +85,8 @@ class Link:
         known = (known_as, max(1, math.ceil(min(seconds, KNOWN_SECONDS))))
         return await self.run(script, [*keys, self.keys("once", known_as), *more], *arguments, *known, *rest)
 
-    async def home(self, rollout: str) -> tuple[str, str]:
-        """Run and group of a rollout. Raises `StoreError` when nobody created it."""
+    async def home(self, rollout: str) -> Home:
+        """Where a rollout belongs. Raises `StoreError` when nobody created it."""
         found = self._homes.get(rollout)
         if found is None:
             (columns,) = await self.reads.read((b"HGET", self.keys("columns"), encoded(rollout)))
@@ -96,7 +96,7 @@ class Link:
             self.remember_home(rollout, found)
         return found
 
-    def remember_home(self, rollout: str, home: tuple[str, str]) -> None:
+    def remember_home(self, rollout: str, home: Home) -> None:
         """Spare the next call a look."""
         if len(self._homes) >= MAX_HOMES:
             self._homes.clear()

@@ -6,12 +6,15 @@ Numbers that must not lose a digit travel as text, since Lua keeps fourteen.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from lightning.errors import StoreError
 from lightning.store import json_text, rollout_state, rows
 from lightning.store.rollout_state import Position
 from lightning.types import Rollout, Status
+
+_CREATED: Final = tuple(name for name in rows.ROLLOUTS.fields if name not in rows.EARNED)
+"""The fields of a rollout that `columns_of` has, in its order."""
 
 
 def columns_of(rollout: Rollout) -> str:
@@ -26,13 +29,26 @@ def uses_of(rollout: Rollout) -> str:
     return json_text.dump([rollout.run, rollout.split, rows.versions_of_resources(rollout)])
 
 
-def home_of(columns: bytes, rollout: str) -> tuple[str, str]:
-    """Run and group, from `columns_of`."""
+class Home(NamedTuple):
+    """Where a rollout belongs: its run, its group, and the key of the call that it branches."""
+
+    run: str
+    group: str
+    parent: tuple[str, int, int] | None
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Home:
+        """Of a rollout that is at hand."""
+        return cls(rollout.run, rollout.group, rollout.parent)
+
+
+def home_of(columns: bytes, rollout: str) -> Home:
+    """From `columns_of`."""
     try:
-        _, run, _, group, *_ = _list(columns, rollout)
-    except ValueError as error:
+        kept = dict(zip(_CREATED, rows.ROLLOUTS.filled(_list(columns, rollout), without=rows.EARNED), strict=True))
+        return Home(kept["run"], kept["group"], rows.call_from_text(kept["parent"], "its parent"))
+    except (ValueError, TypeError) as error:
         raise _corrupt(rollout, error) from error
-    return run, group
 
 
 def read_rollout(columns: bytes, standing: bytes, rollout: str) -> Rollout:
@@ -40,7 +56,7 @@ def read_rollout(columns: bytes, standing: bytes, rollout: str) -> Rollout:
     found = stand(standing, rollout)
     try:
         created = rows.ROLLOUTS.filled(_list(columns, rollout), without=rows.EARNED)
-        kept = dict(zip((name for name in rows.ROLLOUTS.fields if name not in rows.EARNED), created, strict=True))
+        kept = dict(zip(_CREATED, created, strict=True))
         kept |= {
             "status": found["status"],
             "attempt": found["attempt"],

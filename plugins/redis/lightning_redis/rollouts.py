@@ -20,7 +20,7 @@ from lightning_redis import lua_scripts
 from lightning_redis.connection import Reply
 from lightning_redis.keys import encoded
 from lightning_redis.loop_client import Link, done, unexpected
-from lightning_redis.rollout_codec import columns_of, position_of, read_rollout, refuse, stand, uses_of
+from lightning_redis.rollout_codec import Home, columns_of, position_of, read_rollout, refuse, stand, uses_of
 
 LEASED_AT_ONCE: Final = 10_000
 """Rollouts in one lease at most: Redis answers nobody else meanwhile."""
@@ -55,7 +55,7 @@ async def create(link: Link, rollouts: Sequence[Rollout]) -> int:
         elsewhere=lambda rest: _elsewhere(rollouts[int(rest[0])]),
     )
     for rollout in rollouts:
-        link.remember_home(rollout.id, (rollout.run, rollout.group))
+        link.remember_home(rollout.id, Home.of(rollout))
     return int(new)
 
 
@@ -162,7 +162,7 @@ async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once:
     leases = []
     for columns, standing in zip(found[::2], found[1::2], strict=True):
         rollout = read_rollout(columns, standing, "of a lease")
-        link.remember_home(rollout.id, (rollout.run, rollout.group))
+        link.remember_home(rollout.id, Home.of(rollout))
         leases.append(Lease(rollout, worker, float(till)))
     return leases
 
@@ -171,7 +171,7 @@ async def renew(link: Link, lease: Lease, ttl: float) -> Lease:
     """See `Store.renew`."""
     _check_ttl(ttl)
     rollout = lease.rollout.id
-    run, _ = await link.home(rollout)
+    run = (await link.home(rollout)).run
     word, *rest = await link.run(
         lua_scripts.RENEW,
         (link.keys("standing"), link.keys("leases", run)),
@@ -191,7 +191,7 @@ async def renew(link: Link, lease: Lease, ttl: float) -> Lease:
 async def complete(link: Link, rollout: str, attempt: int, outcome: Outcome, spend: bool) -> Rollout:
     """See `Store.complete`."""
     end = rollout_state.ending(rollout, outcome)
-    run, _ = await link.home(rollout)
+    run = (await link.home(rollout)).run
     word, *rest = await link.run(
         lua_scripts.COMPLETE,
         [
@@ -217,7 +217,7 @@ async def release(link: Link, worker: str, once: str) -> int:
         if not members and not once:
             return 0
         rollouts = [member[len(name) + 1 :].decode() for member in members]
-        runs = sorted({(await link.home(rollout))[0] for rollout in rollouts})
+        runs = sorted({(await link.home(rollout)).run for rollout in rollouts})
         keys = [link.keys(what, run) for run in runs for what in ("pending", "running", "leases", "changes")]
         word, *rest = await link.run_once(
             lua_scripts.RELEASE,

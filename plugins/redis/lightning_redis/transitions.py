@@ -9,6 +9,7 @@ stored call stays what it was, and its digest with it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,13 +27,16 @@ from lightning_redis.connection import Command
 from lightning_redis.keys import encoded
 from lightning_redis.loop_client import Link, unexpected
 from lightning_redis.parents import GROUP_ROOTS, CallKey, Known, extended
-from lightning_redis.rollout_codec import refuse, stand
+from lightning_redis.rollout_codec import Home, refuse, stand
 
 ATTEMPTS_AT_ONCE: Final = 32
 """Attempts read in one go: their calls are held in memory twice for a moment."""
 
 Attempt = tuple[str, int]
 Group = tuple[str, str]
+Place = Attempt | Group | CallKey
+"""Under what candidates for parents are remembered: an attempt has its calls, a group its roots, and a call that is branched
+within its group has the calls up to it."""
 
 
 @dataclass(slots=True)
@@ -40,7 +44,7 @@ class _Batch:
     """One `append` on its way: the candidates for parents, those in the batch itself among them, and the script's input."""
 
     link: Link
-    candidates: dict[Attempt | Group, tuple[Known, ...]]
+    candidates: dict[Place, tuple[Known, ...]]
     keys: list[bytes] = field(default_factory=list)
     places: dict[bytes, int] = field(default_factory=dict)
     arguments: list[str | int | bytes] = field(default_factory=list)
@@ -53,8 +57,9 @@ class _Batch:
             self.places[key] = len(self.keys)
         return self.places[key]
 
-    def add(self, transition: Transition, group: Group, digest: bytes | None) -> None:
-        """Encode a call against its parent. `digest` is given when it is not that of the call as it is."""
+    def add(self, transition: Transition, group: Group, trunk: CallKey | None, digest: bytes | None) -> None:
+        """Encode a call against its parent. `trunk` is the call that its rollout branches, if that is of its group; `digest` is
+        given when it is not that of the call as it is."""
         rollout, number, seq = transition.key
         attempt = (rollout, number)
         packed = codec.pack_tokens(
@@ -62,7 +67,8 @@ class _Batch:
         )
         fingerprint = Fingerprint.of(packed.full, len(packed.prompt))
         own, roots = self.candidates.get(attempt, ()), self.candidates.get(group, ())
-        parent, shared = choose(Prompt(packed.prompt, fingerprint), chain(reversed(own), roots))
+        branched = self.candidates.get(trunk, ()) if trunk else ()
+        parent, shared = choose(Prompt(packed.prompt, fingerprint), chain(reversed(own), roots, branched))
         blob = codec.encode_packed(packed, shared)
         digest = digest or rollout_state.transition_digest(transition, packed.digest)
         value = calls.pack(transition, parent.key if parent else None, digest, blob)
@@ -88,13 +94,15 @@ async def append(link: Link, transitions: Sequence[Transition]) -> int:
     transitions = tuple(transitions)  # it is read after others have run, who may change a list of theirs
     if not transitions:
         return 0
-    groups = [await link.home(transition.rollout) for transition in transitions]
+    homes = [await link.home(transition.rollout) for transition in transitions]
+    groups = [(home.run, home.group) for home in homes]
+    trunks = [await _trunk(link, home) for home in homes]
     digests: dict[int, bytes] = {}
     lost_parents = 0
     while True:
-        batch = _Batch(link, await _candidates(link, transitions, groups) if lost_parents <= 1 else {})
-        for i, (transition, group) in enumerate(zip(transitions, groups, strict=True)):
-            batch.add(transition, group, digests.get(i))
+        batch = _Batch(link, await _candidates(link, transitions, groups, trunks) if lost_parents <= 1 else {})
+        for i, (transition, group, trunk) in enumerate(zip(transitions, groups, trunks, strict=True)):
+            batch.add(transition, group, trunk, digests.get(i))
         head = (calls.DIGEST_BYTES, GROUP_ROOTS, len(transitions))
         word, *rest = await link.run(lua_scripts.APPEND, (link.keys("standing"), *batch.keys), *head, *batch.arguments)
         if word == "ok":
@@ -105,7 +113,7 @@ async def append(link: Link, transitions: Sequence[Transition]) -> int:
         if (
             word == "orphan" and lost_parents <= 1
         ):  # what was remembered of the database is no longer so: look again, then do without
-            _forget(link, transitions, groups)
+            _forget(link, [*((each.rollout, each.attempt) for each in transitions), *groups, *trunks])
             lost_parents += 1
         elif word == "conflict" and at not in digests:
             digests[at] = await _digest_before_label(link, transition, rest[1])
@@ -126,10 +134,20 @@ def _remember(link: Link, batch: _Batch) -> None:
             link.parents.add(group, known, None)
 
 
-def _forget(link: Link, transitions: Iterable[Transition], groups: Iterable[Group]) -> None:
-    for transition, group in zip(transitions, groups, strict=True):
-        link.parents.drop((transition.rollout, transition.attempt))
-        link.parents.drop(group)
+def _forget(link: Link, places: Iterable[Place | None]) -> None:
+    for place in places:
+        link.parents.drop(place)
+
+
+async def _trunk(link: Link, home: Home) -> CallKey | None:
+    """The call that a rollout branches, if it is of its group: whatever is removed together is stored together."""
+    if home.parent is None:
+        return None
+    try:
+        parent = await link.home(home.parent[0])
+    except StoreError:  # of another database, or damaged: whoever reads it gets the error
+        return None
+    return home.parent if (parent.run, parent.group) == (home.run, home.group) else None
 
 
 def _conflict(transition: Transition) -> ConflictError:
@@ -155,11 +173,11 @@ async def _digest_before_label(link: Link, transition: Transition, value: bytes)
 
 
 async def _candidates(
-    link: Link, transitions: Sequence[Transition], groups: Sequence[Group]
-) -> dict[Attempt | Group, tuple[Known, ...]]:
-    """Calls of the attempts and the roots of their groups, those at hand and those of the database."""
-    found: dict[Attempt | Group, tuple[Known, ...]] = {}
-    for transition, group in zip(transitions, groups, strict=True):
+    link: Link, transitions: Sequence[Transition], groups: Sequence[Group], trunks: Sequence[CallKey | None]
+) -> dict[Place, tuple[Known, ...]]:
+    """Calls of the attempts and of those they branch, and the roots of their groups: at hand, or from the database."""
+    found: dict[Place, tuple[Known, ...]] = {}
+    for transition, group, trunk in zip(transitions, groups, trunks, strict=True):
         attempt = (transition.rollout, transition.attempt)
         if attempt not in found:
             # the first call of an attempt has none before it: not worth a look
@@ -167,10 +185,12 @@ async def _candidates(
             found[attempt] = await _at_hand(link, attempt, load)
         if group not in found:
             found[group] = await _at_hand(link, group, partial(_load_roots, link, group))
+        if trunk and trunk not in found:
+            found[trunk] = await _at_hand(link, trunk, partial(_load_attempt, link, trunk[:2], trunk[2]))
     return found
 
 
-async def _at_hand(link: Link, key: Attempt | Group, load: Callable[[], Awaitable[list[Known]]]) -> tuple[Known, ...]:
+async def _at_hand(link: Link, key: Place, load: Callable[[], Awaitable[list[Known]]]) -> tuple[Known, ...]:
     entry = link.parents.get(key)
     if entry is None:
         loaded = await load()
@@ -184,9 +204,9 @@ async def _nothing() -> list[Known]:
     return []
 
 
-async def _load_attempt(link: Link, attempt: Attempt) -> list[Known]:
+async def _load_attempt(link: Link, attempt: Attempt, last: float = math.inf) -> list[Known]:
     (found,) = await _read_calls(link, [attempt])
-    return await _known(link, found)
+    return await _known(link, {key: stored for key, stored in sorted(found.items()) if key[2] <= last})
 
 
 async def _load_roots(link: Link, group: Group) -> list[Known]:

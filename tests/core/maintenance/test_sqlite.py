@@ -202,8 +202,8 @@ async def test_calls_of_a_group_in_which_something_still_runs_stay(database: Pat
     assert await content(database) == before
 
 
-async def begin(store: SqliteStore, rollout: str, group: str) -> None:
-    await store.create_rollouts([Rollout(rollout, "run", Task("q"), group)])
+async def begin(store: SqliteStore, rollout: str, group: str, parent: tuple[str, int, int] | None = None) -> None:
+    await store.create_rollouts([Rollout(rollout, "run", Task("q"), group, parent=parent)])
     assert [lease.rollout.id for lease in await store.lease("run", "w", ttl=3600)] == [rollout]
 
 
@@ -216,28 +216,33 @@ async def append(store: SqliteStore, rollout: str, prompt: Sequence[int], seq: i
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[SqliteStore]:
-    """A store that remembers a call of the group `g` which another process has removed. It began with the ids 100 to 199."""
+    """A store that remembers a call of the group `g`, and that it was branched, which another process has removed. It began
+    with the ids 100 to 199."""
     store = SqliteStore(tmp_path / "store.db")
     await store.open()
     await store.put_run(Run("run", "run"))
     await begin(store, "a", "g")
     await append(store, "a", range(100, 200))
     await store.complete("a", 1, Outcome(reward=1.0))
+    await begin(store, "branch", "g", ("a", 1, 0))
+    await append(store, "branch", range(100, 200))
+    await store.complete("branch", 1, Outcome(reward=1.0))
     await keeper_of(sqlite_url(tmp_path / "store.db")).forget_calls("run", ["g"])
     assert rows(tmp_path / "store.db", "SELECT count(*) FROM transitions") == [(0,)]
     yield store
     await store.close()
 
 
+@pytest.mark.parametrize("parent", [None, ("a", 1, 0)], ids=["a rollout", "a branch"])
 @pytest.mark.parametrize("start", [100, 5000], ids=["the same tokens", "other tokens"])
 async def test_no_call_is_stored_against_another_groups_that_has_the_number_of_one_that_was_removed(
-    server: SqliteStore, tmp_path: Path, start: int
+    server: SqliteStore, tmp_path: Path, start: int, parent: tuple[str, int, int] | None
 ) -> None:
     """With the same tokens it could be read, until the other group is removed."""
     await begin(server, "other", "h")
     await append(server, "other", range(start, start + 100))
     await server.complete("other", 1, Outcome(reward=1.0))
-    await begin(server, "b", "g")
+    await begin(server, "b", "g", parent)
     made = await append(server, "b", [*range(100, 200), 9])
     assert await server.transitions("b") == [made]
     await keeper_of(sqlite_url(tmp_path / "store.db")).forget_calls("run", ["h"])

@@ -707,6 +707,25 @@ async def test_groups_and_interleaved_agents_come_back_exactly(store: Store, rol
     assert found == list(written.values())
 
 
+@everywhere
+async def test_calls_of_branches_are_read_as_they_were_appended(store: Store, rollout: RolloutOf, call: CallOf) -> None:
+    """Of the group of their trunk and of another, at a call that there is and one that there is not, of a trunk nobody has."""
+    turns = [call(seq, range(100 * seq + 50)) for seq in range(4)]
+    parents = [("a", 1, 2), ("a", 1, 0), ("a", 1, 9), ("a", 2, 2), ("nobody", 1, 2)]
+    branches = [
+        rollout(f"{group}{at}", group=group, parent=parent)
+        for group in ("g", "far")
+        for at, parent in enumerate(parents)
+    ]
+    await store.create_rollouts([rollout(), *branches])
+    await store.lease("run", "w", limit=11)
+    await store.append(turns)
+    made = [[call(seq, turns[seq].prompt_ids, [7, seq], rollout=each.id) for seq in (2, 3)] for each in branches]
+    for calls in made:
+        assert [await store.append([each]) for each in calls] == [1, 1]
+    assert await store.transitions_of([("a", 1), *((each.id, 1) for each in branches)]) == [turns, *made]
+
+
 # steps ----------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -495,15 +496,46 @@ async def test_another_process_finds_the_parents(
     await other.close()
 
 
-@pytest.mark.parametrize("lost", ["its own attempt's", "its group's"])
+async def test_a_branch_of_its_trunks_group_stores_no_token_of_the_prefix(
+    redis: RedisStore, rollout: RolloutOf, call: CallOf
+) -> None:
+    """Two agents take turns; the branches begin at the second one's second call."""
+    branches = [rollout(f"b{i}", parent=("a", 1, 3)) for i in range(3)]
+    await redis.create_rollouts([rollout("a"), *branches, rollout("far", group="other", parent=("a", 1, 3))])
+    await redis.lease("run", "w", limit=5, ttl=3600)
+    rng = random.Random(0)
+    first, second, third = ([rng.randrange(150_000) for _ in range(1000)] for _ in range(3))
+    later = [4, 5, 9, *third]
+    turns = [call(0, first), call(1, second), call(2, [*first, *later]), call(3, [*second, *later])]
+    await redis.append(turns)
+    live = {
+        name: [call(3, turns[3].prompt_ids, [6], rollout=name), call(4, [*first, *later, 4, 5, 8], [6], rollout=name)]
+        for name in ("b0", "b1", "far")
+    }
+    for calls in live.values():
+        await redis.append(calls)
+    sizes = {name: [*(await stored_bytes(redis, name)).values()] for name in live}
+    assert max(*sizes["b0"], *sizes["b1"]) < 300 < 1000 < min(sizes["far"])
+    again = RedisStore(redis._settings)  # another process, which remembers nothing
+    await again.open()
+    live["b2"] = [replace(each, rollout="b2") for each in live["b0"]]
+    await again.append(live["b2"])
+    assert max((await stored_bytes(again, "b2")).values()) < 300
+    assert await again.transitions_of([("a", 1), *((name, 1) for name in live)]) == [turns, *live.values()]
+    await again.close()
+
+
+@pytest.mark.parametrize("lost", ["its own attempt's", "its group's", "its trunk's"])
 async def test_a_parent_that_is_gone_is_none(redis: RedisStore, rollout: RolloutOf, call: CallOf, lost: str) -> None:
     """The database lost what it had acknowledged (a backup was restored): what is remembered of it must not be built upon."""
-    await redis.create_rollouts([rollout("a"), rollout("b")])
-    await redis.lease("run", "w", limit=2, ttl=3600)
-    await redis.append([call(0, range(500))])
+    branches = [rollout(name, parent=("a", 1, 1)) for name in ("c", "d")]
+    await redis.create_rollouts([rollout("a"), rollout("b"), *branches])
+    await redis.lease("run", "w", limit=4, ttl=3600)
+    await redis.append([call(0, range(300)), call(1, range(500))])
+    await redis.append([call(1, range(500), rollout="c")])  # since then the trunk's calls are remembered
     with redis._link() as link:
         await link.reads.read((b"DEL", link.keys("calls", 1, "a")))
-    later = call(1, range(600)) if lost.startswith("its own") else call(0, range(600), rollout="b")
+    later = call(2, range(600), rollout={"its own attempt's": "a", "its group's": "b", "its trunk's": "d"}[lost])
     assert await redis.append([later]) == 1
     assert await redis.transitions(later.rollout) == [later]
     for again in range(3):  # and what is built upon it is sound

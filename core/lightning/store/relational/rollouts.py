@@ -24,13 +24,14 @@ from lightning.types import Caller, Json, Lease, Rollout, Status, Transition, lo
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The row of a rollout, as far as writers need it."""
+    """The row of a rollout, as far as writers need it. `parent` is the key of the call that it branches, as text, or empty."""
 
     n: int
     run: str
     group: str
     position: Position
     worker: str
+    parent: str
 
 
 async def standing(transaction: Transaction, rollout: str) -> Standing:
@@ -47,8 +48,8 @@ def _standing(rollout: str, found: list[Row]) -> Standing:
     if not found:
         raise rollout_state.unknown_rollout(rollout)
     row = found[0]
-    n, run, group, status, attempt, spent, max_attempts, worker = row
-    return Standing(n, run, group, Position(rollout, Status(status), attempt, spent, max_attempts), worker)
+    n, run, group, status, attempt, spent, max_attempts, worker, parent = row
+    return Standing(n, run, group, Position(rollout, Status(status), attempt, spent, max_attempts), worker, parent)
 
 
 async def create(transaction: Transaction, rollouts: Sequence[Rollout]) -> int:

@@ -97,12 +97,14 @@ async def _digests(transaction: Transaction, transition: Transition, content: by
 
 
 async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> tuple[KnownTransition | None, int]:
-    """The best of the calls of this attempt, newest first, and of the roots of its group, and how many tokens it shares.
+    """The best of the calls of this attempt, newest first, of the roots of its group and, if it is a branch of a rollout of its
+    group, of the calls up to the one it branches; and how many tokens it shares.
 
-    The calls of an attempt are as safe as its rollout, which this transaction holds. A root may have been pruned since it was
+    The calls of an attempt are as safe as its rollout, which this transaction holds. Another may have been pruned since it was
     remembered, and its whole group with it; SQLite may have given its number to another call since.
     """
     attempt, group = (where.n, call.transition.attempt), (where.run, where.group)
+    trunk = (*group, where.parent)
     prompt = Prompt(call.packed.prompt, call.tokens)
     own = await transaction.parents.get(
         attempt, lambda: _load(transaction, sql.SELECT_LAST_BLOBS, (*attempt, LOADED_CALLS))
@@ -111,12 +113,21 @@ async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> t
         roots = await transaction.parents.get(
             group, lambda: _load(transaction, sql.SELECT_GROUP_ROOTS, (*group, CANDIDATES))
         )
-        parent, shared = choose(prompt, chain(reversed(own), roots))
+        branched = await transaction.parents.get(trunk, lambda: _load_trunk(transaction, where)) if where.parent else []
+        parent, shared = choose(prompt, chain(reversed(own), roots, branched))
         if parent is None or parent in own:
             return parent, shared
-        if await transaction.kept(sql.SELECT_ROOT, (parent.n, codec.HEAD_BYTES, parent.head, *group)):
+        if await transaction.kept(sql.SELECT_IN_GROUP, (parent.n, codec.HEAD_BYTES, parent.head, *group)):
             return parent, shared
         transaction.parents.drop(group)
+        transaction.parents.drop(trunk)
+
+
+async def _load_trunk(transaction: Transaction, where: Standing) -> list[KnownTransition]:
+    key = rows.call_from_text(where.parent, "the parent of a rollout")
+    return (
+        [] if key is None else await _load(transaction, sql.SELECT_TRUNK, (where.run, where.group, *key, LOADED_CALLS))
+    )
 
 
 async def _load(transaction: Transaction, query: str, values: tuple[str | int, ...]) -> list[KnownTransition]:
