@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import multiprocessing
+import multiprocessing.context
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ import time
 
 OWNED = "LIGHTNING_OWNED_SERVER"
 """Environment variable of a server that has an owner: the pid of the owner."""
+FORKED = "LIGHTNING_FORKED_ENGINE"
+"""Environment variable of a server whose engine begins as a copy of its process."""
 POLL_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
 
@@ -43,10 +46,33 @@ def main() -> None:
     """Watch the owner, then hand over to vLLM's command line with our arguments."""
     if owner := os.environ.get(OWNED):
         watch_owner(int(owner))
+    if os.environ.get(FORKED):
+        fork_engine()
     from vllm.entrypoints.cli.main import main as vllm_main
 
     sys.argv = ["vllm", *sys.argv[1:]]
     vllm_main()
+
+
+def fork_engine() -> None:
+    """Let multiprocessing fork where this process asks it to spawn.
+
+    vLLM spawns its engine on a CPU, whatever its environment says, and the engine then imports again all that the server has
+    imported: half of what a start takes. A fork is safe as long as the server has computed nothing: a pool of OpenMP threads
+    does not survive one. The engine itself spawns.
+    """
+    get_context = multiprocessing.get_context
+
+    def forking(method: str | None = None) -> multiprocessing.context.BaseContext:
+        return get_context("fork" if method == "spawn" else method)
+
+    def in_engine() -> None:
+        multiprocessing.get_context = get_context
+        signal.set_wakeup_fd(-1)  # a signal to the engine would be told to the server's event loop
+        sys.stderr.write("The engine is a copy of the server's process.\n")
+
+    multiprocessing.get_context = forking  # type: ignore[assignment]  # overloaded by the names of the methods
+    os.register_at_fork(after_in_child=in_engine)
 
 
 def die_with_parent() -> None:

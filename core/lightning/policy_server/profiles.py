@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from lightning.addresses import is_loopback
 from lightning.errors import ConfigError, MissingExtraError, PolicyServerError
-from lightning.policy_server.launch import OWNED
+from lightning.policy_server.launch import FORKED, OWNED
 from lightning.policy_server.weight_transfer import BACKENDS
 
 if TYPE_CHECKING:
@@ -140,6 +140,8 @@ def server_env(base: Mapping[str, str], *, device: Device, threads: int | None =
         if not env.get("VLLM_CPU_OMP_THREADS_BIND"):  # binds the threads of a worker process
             # No worker process below the engine: a third of the CPU time to start.
             env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            if env.get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn":
+                env |= {FORKED: "1"}  # and no second import of vLLM: tests/bench/bench_vllm_start.py
         if threads is not None:
             env |= {"OMP_NUM_THREADS": str(threads)}
         # Agents, gateway and trainer want the same cores. Beside them a second thread that spins while it waits took two thirds

@@ -13,6 +13,7 @@ import pytest
 from lightning.config.sections import Config, EngineConfig, PolicyServerConfig
 from lightning.errors import ConfigError, MissingExtraError
 from lightning.policy_server.auto_settings import Chosen
+from lightning.policy_server.launch import FORKED
 from lightning.policy_server.profiles import (
     check_args,
     check_host,
@@ -115,6 +116,8 @@ def test_environment() -> None:
     assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "TORCHDYNAMO_DISABLE"} & set(cuda)
     bound = server_env({"VLLM_CPU_OMP_THREADS_BIND": "0-3"}, device="cpu")  # which only a worker process heeds
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in bound
+    spawned = server_env({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, device="cpu")
+    assert [FORKED in env for env in (cpu, cuda, bound, spawned)] == [True, False, False, False]
 
 
 def test_who_shares_a_gpu() -> None:

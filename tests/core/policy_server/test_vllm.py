@@ -389,6 +389,7 @@ async def test_a_killed_engine_is_noticed_and_nothing_is_left(served: Any) -> No
     assert served.vllm.pid is not None
     pid, children = served.vllm.pid, descendants(served.vllm.pid)
     (engine,) = [child for child in children if "EngineCore" in child.name()]
+    assert "The engine is a copy of the server's process." in served.log.read_text()
     engine.kill()
     await asyncio.wait_for(served.vllm.wait_died(), 60)
     await served.vllm.close()
