@@ -3,7 +3,8 @@
 The tasks and the metrics are `lightning.testing`'s; each score is the mean over some seeds, with its deviation over them. All
 credits see the same rollouts. Estimator: `rloo`, and `grpo` in two rows. The critic is given exact values, and values with a
 normal error, drawn anew for each seed. The rows of trees have groups of `TRUNKS` rollouts and their branches, which sample as
-many calls as the others; the last table is what a call is worth, whatever there were.
+many calls as the others; the table after the metrics is what a call is worth, whatever there were. The last ones are of trees
+by `entropy`, where the policy is sure of some answers: of those that decide, or of the others.
 
     python tests/bench/bench_credit.py [--json FILE] [--seeds N] [--groups N]
 """
@@ -17,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from lightning.testing import CreditScore, DecisionTask, TreeSampling, bifurcati
 from lightning.testing.decisions import DecisionPath, walk
 
 VALUE_ERROR = 0.2
+SURE = 0.9
 SIZE, TRUNKS = 8, 4
 METRICS = ("correlation", "bias", "variance", "cosine", "slope", "calls")
 Score = Callable[..., dict[str, CreditScore]]
@@ -49,7 +52,7 @@ def rows(task: DecisionTask, groups: int, seed: int) -> dict[str, CreditScore]:
 
 
 def trees(score: Score, known: Mapping[str, Credit], each: float) -> dict[str, CreditScore]:
-    """Groups with branches. Nearly all answers in these tasks are equally uncertain, so `entropy` would say nothing."""
+    """Groups with branches. Nearly all answers in these tasks are equally uncertain: see `sure_of` for `entropy`."""
     branch, plain, unshared = Branched(), Branched(prior=0.0), Branched(shared=False)
     others = {f"{name}, tree": known[name] for name in ("identical", "leave-one-out")}
     randomly = {"branch, random": branch, "branch, prior 0": plain, "branch, not shared": unshared, **others}
@@ -62,6 +65,34 @@ def trees(score: Score, known: Mapping[str, Credit], each: float) -> dict[str, C
     }
 
 
+def by_entropy(task: DecisionTask, groups: int, seed: int) -> dict[str, CreditScore]:
+    """The scores of one seed of trees by uncertainty, beside random ones and groups without branches."""
+    score: Score = partial(score_credits, task=task, groups=groups, seed=seed)
+    return {
+        **score({"identical": plugins().credit("identical")}),
+        **score({"branch, random": Branched()}, tree=TreeSampling(TRUNKS)),
+        **score({"branch, entropy": Branched()}, tree=TreeSampling(TRUNKS, "entropy")),
+    }
+
+
+def sure_of(task: DecisionTask, decisive: bool) -> DecisionTask:
+    """The task with a policy that gives `SURE` to the first action of each state that decides, or of each that does not.
+
+    A state decides if one of its advantages is at least half as large as the largest of all.
+    """
+    truth = task.truth()
+    sizes = np.abs(truth.advantages).max(axis=1) * truth.trained
+    states = {}
+    for (name, state), size in zip(task.states.items(), sizes, strict=True):
+        others = len(state.actions) - 1
+        if others and (size >= sizes.max() / 2) == decisive:
+            probabilities = [SURE] + [(1 - SURE) / others] * others
+            pairs = zip(state.actions, probabilities, strict=True)
+            state = replace(state, actions=tuple(replace(action, probability=each) for action, each in pairs))
+        states[name] = state
+    return replace(task, states=states)
+
+
 def rate(task: DecisionTask, trunks: int) -> float:
     """How many branches each call may have for a group to cost what `SIZE` rollouts do, by 2,000 rollouts of its own."""
     rng = np.random.default_rng(1)
@@ -70,6 +101,20 @@ def rate(task: DecisionTask, trunks: int) -> float:
     lengths = sum(map(len, paths))
     once = sum(len(path) - place for path in paths for place in range(1, len(path)) if trained[path[place]])
     return (SIZE - trunks) / trunks * lengths / once
+
+
+def measured(
+    rows: Callable[[DecisionTask, int, int], dict[str, CreditScore]],
+    tasks: Mapping[str, DecisionTask],
+    groups: int,
+    seeds: int,
+) -> dict[str, dict[str, dict[str, tuple[float, float] | None]]]:
+    """For each task and each of the rows, the `summary` over seeds."""
+    found = {}
+    for name, task in tasks.items():
+        runs = [rows(task, groups, seed) for seed in range(seeds)]
+        found[name] = {row: summary([run[row] for run in runs]) for row in runs[0]}
+    return found
 
 
 def summary(scores: Sequence[CreditScore]) -> dict[str, tuple[float, float] | None]:
@@ -93,10 +138,10 @@ def show(metric: str, results: Mapping[str, Mapping[str, Mapping[str, tuple[floa
     sys.stdout.flush()
 
 
-def show_worth(results: Mapping[str, Mapping[str, Mapping[str, tuple[float, float] | None]]]) -> None:
+def show_worth(title: str, results: Mapping[str, Mapping[str, Mapping[str, tuple[float, float] | None]]]) -> None:
     """Variance times calls, as a part of `identical`'s: below 1, a gradient as good needs fewer sampled calls."""
     tasks = list(results)
-    sys.stdout.write(f"\nvariance for each call\n\n| | {' | '.join(tasks)} |\n|{'---|' * (1 + len(tasks))}\n")
+    sys.stdout.write(f"\n{title}\n\n| | {' | '.join(tasks)} |\n|{'---|' * (1 + len(tasks))}\n")
     for row in results[tasks[0]]:
         cells = []
         for task in tasks:
@@ -115,19 +160,31 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=200)
     given = parser.parse_args()
     began = time.process_time()
-    results = {}
-    for name, task in bifurcation_tasks().items():
-        runs = [rows(task, given.groups, seed) for seed in range(given.seeds)]
-        results[name] = {row: summary([run[row] for run in runs]) for row in runs[0]}
+    tasks = bifurcation_tasks()
+    results = measured(rows, tasks, given.groups, given.seeds)
     for metric in METRICS:
         show(metric, results)
-    show_worth(results)
+    show_worth("variance for each call", results)
+    policies = {
+        "as it is": tasks,
+        "unsure where it matters": {name: sure_of(task, False) for name, task in tasks.items()},
+        "sure where it matters": {name: sure_of(task, True) for name, task in tasks.items()},
+    }
+    trees_of = {policy: measured(by_entropy, of, given.groups, given.seeds) for policy, of in policies.items()}
+    for policy, found in trees_of.items():
+        show_worth(f"variance for each call, the policy {policy}", found)
+        show("bias", found)
     took = time.process_time() - began
     sys.stdout.write(f"\n{given.seeds} seeds of {given.groups} groups of {SIZE} rollouts; {took:.0f} CPU-seconds\n")
     if given.json:
-        given.json.write_text(
-            json.dumps({"seeds": given.seeds, "groups": given.groups, "cpu_seconds": took, "tasks": results}, indent=1)
-        )
+        kept = {
+            "seeds": given.seeds,
+            "groups": given.groups,
+            "cpu_seconds": took,
+            "tasks": results,
+            "trees by entropy": trees_of,
+        }
+        given.json.write_text(json.dumps(kept, indent=1))
 
 
 if __name__ == "__main__":

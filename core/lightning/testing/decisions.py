@@ -190,14 +190,15 @@ def walk(task: DecisionTask, path: DecisionPath, rng: np.random.Generator, at: i
 def path_trajectory(
     task: DecisionTask, path: DecisionPath, group: str, index: int, values: Floats | None = None
 ) -> Trajectory:
-    """The path with token ids: one for each state and each action."""
+    """The path with token ids: one for each state and each action, with the policy's logprob."""
     decisions = list(task.states.values())
     made = make_trajectory([], rollout=f"{group}/{index}", group=group, index=index, reward=path.reward)
     prompt, calls = [BEGIN], []
     for seq, (at, action) in enumerate(zip(path.states, path.actions, strict=True)):
         prompt = [*prompt, 1 + at] if task.memory else [BEGIN, 1 + at]
         response = [1 + len(decisions) + action]
-        calls.append(make_call(prompt, response, rollout=made.rollout.id, seq=seq, agent=decisions[at].agent))
+        logprob, agent = math.log(decisions[at].actions[action].probability), decisions[at].agent
+        calls.append(make_call(prompt, response, rollout=made.rollout.id, seq=seq, logprob=logprob, agent=agent))
         prompt = prompt + response
     flags = tuple(decisions[at].trained for at in path.states)
     said: tuple[float, ...] = ()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias, get_args
 
 import numpy as np
@@ -50,7 +51,8 @@ def branch_points(
 
     - `random`: the order is drawn anew each time, from `seed`.
     - `entropy`: calls that follow a tool run come first (ARPO, arXiv 2507.19849, branches after tool use). Among them the
-      answer is first whose `FIRST_TOKENS` first tokens have the least mean logprob. Answers without logprobs come last.
+      answer is first whose `FIRST_TOKENS` first tokens have the least mean logprob; of equal ones, any. Answers without
+      logprobs come last.
     - `variance`: the middle of each trunk, then the quarters, and so on. Where `branches` has returns that differ, these calls
       come before the others: with n returns of variance s² (the trunk's among them) one more takes s² / (n (n + 1)) off the
       variance of their mean, and each next branch goes where that is most for a token.
@@ -118,7 +120,8 @@ def _ordered(places: Sequence[_Place], by: BranchBy, seed: int | str, turn: int)
     if by == "random":
         return sorted(places, key=lambda place: _drawn(place, seed, turn, "order"))
     if by == "entropy":
-        return sorted(places, key=lambda place: (not _follows_tool(place), _mean_logprob(place.call)))
+        drawn = partial(_drawn, seed=seed, turn=turn, what="order")
+        return sorted(places, key=lambda place: (not _follows_tool(place), _mean_logprob(place.call), drawn(place)))
     return sorted(places, key=lambda place: (*_spread(place.rank, place.among), _order(place.trunk)))
 
 

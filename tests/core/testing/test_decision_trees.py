@@ -37,6 +37,16 @@ def test_a_branch_goes_on_from_a_state_of_its_trunk(task, by: BranchBy) -> None:
                 assert sampled.states[number][0] == sampled.states[members.index(trunk)][place]
 
 
+def test_an_answer_has_the_logprob_that_the_policy_gives_it() -> None:
+    """So trees by entropy branch first where the policy was least sure."""
+    sampled = sample_tree(wasteful_tool(), 8, TreeSampling(8), np.random.default_rng(0))
+    decisions = list(wasteful_tool().states.values())
+    for member, states, actions in zip(sampled.group.trajectories, sampled.states, sampled.actions, strict=True):
+        for call, state, action in zip(member.transitions, states, actions, strict=True):
+            (logprob,) = np.frombuffer(call.logprobs, dtype=np.float32)
+            assert np.exp(logprob) == pytest.approx(decisions[state].actions[action].probability)
+
+
 def test_a_branch_earns_what_its_prefix_did() -> None:
     """Each wasteful call costs a quarter, also one that the branch has from its trunk: those name the trunk's calls."""
     rng = np.random.default_rng(0)

@@ -165,6 +165,13 @@ def test_only_the_first_tokens_say_how_uncertain_an_answer_is() -> None:
     assert branch_points([calm, late], 40, "entropy") == [(calm, calm.transitions[1])]
 
 
+def test_answers_that_are_equally_uncertain_are_branched_at_random() -> None:
+    """Else the first trunk would have all branches."""
+    trunks = [trunk(index, [1] * 6) for index in range(4)]
+    for seed in range(5):
+        assert branch_points(trunks, 40, "entropy", seed) == branch_points(trunks, 40, "random", seed)
+
+
 def test_by_variance_the_first_branches_are_spread_over_the_trunks() -> None:
     group = [trunk(0, [1] * 8), trunk(1, [1] * 8)]
     found = [(member.rollout.index, call.seq) for member, call in branch_points(group, 24, "variance")]
