@@ -9,10 +9,11 @@ difference.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,11 +36,12 @@ logger = logging.getLogger(__name__)
 
 
 SAMPLED_TOKENS = 64
-"""How many sampled tokens of a row are compared, with all that comes before them."""
-LEAST_TOKENS, MOST_TOKENS = 96, 1024
-"""How long a probe is. A prompt that is longer is compared itself, as far as it goes."""
+"""How many sampled tokens of a row are compared at most."""
+MOST_TOKENS = 1024
+"""How long a probe is at most, with all that comes before the sampled tokens. A prompt that is longer is compared itself."""
 MIN_SAMPLED_TOKENS = 8
-"""With fewer sampled tokens the prompt is compared too. Its tokens differ by more: a model finds many of them unlikely."""
+"""With fewer sampled tokens the prompt is compared too. Its tokens differ by more: a model finds many of them unlikely. So many
+more are worth a longer probe."""
 BASELINE = 2.0
 """The gap may be so many times what it was before an update, where the bound is smaller: some models round more than most."""
 OF_FEW = 3.0
@@ -90,8 +92,7 @@ class Prober:
     def remember(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         """Ask about tokens of this batch from now on, if it has any. The gaps of its step, which were taken before the update,
         are the baseline, where no token is of older weights."""
-        rows = sorted(batch.samples, key=_first_sampled)[:2]
-        if rows:
+        if rows := heapq.nsmallest(2, batch.samples, key=_worth):
             self._tokens = [_of_row(row) for row in rows]
         if not metrics.get("staleness_max") and metrics.get("mean_logprob_gap"):
             most = metrics.get("p999_logprob_gap", metrics["max_logprob_gap"])
@@ -99,8 +100,8 @@ class Prober:
 
     def recall(self, prompt: Sequence[int], response: Sequence[int]) -> None:
         """Ask about tokens of a recorded call, as after a resume."""
-        stop = _stop(len(prompt), len(prompt) + len(response))
-        ids = [*prompt, *response][:stop]
+        ids = [*prompt, *response]
+        ids = ids[: _window([(len(prompt), len(ids))], len(ids))[1]]
         sampled = np.arange(len(ids)) >= len(prompt)
         self._tokens = [_Tokens(ids, _compared(sampled), np.full(len(ids), np.nan, np.float32))]
 
@@ -162,17 +163,32 @@ def exceeds(metrics: Mapping[str, float], bound: GapBound) -> str:
     return "" if most <= bound.most else f"{most:.3g} nats for {bound.share:.1%} of the tokens"
 
 
-def _first_sampled(row: Sample) -> int:
-    return min((span.start for span in row.spans), default=len(row))
+def _window(sampled: Iterable[tuple[int, int]], length: int) -> tuple[int, int]:
+    """How many sampled tokens of a row to ask about, and after how many of all the question ends.
+
+    `sampled` are the places where they stand. The last token of a row is left out: vLLM samples one more, and the row may fill
+    the model's context.
+    """
+    most = min(MOST_TOKENS, max(1, length - 1))
+    count = stop = 0
+    for start, end in sampled:
+        if (taken := min(end - start, SAMPLED_TOKENS - count, most - start)) > 0:
+            count, stop = count + taken, start + taken
+    return (count, stop) if count >= MIN_SAMPLED_TOKENS else (count, most)
 
 
-def _stop(first: int, length: int) -> int:
-    """How many tokens of a row to ask about. Not its last: vLLM samples one more, and the row may fill the model's context."""
-    return min(MOST_TOKENS, max(LEAST_TOKENS, first + SAMPLED_TOKENS), max(1, length - 1))
+def _places(row: Sample) -> list[tuple[int, int]]:
+    return sorted((span.start, span.stop) for span in row.spans)
+
+
+def _worth(row: Sample) -> tuple[int, int]:
+    """What makes a row the better probe, the less the better: more sampled tokens, then a shorter question."""
+    count, stop = _window(_places(row), len(row))
+    return -(count // MIN_SAMPLED_TOKENS), stop
 
 
 def _of_row(row: Sample) -> _Tokens:
-    stop = _stop(_first_sampled(row), len(row))
+    _, stop = _window(_places(row), len(row))
     sampled = np.zeros(len(row), dtype=bool)
     for span in row.spans:
         sampled[span.start : span.stop] = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,28 @@ def test_it_asks_about_sampled_tokens_of_the_row_that_has_them_first() -> None:
     assert ask(made, served) == ""
     served[PROMPT:] = 50.0
     assert "50 nats in the mean of 59 tokens" in ask(made, served)
+
+
+def test_it_asks_about_the_row_with_the_most_sampled_tokens_however_many_calls_they_are_of() -> None:
+    """The mean of few tokens differs by chance. A few more are not worth a longer probe."""
+    made, engine = prober()
+    turns = replace(
+        row(40, 160), spans=tuple(TokenSpan("r", 0, n, start, start + 10) for n, start in enumerate((40, 90, 150)))
+    )
+    made.remember(batch(row(40, 15), turns, row(800, 28)), {})
+    probe, other = made.probe(), made.probe(1)
+    assert probe is not None
+    assert other is not None
+    assert (len(probe.ids), len(other.ids)) == (160, 827)
+    served = engine.values.copy()
+    served[50:90] = 50.0  # between two calls
+    assert ask(made, served) == ""
+    served[[45, 95, 155]] = 50.0
+    assert "5 nats in the mean of 30 tokens" in ask(made, served)
+    made.remember(batch(row(40, 1000)), {})
+    probe = made.probe()
+    assert probe is not None
+    assert len(probe.ids) == 40 + 64
 
 
 def test_the_last_token_of_a_call_that_fills_the_context_is_left_out() -> None:
