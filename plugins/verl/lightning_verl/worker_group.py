@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 ENDED = "the workers of the verl engine have ended after an error: resume the run"
 CPUS_FOR_RAY = 2
+NOTICED_WITHIN = 10.0
+"""Seconds in which Ray tells that a worker died whose neighbours' collective broke off."""
 """Beside one for each worker, in a local cluster: for what Ray runs itself while workers are placed."""
 _ONLY_ONE = threading.Lock()
 """Held while a rank is in this process: a second would compute in the first one's process groups, which end with it."""
@@ -174,15 +176,33 @@ class OnRay:
             self.close()
             raise WorkersLostError(f"a worker of the verl engine died in {method}: {error}") from error
         except errors.RayTaskError as error:
+            short = ran_out(error)
+            died = None if short else self._death(waiting)
             self.close()
-            if ran_out(error):
+            if short:
                 raise WorkersLostError(f"out of memory in {method} of the verl engine") from error
+            if died is not None:
+                raise WorkersLostError(f"a worker of the verl engine died in {method}: {died}") from error
             raise EngineError(f"{method} failed on a worker of the verl engine: {error}") from error
         except errors.RayError as error:
             self.close()  # Ray itself ends a worker whose machine is short of memory
             if isinstance(error, errors.OutOfMemoryError):
                 raise WorkersLostError(f"out of memory on a worker's machine in {method}: {error}") from error
             raise WorkersLostError(f"Ray lost a worker of the verl engine in {method}: {error}") from error
+
+    def _death(self, calls: list[Any]) -> Exception | None:
+        """How a worker died that has not answered its call; None when none did. Its neighbours fail before Ray notices."""
+        if not calls:
+            return None
+        ended, _ = self._ray.wait(calls, num_returns=len(calls), timeout=NOTICED_WITHIN)
+        for call in ended:
+            try:
+                self._ray.get(call)
+            except self._ray.exceptions.RayActorError as error:
+                return error
+            except self._ray.exceptions.RayError:
+                continue  # another neighbour's
+        return None
 
     def close(self) -> None:
         """See `Group.close`."""

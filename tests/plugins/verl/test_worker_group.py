@@ -91,21 +91,21 @@ def test_the_runners_connection_is_used_also_when_both_begin_at_once(
 
 
 class Actors:
-    """In the place of Ray with one worker, whose every answer is an error."""
+    """In the place of Ray with workers whose every answer is an error: one for each."""
 
     exceptions = ray.exceptions
 
-    def __init__(self, error: Exception) -> None:
-        self.error, self.up, self.killed = error, True, list[object]()
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.up, self.killed = errors, True, list[object]()
 
     def is_initialized(self) -> bool:
         return self.up
 
-    def wait(self, waiting: list[object], **_: object) -> tuple[list[object], list[object]]:
-        return waiting[:1], waiting[1:]
+    def wait(self, waiting: list[object], num_returns: int, **_: object) -> tuple[list[object], list[object]]:
+        return waiting[:num_returns], waiting[num_returns:]
 
-    def get(self, _: object) -> None:
-        raise self.error
+    def get(self, asked: Any) -> None:
+        raise self.errors[asked[0] if isinstance(asked, list) else asked]
 
     def kill(self, actor: object, **_: object) -> None:
         self.killed.append(actor)
@@ -113,8 +113,8 @@ class Actors:
 
 def on(group: Any, actors: Actors) -> Any:
     made = group.OnRay.__new__(group.OnRay)
-    worker = SimpleNamespace(step=SimpleNamespace(remote=lambda: "answer"))
-    made.size, made._ray, made._workers, made._pool = 1, actors, [worker], SimpleNamespace(pgs=[])
+    workers = [SimpleNamespace(step=SimpleNamespace(remote=lambda n=n: n)) for n in range(len(actors.errors))]
+    made.size, made._ray, made._workers, made._pool = len(workers), actors, workers, SimpleNamespace(pgs=[])
     return made
 
 
@@ -134,6 +134,29 @@ def test_what_ray_does_to_a_worker_ends_all(group: Any, error: Exception, messag
     assert len(actors.killed) == 1
     with pytest.raises(EngineError, match="resume the run"):
         workers.run("step", [()])
+
+
+@pytest.mark.parametrize(
+    ("others", "lost"),
+    [
+        ((ray.exceptions.RayActorError(error_msg="killed"),), "a worker of the verl engine died in step: killed"),
+        (
+            (ray.exceptions.RayTaskError("step", "reset", OSError()), ray.exceptions.RayActorError(error_msg="gone")),
+            "gone",
+        ),
+        ((ray.exceptions.RayTaskError("step", "mistake", ValueError()),), ""),
+        ((), ""),
+    ],
+)
+def test_a_worker_that_died_is_told_from_neighbours_that_failed_because_of_it(
+    group: Any, others: tuple[Exception, ...], lost: str
+) -> None:
+    """Their collective breaks off, and Ray may tell of that first."""
+    first = ray.exceptions.RayTaskError("step", "Connection reset by peer", RuntimeError())
+    workers = on(group, Actors(first, *others))
+    with pytest.raises(EngineError, match=lost or "step failed on a worker of the verl engine") as found:
+        workers.run("step", [()] * (1 + len(others)))
+    assert isinstance(found.value, WorkersLostError) is bool(lost)
 
 
 def test_where_ray_has_ended_nothing_is_asked_of_it(group: Any) -> None:
