@@ -24,12 +24,12 @@ test-fast test-frameworks test-slow test-official bench chaos compare compare-en
 test: test-fast test-frameworks test-slow
 
 test-fast: $(READY)
-	$(BIN)/pytest -m "not slow and not framework" -n 2 --session-timeout=$(CAP)
+	$(BIN)/pytest -m "not slow and not framework" -n 3 --session-timeout=$(CAP)
 
 # The second run is that of frameworks which cannot live beside the others: in an environment of its own, without torch and vLLM.
 test-frameworks: $(READY) $(ELSEWHERE)/.ready
-	$(BIN)/pytest -m "framework and not slow" -n 2 --session-timeout=$(CAP)
-	$(ELSEWHERE)/bin/pytest tests/adapters tests/plugins/deploy -m elsewhere -n 2 --session-timeout=$(CAP)
+	$(BIN)/pytest -m "framework and not slow" -n 3 --session-timeout=$(CAP)
+	$(ELSEWHERE)/bin/pytest tests/adapters tests/plugins/deploy -m elsewhere -n 3 --session-timeout=$(CAP)
 
 test-slow: $(READY) browser
 	$(BIN)/pytest -m slow -n 3 --dist loadfile --session-timeout=$(CAP)
