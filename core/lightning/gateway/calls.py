@@ -10,44 +10,38 @@ import asyncio
 import itertools
 import logging
 import secrets
-import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import aiohttp
-import orjson
 from starlette.types import Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
+from lightning.gateway.answers import Answer, Call, read_whole, shown, tee
 from lightning.gateway.body_limits import parsed
 from lightning.gateway.conversations import Conversations, mark_of
-from lightning.gateway.dialects import Capture, Dialect, Plan, Translator
-from lightning.gateway.dialects.base import error_text, why_no_ids
-from lightning.gateway.exchanges import Shown, WholeReply, as_json
+from lightning.gateway.dialects import Capture, Dialect
+from lightning.gateway.dialects.base import why_no_ids
+from lightning.gateway.exchanges import Shown
 from lightning.gateway.history import Entry, History
 from lightning.gateway.http import (
     JSON_TYPE,
     Body,
     ClientGoneError,
-    EventCutter,
-    Header,
     RefusalError,
     UpstreamError,
     UpstreamGoneError,
-    data_of,
-    error_of,
     read_body,
     read_object,
     send_bytes,
     told_of_length,
-    write_object,
 )
 from lightning.gateway.identity import Claims, ExpiredTokenError, Identity, forwarded_headers
-from lightning.gateway.policy import LiveCall, Policy
+from lightning.gateway.policy import LiveCall
 from lightning.gateway.policy_registry import Policies
 from lightning.gateway.providers import Providers
-from lightning.gateway.recorder import NOTHING, Recorder, Ticket, described
+from lightning.gateway.recorder import NOTHING, Recorder
 from lightning.gateway.replay.branches import BranchedAttempt, Branches, recorded_answer
 from lightning.gateway.sampling import (
     apply_sampling,
@@ -77,54 +71,6 @@ LOGPROBS_ARE_JSON = (
     "`--middleware lightning.policy_server.packed_logprobs.PackedLogprobs`, where lightning is installed (said once "
     "for each API)"
 )
-SHAPE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
-"""What reading an answer raises when it is not shaped like vLLM's."""
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """A request that was admitted. `started` turns true when the first bytes of the answer have left."""
-
-    dialect: Dialect
-    claims: Claims
-    policy: Policy
-    plan: Plan
-    ticket: Ticket
-    live: LiveCall
-    headers: list[tuple[str, str]]
-    translator: Translator | None = None
-    branch: BranchedAttempt | None = None
-    started: bool = False
-    streamed: WholeReply = field(default_factory=WholeReply)
-
-    async def draw_seed(self, seed: int) -> int:
-        """The seed of this call in a run with this one. Raises `RefusalError` (503) when the store cannot number the call."""
-        try:
-            return call_seed(seed, self.claims, await self.ticket.counter.first() + self.ticket.offset)
-        except StoreError as error:
-            raise refuse_unstored(error) from error
-
-    @property
-    def wants_packed(self) -> bool:
-        """Whether nobody but the record wants the logprobs, and of the sampled tokens alone: no text has to be made of them."""
-        body = self.plan.body
-        others = body.get("echo") or body.get("logprob_token_ids") or body.get("prompt_logprobs") is not None
-        return not (self.plan.keep_logprobs or others)
-
-    @property
-    def capture(self) -> Capture:
-        """What the call has shown so far."""
-        return self.live.capture
-
-
-@dataclass(slots=True)
-class Answer:
-    """What is left to send when vLLM has been read to the end: all of it, or a stream's tail."""
-
-    status: int
-    body: bytes
-    headers: list[Header] = field(default_factory=list)
-    outcome: CallStatus = CallStatus.OK
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,9 +226,9 @@ class CallEndpoint:
             if response.status == 400 and (roomier := await self._send_for_less(call, response)) is not None:
                 response = roomier
             if response.status == 200 and plan.stream:
-                tail = await self._tee(call, response, send)
+                tail = await tee(call, response, send)
                 return Answer(200, tail, outcome=CallStatus.ERROR if call.capture.failed else CallStatus.OK)
-            return self._whole(call, response, await response.read())
+            return read_whole(call, response, await response.read())
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamGoneError(f"its connection was lost in the middle of the answer ({error!r})") from error
         finally:
@@ -291,7 +237,13 @@ class CallEndpoint:
     async def _send(self, call: Call) -> aiohttp.ClientResponse:
         headers = [*call.headers, (HEADER, WANTED)] if call.wants_packed else call.headers
         return await self._forwarder.send(
-            call.policy, call.ticket.rollout, call.dialect.upstream, call.plan.body, headers, call.live, call.draw_seed
+            call.policy,
+            call.ticket.rollout,
+            call.dialect.upstream,
+            call.plan.body,
+            headers,
+            call.live,
+            partial(_draw_seed, call),
         )
 
     async def _send_for_less(self, call: Call, refusal: aiohttp.ClientResponse) -> aiohttp.ClientResponse | None:
@@ -305,84 +257,6 @@ class CallEndpoint:
         call.live.retract()
         call.plan.max_tokens_asked = asked
         return await self._send(call)
-
-    def _whole(self, call: Call, response: aiohttp.ClientResponse, payload: bytes) -> Answer:
-        if response.status != 200:
-            headers = [(b"content-type", response.content_type.encode()), _id_header(call)]
-            outcome = CallStatus.ERROR if response.status >= 500 else CallStatus.REFUSED
-            if response.status == 400 and (told := told_of_length(payload)) is not None:
-                payload = told
-            if outcome is CallStatus.REFUSED:
-                error = error_of(payload)
-                call.capture.refused = described(error)
-                call.capture.choice(0).finish_reason = str(error.get("code") or error.get("type") or response.status)
-            return Answer(response.status, call.dialect.upstream_refusal(response.status, payload), headers, outcome)
-        try:
-            reply = orjson.loads(payload)
-            if call.translator is None:
-                call.capture.id = reply.get("id") or call.capture.id
-            call.dialect.read(reply, call.capture)
-            stripped = call.dialect.strip(reply, call.plan)
-            if call.translator is not None:
-                return Answer(200, write_object(call.translator.whole(reply)), [JSON_TYPE, _id_header(call)])
-        except SHAPE_ERRORS as error:
-            raise UpstreamError(f"its answer is not shaped like vLLM's ({error!r})") from error
-        return Answer(200, write_object(reply) if stripped else payload, [JSON_TYPE, _id_header(call)])
-
-    async def _tee(self, call: Call, response: aiohttp.ClientResponse, send: Send) -> bytes:
-        """Pass events on as they come; hold back those from the one that completes the answer, and return them."""
-        content_type = response.headers.get("content-type", "text/event-stream").encode()
-        headers = [(b"content-type", content_type), (b"cache-control", b"no-cache"), _id_header(call)]
-        call.started = True
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        cutter, held = EventCutter(), bytearray()
-        # An agent would act upon what it has read, and it is not known yet whether that is of the right version.
-        holding = call.branch is not None and call.branch.is_live
-        clock = asyncio.get_running_loop().time
-        async for data in response.content.iter_any():
-            call.live.heard_at = clock()
-            now = bytearray()
-            for event in cutter.feed(data):
-                shown, last = self._read_event(event, call)
-                holding = holding or last
-                (held if holding else now).extend(shown)
-            if now:
-                await send({"type": "http.response.body", "body": bytes(now), "more_body": True})
-        if not holding or not (call.capture.failed or call.capture.finished(call.plan.choices)):
-            raise UpstreamError("it ended the stream before the answer was complete")
-        if call.translator is None:
-            return bytes(held + cutter.rest())
-        try:
-            return bytes(held) if call.capture.failed else bytes(held + call.translator.end())
-        except SHAPE_ERRORS as error:
-            raise UpstreamError(f"its stream was not shaped like vLLM's ({error!r})") from error
-
-    def _read_event(self, event: bytes, call: Call) -> tuple[bytes, bool]:
-        """What the agent sees of an event, and whether the answer is complete with it."""
-        data, translator = data_of(event), call.translator
-        if data is None or data == b"[DONE]":
-            return event if translator is None else b"", data is not None
-        plan, capture, dialect = call.plan, call.capture, call.dialect
-        try:
-            chunk = orjson.loads(data)
-            if capture.failed:
-                return event if translator is None else b"", True
-            if error := error_text(chunk):
-                capture.failed = error
-                refusal = RefusalError(500, "policy_server_error", error)
-                return event if translator is None else translator.broken(refusal), True
-            dialect.read(chunk, capture)
-            last = capture.finished(plan.choices)
-            stripped = dialect.strip(chunk, plan)
-            if translator is not None:
-                return translator.chunk(chunk), last
-            if dialect.exists_only_for_us(chunk, plan):
-                return b"", last
-            if call.ticket.asked is not None:
-                call.streamed.add(chunk)
-            return (b"data: " + write_object(chunk) + b"\n\n" if stripped else event), last
-        except SHAPE_ERRORS as error:
-            raise UpstreamError(f"a chunk is not shaped like vLLM's ({error!r})") from error
 
     async def _finish(self, call: Call, answer: Answer, send: Send) -> None:
         """Make the call durable, then let go of the answer's last bytes."""
@@ -400,7 +274,7 @@ class CallEndpoint:
         status = CallStatus.ERROR if call.live.unsure else answer.outcome
         if status is CallStatus.OK and call.plan.media:
             status = CallStatus.MEDIA
-        await self._record(call, status, None if entry is None else entry.stored, _shown(call, answer))
+        await self._record(call, status, None if entry is None else entry.stored, shown(call, answer))
         if entry is not None:
             self._history.keep(entry)
         if answer.outcome is CallStatus.OK:
@@ -470,17 +344,6 @@ class CallEndpoint:
             await send_bytes(send, refusal.status, body, headers)
 
 
-def _shown(call: Call, answer: Answer) -> Shown:
-    """What the agent sees of a call that has been read to its end."""
-    if not call.started:
-        body = answer.body if answer.outcome is CallStatus.OK else as_json(answer.body)
-        return Shown(answer.status, body, call.plan.keep_ids)
-    if call.ticket.asked is None or answer.outcome is not CallStatus.OK:
-        return NOTHING
-    whole = call.streamed.whole() if call.translator is None else call.translator.answer()
-    return Shown(answer.status, write_object(whole), call.plan.keep_ids)
-
-
 def refuse_unstored(error: StoreError) -> RefusalError:
     """The refusal of a call that cannot be made durable."""
     message = f"The store did not take the call, so it is not answered: {error}. Send it again."
@@ -492,5 +355,9 @@ def _model_in(body: Body, scope: Scope) -> object:
     return body.get("model") or scope.get("path_params", {}).get("deployment")
 
 
-def _id_header(call: Call) -> Header:
-    return (b"x-request-id", call.capture.id.encode())
+async def _draw_seed(call: Call, seed: int) -> int:
+    """The seed of a call in a run with this one. Raises `RefusalError` (503) when the store cannot number the call."""
+    try:
+        return call_seed(seed, call.claims, await call.ticket.counter.first() + call.ticket.offset)
+    except StoreError as error:
+        raise refuse_unstored(error) from error

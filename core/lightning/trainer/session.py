@@ -33,8 +33,7 @@ from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import Engine, StepResult
 from lightning.errors import DataError
-from lightning.gateway.replay.branches import prefix_of
-from lightning.gateway.replay.recorded import read_rollout
+from lightning.gateway.replay.recorded import prefix_of, read_rollout
 from lightning.losses.protocol import check_updates
 from lightning.store.protocol import Store
 from lightning.trainer.loop import Loop

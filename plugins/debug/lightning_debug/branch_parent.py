@@ -15,8 +15,7 @@ from lightning.cli.runs import answers
 from lightning.config import Config, with_settings
 from lightning.config.fields import did_you_mean, find
 from lightning.errors import ConfigError, DataError, LightningError
-from lightning.gateway.replay.branches import Prefix, edited, live_tools, prefix_of
-from lightning.gateway.replay.recorded import RecordedCall
+from lightning.gateway.replay.recorded import Prefix, RecordedCall, edited, live_tools, prefix_of
 from lightning.gateway.sampling import ALIASES, NEUTRAL, TOKEN_LIMITS
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import run_id_of, store_in

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.gateway import Upstream, http
-from lightning.gateway.calls import SHAPE_ERRORS
+from lightning.gateway.answers import SHAPE_ERRORS
 from lightning.gateway.dialects import DIALECTS, Capture
 from lightning.gateway.http import EventCutter, UpstreamError, data_of
 from lightning.types import CallStatus

@@ -11,8 +11,7 @@ from typing import Any
 
 import lightning
 import pytest
-from lightning.gateway.replay.branches import prefix_of
-from lightning.gateway.replay.recorded import RecordedCall, RecordedRollout
+from lightning.gateway.replay.recorded import RecordedCall, RecordedRollout, prefix_of
 from lightning.store.exchanges import Exchange
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store

@@ -16,13 +16,21 @@ from typing import Any, Final
 
 import orjson
 
-from lightning.batch.trajectory import begins_at, is_prefix
+from lightning.batch.trajectory import begins_at
 from lightning.errors import DataError, StoreError
 from lightning.gateway.exchanges import MOST_BODIES, Exchanges
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.gateway.replay.divergence import diverged
-from lightning.gateway.replay.recorded import RecordedCall, RecordedCalls, RecordedRollout, read_rollout
+from lightning.gateway.replay.recorded import (
+    Prefix,
+    RecordedCall,
+    RecordedCalls,
+    RecordedRollout,
+    edited,
+    prefix_of,
+    read_rollout,
+)
 from lightning.gateway.replay.streams import stream_of
 from lightning.store import exchanges
 from lightning.store.protocol import Store
@@ -47,59 +55,6 @@ CHANGES: Final = "branch"
 version}` that the policy of the parent's run answers them, while it has that version."""
 EDIT_TAKEN: Final = "edit_taken"
 """Begins the key of a run's state that says that the agent of a branch was given its edited answer, and all before it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """What of a rollout's record comes again in its branches at the call `at`. `answered` are the calls that were answered
-    before it was sent; `beside` are all others, which are made anew as it is: what of them did not know its answer may come
-    before it."""
-
-    answered: tuple[RecordedCall, ...]
-    at: RecordedCall
-    beside: tuple[RecordedCall, ...]
-    tool_events: tuple[ToolEvent, ...]
-
-
-def prefix_of(recorded: RecordedRollout, seq: int) -> Prefix:
-    """What comes before the call with this `seq`. Raises `DataError` where there is none, or no answer is kept."""
-    name = recorded.rollout.id
-    at = next((call for call in recorded.calls if call.transition.seq == seq), None)
-    if at is None or not at.transition.status.answered:
-        count = len(recorded.calls)
-        raise DataError(
-            f"the rollout {name} has no answered call {seq}: its calls are 1 to {count}, counted as they began"
-        )
-    if recorded.rollout.parent is not None:
-        parent, _, _ = recorded.rollout.parent
-        raise DataError(f"the rollout {name} is a branch of {parent}: branch that one")
-    sent = at.transition.started_at
-    answered = tuple(call for call in recorded.calls if is_prefix(call.transition, at.transition))
-    if broken := next((call for call in answered if not call.exchange.status), None):
-        raise DataError(
-            f"the rollout {name} cannot branch at call {at.number}: call {broken.number} broke off, and its answer is not "
-            "kept"
-        )
-    if refused := next((call for call in recorded.refusals if call.started_at <= sent), None):
-        raise DataError(
-            f"the rollout {name} cannot branch at call {at.number}: a call before it was refused ({refused.finish_reason}), "
-            "and its request is not kept"
-        )
-    beside = tuple(call for call in recorded.calls if call is not at and call not in answered)
-    ids = {call.transition.id for call in answered}
-    events = (event for event in recorded.tool_events if _is_before(event, ids, sent))
-    return Prefix(answered, at, beside, tuple(events))
-
-
-def live_tools(recorded: RecordedRollout, prefix: Prefix) -> list[str]:
-    """The tools of a rollout that run again in a branch that begins so: those of frameworks, and all from the call on."""
-    answered = {id(event) for event in prefix.tool_events if not event.call_id}
-    return sorted({event.name for event in recorded.tool_events if id(event) not in answered})
-
-
-def _is_before(event: ToolEvent, answered: set[str], sent: float) -> bool:
-    """Whether a tool ran before the call that was sent then. Its clock may be another machine's: ids of calls say more."""
-    return event.response_id in answered if event.response_id else event.at <= sent
 
 
 @dataclass(slots=True)
@@ -322,26 +277,6 @@ def is_void(rollout: Rollout) -> bool:
 def edit_key(rollout: str, attempt: int) -> str:
     """Where a branch's run says that its agent was given the edited answer."""
     return f"{EDIT_TAKEN}/{rollout}/{attempt}"
-
-
-def edited(call: RecordedCall, text: str) -> RecordedCall:
-    """The call as if the model had said this text, and called no tool."""
-    path, reply = call.exchange.path, call.exchange.reply
-    if not isinstance(reply, dict):
-        raise DataError(f"call {call.number} has no answer that could be edited")
-    whole: dict[str, Any] = dict(reply)
-    if path == "/messages":
-        whole |= {"content": [{"type": "text", "text": text}], "stop_reason": "end_turn"}
-    elif path == "/responses":
-        part = {"type": "output_text", "text": text, "annotations": []}
-        item = {"type": "message", "id": f"msg_{whole.get('id', '')}", "role": "assistant", "status": "completed"}
-        whole |= {"output": [{**item, "content": [part]}]}
-    else:
-        chat = path == "/chat/completions"
-        said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        kept = {"index": 0, "finish_reason": "stop", "logprobs": None}
-        whole |= {"choices": [{**kept, **said}]}
-    return replace(call, exchange=replace(call.exchange, reply=whole))
 
 
 @dataclass(slots=True)

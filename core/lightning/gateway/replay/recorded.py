@@ -1,4 +1,5 @@
-"""A rollout as it was recorded: what its agent sent and got in each call, and how its tools fared.
+"""A rollout as it was recorded: what its agent sent and got in each call, how its tools fared, and what of that comes again in
+its branches.
 
 The invariant: a rollout whose record is not whole is refused with the reason, never replayed in part.
 """
@@ -7,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from lightning.batch.trajectory import is_prefix
 from lightning.errors import DataError
 from lightning.store import exchanges
 from lightning.store.exchanges import Exchange, Parent, parents_of
@@ -131,3 +134,76 @@ def recorded_rollout(
         elif transition.status is CallStatus.REFUSED:
             refusals.append(transition)
     return RecordedRollout(rollout, tuple(calls), tuple(refusals), tuple(tool_events), tuple(step_rewards))
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What of a rollout's record comes again in its branches at the call `at`. `answered` are the calls that were answered
+    before it was sent; `beside` are all others, which are made anew as it is: what of them did not know its answer may come
+    before it."""
+
+    answered: tuple[RecordedCall, ...]
+    at: RecordedCall
+    beside: tuple[RecordedCall, ...]
+    tool_events: tuple[ToolEvent, ...]
+
+
+def prefix_of(recorded: RecordedRollout, seq: int) -> Prefix:
+    """What comes before the call with this `seq`. Raises `DataError` where there is none, or no answer is kept."""
+    name = recorded.rollout.id
+    at = next((call for call in recorded.calls if call.transition.seq == seq), None)
+    if at is None or not at.transition.status.answered:
+        count = len(recorded.calls)
+        raise DataError(
+            f"the rollout {name} has no answered call {seq}: its calls are 1 to {count}, counted as they began"
+        )
+    if recorded.rollout.parent is not None:
+        parent, _, _ = recorded.rollout.parent
+        raise DataError(f"the rollout {name} is a branch of {parent}: branch that one")
+    sent = at.transition.started_at
+    answered = tuple(call for call in recorded.calls if is_prefix(call.transition, at.transition))
+    if broken := next((call for call in answered if not call.exchange.status), None):
+        raise DataError(
+            f"the rollout {name} cannot branch at call {at.number}: call {broken.number} broke off, and its answer is not "
+            "kept"
+        )
+    if refused := next((call for call in recorded.refusals if call.started_at <= sent), None):
+        raise DataError(
+            f"the rollout {name} cannot branch at call {at.number}: a call before it was refused ({refused.finish_reason}), "
+            "and its request is not kept"
+        )
+    beside = tuple(call for call in recorded.calls if call is not at and call not in answered)
+    ids = {call.transition.id for call in answered}
+    events = (event for event in recorded.tool_events if _is_before(event, ids, sent))
+    return Prefix(answered, at, beside, tuple(events))
+
+
+def live_tools(recorded: RecordedRollout, prefix: Prefix) -> list[str]:
+    """The tools of a rollout that run again in a branch that begins so: those of frameworks, and all from the call on."""
+    answered = {id(event) for event in prefix.tool_events if not event.call_id}
+    return sorted({event.name for event in recorded.tool_events if id(event) not in answered})
+
+
+def _is_before(event: ToolEvent, answered: set[str], sent: float) -> bool:
+    """Whether a tool ran before the call that was sent then. Its clock may be another machine's: ids of calls say more."""
+    return event.response_id in answered if event.response_id else event.at <= sent
+
+
+def edited(call: RecordedCall, text: str) -> RecordedCall:
+    """The call as if the model had said this text, and called no tool."""
+    path, reply = call.exchange.path, call.exchange.reply
+    if not isinstance(reply, dict):
+        raise DataError(f"call {call.number} has no answer that could be edited")
+    whole: dict[str, Any] = dict(reply)
+    if path == "/messages":
+        whole |= {"content": [{"type": "text", "text": text}], "stop_reason": "end_turn"}
+    elif path == "/responses":
+        part = {"type": "output_text", "text": text, "annotations": []}
+        item = {"type": "message", "id": f"msg_{whole.get('id', '')}", "role": "assistant", "status": "completed"}
+        whole |= {"output": [{**item, "content": [part]}]}
+    else:
+        chat = path == "/chat/completions"
+        said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        kept = {"index": 0, "finish_reason": "stop", "logprobs": None}
+        whole |= {"choices": [{**kept, **said}]}
+    return replace(call, exchange=replace(call.exchange, reply=whole))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning.gateway.replay.branches import edited, meant_changes, prefix_of
-from lightning.gateway.replay.recorded import RecordedCall, RecordedRollout, read_rollout
+from lightning.gateway.replay.branches import meant_changes
+from lightning.gateway.replay.recorded import RecordedCall, RecordedRollout, edited, prefix_of, read_rollout
 from lightning.store.protocol import Store
 
 

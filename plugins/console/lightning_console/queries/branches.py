@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 
 from lightning.batch import is_prefix
 from lightning.errors import ConfigError, DataError, LightningError, StoreError, UnavailableError
-from lightning.gateway.replay.branches import CHANGES, live_tools, prefix_of
-from lightning.gateway.replay.recorded import recorded_rollout
+from lightning.gateway.replay.branches import CHANGES
+from lightning.gateway.replay.recorded import live_tools, prefix_of, recorded_rollout
 from lightning.store.epochs import is_over
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Attempt, Store

@@ -1,0 +1,177 @@
+"""A model call, and how vLLM's answer to it is read: whole, or as a stream that is passed on meanwhile.
+
+The invariant: the bytes that complete an answer are returned and not sent; whatever is not shaped like vLLM's ends the call
+with an `UpstreamError`, never with another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from dataclasses import dataclass, field
+
+import aiohttp
+import orjson
+from starlette.types import Send
+
+from lightning.gateway.dialects import Capture, Dialect, Plan, Translator
+from lightning.gateway.dialects.base import error_text
+from lightning.gateway.exchanges import Shown, WholeReply, as_json
+from lightning.gateway.http import (
+    JSON_TYPE,
+    EventCutter,
+    Header,
+    RefusalError,
+    UpstreamError,
+    data_of,
+    error_of,
+    told_of_length,
+    write_object,
+)
+from lightning.gateway.identity import Claims
+from lightning.gateway.policy import LiveCall, Policy
+from lightning.gateway.recorder import NOTHING, Ticket, described
+from lightning.gateway.replay.branches import BranchedAttempt
+from lightning.types import CallStatus
+
+SHAPE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
+"""What reading an answer raises when it is not shaped like vLLM's."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A request that was admitted. `started` turns true when the first bytes of the answer have left."""
+
+    dialect: Dialect
+    claims: Claims
+    policy: Policy
+    plan: Plan
+    ticket: Ticket
+    live: LiveCall
+    headers: list[tuple[str, str]]
+    translator: Translator | None = None
+    branch: BranchedAttempt | None = None
+    started: bool = False
+    streamed: WholeReply = field(default_factory=WholeReply)
+
+    @property
+    def wants_packed(self) -> bool:
+        """Whether nobody but the record wants the logprobs, and of the sampled tokens alone: no text has to be made of them."""
+        body = self.plan.body
+        others = body.get("echo") or body.get("logprob_token_ids") or body.get("prompt_logprobs") is not None
+        return not (self.plan.keep_logprobs or others)
+
+    @property
+    def capture(self) -> Capture:
+        """What the call has shown so far."""
+        return self.live.capture
+
+
+@dataclass(slots=True)
+class Answer:
+    """What is left to send when vLLM has been read to the end: all of it, or a stream's tail."""
+
+    status: int
+    body: bytes
+    headers: list[Header] = field(default_factory=list)
+    outcome: CallStatus = CallStatus.OK
+
+
+def read_whole(call: Call, response: aiohttp.ClientResponse, payload: bytes) -> Answer:
+    """vLLM's answer to a call that is no stream. Raises `UpstreamError` for one of another shape."""
+    if response.status != 200:
+        headers = [(b"content-type", response.content_type.encode()), _id_header(call)]
+        outcome = CallStatus.ERROR if response.status >= 500 else CallStatus.REFUSED
+        if response.status == 400 and (told := told_of_length(payload)) is not None:
+            payload = told
+        if outcome is CallStatus.REFUSED:
+            error = error_of(payload)
+            call.capture.refused = described(error)
+            call.capture.choice(0).finish_reason = str(error.get("code") or error.get("type") or response.status)
+        return Answer(response.status, call.dialect.upstream_refusal(response.status, payload), headers, outcome)
+    try:
+        reply = orjson.loads(payload)
+        if call.translator is None:
+            call.capture.id = reply.get("id") or call.capture.id
+        call.dialect.read(reply, call.capture)
+        stripped = call.dialect.strip(reply, call.plan)
+        if call.translator is not None:
+            return Answer(200, write_object(call.translator.whole(reply)), [JSON_TYPE, _id_header(call)])
+    except SHAPE_ERRORS as error:
+        raise UpstreamError(f"its answer is not shaped like vLLM's ({error!r})") from error
+    return Answer(200, write_object(reply) if stripped else payload, [JSON_TYPE, _id_header(call)])
+
+
+async def tee(call: Call, response: aiohttp.ClientResponse, send: Send) -> bytes:
+    """Pass the events of a stream on as they come; hold back those from the one that completes the answer, and return them.
+
+    Raises `UpstreamError` for a stream that ends before that, or is of another shape.
+    """
+    content_type = response.headers.get("content-type", "text/event-stream").encode()
+    headers = [(b"content-type", content_type), (b"cache-control", b"no-cache"), _id_header(call)]
+    call.started = True
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    cutter, held = EventCutter(), bytearray()
+    # An agent would act upon what it has read, and it is not known yet whether that is of the right version.
+    holding = call.branch is not None and call.branch.is_live
+    clock = asyncio.get_running_loop().time
+    async for data in response.content.iter_any():
+        call.live.heard_at = clock()
+        now = bytearray()
+        for event in cutter.feed(data):
+            shown, last = _read_event(event, call)
+            holding = holding or last
+            (held if holding else now).extend(shown)
+        if now:
+            await send({"type": "http.response.body", "body": bytes(now), "more_body": True})
+    if not holding or not (call.capture.failed or call.capture.finished(call.plan.choices)):
+        raise UpstreamError("it ended the stream before the answer was complete")
+    if call.translator is None:
+        return bytes(held + cutter.rest())
+    try:
+        return bytes(held) if call.capture.failed else bytes(held + call.translator.end())
+    except SHAPE_ERRORS as error:
+        raise UpstreamError(f"its stream was not shaped like vLLM's ({error!r})") from error
+
+
+def _read_event(event: bytes, call: Call) -> tuple[bytes, bool]:
+    """What the agent sees of an event, and whether the answer is complete with it."""
+    data, translator = data_of(event), call.translator
+    if data is None or data == b"[DONE]":
+        return event if translator is None else b"", data is not None
+    plan, capture, dialect = call.plan, call.capture, call.dialect
+    try:
+        chunk = orjson.loads(data)
+        if capture.failed:
+            return event if translator is None else b"", True
+        if error := error_text(chunk):
+            capture.failed = error
+            refusal = RefusalError(500, "policy_server_error", error)
+            return event if translator is None else translator.broken(refusal), True
+        dialect.read(chunk, capture)
+        last = capture.finished(plan.choices)
+        stripped = dialect.strip(chunk, plan)
+        if translator is not None:
+            return translator.chunk(chunk), last
+        if dialect.exists_only_for_us(chunk, plan):
+            return b"", last
+        if call.ticket.asked is not None:
+            call.streamed.add(chunk)
+        return (b"data: " + write_object(chunk) + b"\n\n" if stripped else event), last
+    except SHAPE_ERRORS as error:
+        raise UpstreamError(f"a chunk is not shaped like vLLM's ({error!r})") from error
+
+
+def shown(call: Call, answer: Answer) -> Shown:
+    """What the agent sees of a call that has been read to its end."""
+    if not call.started:
+        body = answer.body if answer.outcome is CallStatus.OK else as_json(answer.body)
+        return Shown(answer.status, body, call.plan.keep_ids)
+    if call.ticket.asked is None or answer.outcome is not CallStatus.OK:
+        return NOTHING
+    whole = call.streamed.whole() if call.translator is None else call.translator.answer()
+    return Shown(answer.status, write_object(whole), call.plan.keep_ids)
+
+
+def _id_header(call: Call) -> Header:
+    return (b"x-request-id", call.capture.id.encode())
