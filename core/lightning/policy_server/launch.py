@@ -25,6 +25,8 @@ OWNED = "LIGHTNING_OWNED_SERVER"
 """Environment variable of a server that has an owner: the pid of the owner."""
 FORKED = "LIGHTNING_FORKED_ENGINE"
 """Environment variable of a server whose engine begins as a copy of its process."""
+SPAWNING = ("--numa-bind", "--api-server-count", "-asc", "--data-parallel", "-dp")
+"""Arguments with which the server starts more than an engine, or through another program."""
 POLL_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
 
@@ -46,7 +48,7 @@ def main() -> None:
     """Watch the owner, then hand over to vLLM's command line with our arguments."""
     if owner := os.environ.get(OWNED):
         watch_owner(int(owner))
-    if os.environ.get(FORKED):
+    if os.environ.get(FORKED) and not any(arg.replace("_", "-").startswith(SPAWNING) for arg in sys.argv):
         fork_engine()
     from vllm.entrypoints.cli.main import main as vllm_main
 
@@ -58,18 +60,18 @@ def fork_engine() -> None:
     """Let multiprocessing fork where this process asks it to spawn.
 
     vLLM spawns its engine on a CPU, whatever its environment says, and the engine then imports again all that the server has
-    imported: half of what a start takes. A fork is safe as long as the server has computed nothing: a pool of OpenMP threads
+    imported: a third of a start. A fork is safe as long as the server has computed nothing: a pool of OpenMP threads
     does not survive one. The engine itself spawns.
     """
-    get_context = multiprocessing.get_context
+    get_context, server = multiprocessing.get_context, os.getpid()
 
     def forking(method: str | None = None) -> multiprocessing.context.BaseContext:
-        return get_context("fork" if method == "spawn" else method)
+        return get_context("fork" if method == "spawn" and os.getpid() == server else method)
 
     def in_engine() -> None:
-        multiprocessing.get_context = get_context
-        signal.set_wakeup_fd(-1)  # a signal to the engine would be told to the server's event loop
-        sys.stderr.write("The engine is a copy of the server's process.\n")
+        if os.getppid() == server:
+            signal.set_wakeup_fd(-1)  # a signal to the engine would be told to the server's event loop
+            sys.stderr.write("The engine is a copy of the server's process.\n")
 
     multiprocessing.get_context = forking  # type: ignore[assignment]  # overloaded by the names of the methods
     os.register_at_fork(after_in_child=in_engine)

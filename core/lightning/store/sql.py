@@ -141,7 +141,7 @@ SELECT_GROUP_ROOTS: Final = (
 )
 SELECT_TRUNK: Final = (
     "SELECT t.n, t.parent, t.tokens FROM rollouts r JOIN transitions t ON t.rollout = r.n "
-    "WHERE r.run = ? AND r.group_id = ? AND r.id = ? AND t.attempt = ? AND t.seq <= ? ORDER BY t.n DESC LIMIT ?"
+    "WHERE r.run = ? AND r.group_id = ? AND r.id = ? AND t.attempt = ? AND t.seq <= ? ORDER BY t.seq DESC LIMIT ?"
 )
 """The calls of an attempt up to one at which it was branched, if it is of this group."""
 SELECT_IN_GROUP: Final = (

@@ -9,11 +9,10 @@ difference.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +38,9 @@ SAMPLED_TOKENS = 64
 """How many sampled tokens of a row are compared at most."""
 MOST_TOKENS = 1024
 """How long a probe is at most, with all that comes before the sampled tokens. A prompt that is longer is compared itself."""
-MIN_SAMPLED_TOKENS = 8
-"""With fewer sampled tokens the prompt is compared too. Its tokens differ by more: a model finds many of them unlikely. So many
-more are worth a longer probe."""
+MIN_SAMPLED_TOKENS, LEAST_TOKENS = 8, 96
+"""With fewer sampled tokens the prompt is compared too, so many tokens in all where there are as many. The prompt's differ by
+more: a model finds many of them unlikely."""
 BASELINE = 2.0
 """The gap may be so many times what it was before an update, where the bound is smaller: some models round more than most."""
 OF_FEW = 3.0
@@ -92,8 +91,8 @@ class Prober:
     def remember(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         """Ask about tokens of this batch from now on, if it has any. The gaps of its step, which were taken before the update,
         are the baseline, where no token is of older weights."""
-        if rows := heapq.nsmallest(2, batch.samples, key=_worth):
-            self._tokens = [_of_row(row) for row in rows]
+        if batch.samples:
+            self._tokens = [_of_row(row) for row in _best(batch.samples)]
         if not metrics.get("staleness_max") and metrics.get("mean_logprob_gap"):
             most = metrics.get("p999_logprob_gap", metrics["max_logprob_gap"])
             self._baseline = GapBound(metrics["mean_logprob_gap"], most, 1.0)
@@ -163,7 +162,7 @@ def exceeds(metrics: Mapping[str, float], bound: GapBound) -> str:
     return "" if most <= bound.most else f"{most:.3g} nats for {bound.share:.1%} of the tokens"
 
 
-def _window(sampled: Iterable[tuple[int, int]], length: int) -> tuple[int, int]:
+def _window(sampled: Sequence[tuple[int, int]], length: int) -> tuple[int, int]:
     """How many sampled tokens of a row to ask about, and after how many of all the question ends.
 
     `sampled` are the places where they stand. The last token of a row is left out: vLLM samples one more, and the row may fill
@@ -174,17 +173,27 @@ def _window(sampled: Iterable[tuple[int, int]], length: int) -> tuple[int, int]:
     for start, end in sampled:
         if (taken := min(end - start, SAMPLED_TOKENS - count, most - start)) > 0:
             count, stop = count + taken, start + taken
-    return (count, stop) if count >= MIN_SAMPLED_TOKENS else (count, most)
+    if count < MIN_SAMPLED_TOKENS:
+        first = min((start for start, _ in sampled), default=length)
+        stop = min(most, max(LEAST_TOKENS, first + SAMPLED_TOKENS))
+    return count, stop
 
 
 def _places(row: Sample) -> list[tuple[int, int]]:
     return sorted((span.start, span.stop) for span in row.spans)
 
 
-def _worth(row: Sample) -> tuple[int, int]:
-    """What makes a row the better probe, the less the better: more sampled tokens, then a shorter question."""
-    count, stop = _window(_places(row), len(row))
-    return -(count // MIN_SAMPLED_TOKENS), stop
+def _best(rows: Sequence[Sample]) -> list[Sample]:
+    """Two rows to ask about, the better one first: the shortest of those with about the most sampled tokens. Where none has
+    enough of them, the shortest of those with enough tokens at all."""
+    windows = [_window(_places(row), len(row)) for row in rows]
+    most = max(count for count, _ in windows)
+    if most >= MIN_SAMPLED_TOKENS:
+        least = max(MIN_SAMPLED_TOKENS, most - MIN_SAMPLED_TOKENS)
+        worth = {place: (0, stop) for place, (count, stop) in enumerate(windows) if count >= least}
+    else:
+        worth = {place: (-min(stop, LEAST_TOKENS), stop) for place, (_, stop) in enumerate(windows)}
+    return [rows[place] for place in sorted(worth, key=worth.__getitem__)[:2]]
 
 
 def _of_row(row: Sample) -> _Tokens:

@@ -17,6 +17,8 @@ CACHE_BYTES: Final = 32 << 20
 """For each event loop that uses the store: usually one."""
 GROUP_ROOTS: Final = 32
 """How many roots of a group are kept in mind."""
+LOADED_CALLS: Final = 8
+"""The newest calls up to one that is branched: the last ones of agents that take turns."""
 
 CallKey: TypeAlias = tuple[str, int, int]
 """Rollout, attempt and seq."""
@@ -32,7 +34,7 @@ class Known:
 
 
 class ParentCache:
-    """Candidates by attempt and by group, least recently used ones dropped first. Belongs to one event loop."""
+    """Candidates by attempt, group and branched call, least recently used ones dropped first. Belongs to one event loop."""
 
     def __init__(self, limit: int = CACHE_BYTES) -> None:
         self._limit = limit

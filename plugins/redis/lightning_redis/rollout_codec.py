@@ -46,9 +46,13 @@ def home_of(columns: bytes, rollout: str) -> Home:
     """From `columns_of`."""
     try:
         kept = dict(zip(_CREATED, rows.ROLLOUTS.filled(_list(columns, rollout), without=rows.EARNED), strict=True))
-        return Home(kept["run"], kept["group"], rows.call_from_text(kept["parent"], "its parent"))
     except (ValueError, TypeError) as error:
         raise _corrupt(rollout, error) from error
+    try:
+        parent = rows.call_from_text(kept["parent"], "its parent")
+    except (StoreError, ValueError, TypeError):  # damaged: whoever reads the rollout itself gets the error
+        parent = None
+    return Home(kept["run"], kept["group"], parent)
 
 
 def read_rollout(columns: bytes, standing: bytes, rollout: str) -> Rollout:

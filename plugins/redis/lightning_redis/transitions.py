@@ -9,7 +9,6 @@ stored call stays what it was, and its digest with it.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +25,7 @@ from lightning_redis.calls import Decoder, Stored
 from lightning_redis.connection import Command
 from lightning_redis.keys import encoded
 from lightning_redis.loop_client import Link, unexpected
-from lightning_redis.parents import GROUP_ROOTS, CallKey, Known, extended
+from lightning_redis.parents import GROUP_ROOTS, LOADED_CALLS, CallKey, Known, extended
 from lightning_redis.rollout_codec import Home, refuse, stand
 
 ATTEMPTS_AT_ONCE: Final = 32
@@ -141,11 +140,12 @@ def _forget(link: Link, places: Iterable[Place | None]) -> None:
 
 async def _trunk(link: Link, home: Home) -> CallKey | None:
     """The call that a rollout branches, if it is of its group: whatever is removed together is stored together."""
-    if home.parent is None:
+    if home.parent is None or link.parents.get(home.parent) == ():
         return None
     try:
         parent = await link.home(home.parent[0])
-    except StoreError:  # of another database, or damaged: whoever reads it gets the error
+    except StoreError:  # it was removed, or is damaged: whoever reads it gets the error
+        link.parents.put(home.parent, ())
         return None
     return home.parent if (parent.run, parent.group) == (home.run, home.group) else None
 
@@ -186,7 +186,7 @@ async def _candidates(
         if group not in found:
             found[group] = await _at_hand(link, group, partial(_load_roots, link, group))
         if trunk and trunk not in found:
-            found[trunk] = await _at_hand(link, trunk, partial(_load_attempt, link, trunk[:2], trunk[2]))
+            found[trunk] = await _at_hand(link, trunk, partial(_load_trunk, link, trunk))
     return found
 
 
@@ -204,23 +204,29 @@ async def _nothing() -> list[Known]:
     return []
 
 
-async def _load_attempt(link: Link, attempt: Attempt, last: float = math.inf) -> list[Known]:
+async def _load_attempt(link: Link, attempt: Attempt) -> list[Known]:
     (found,) = await _read_calls(link, [attempt])
-    return await _known(link, {key: stored for key, stored in sorted(found.items()) if key[2] <= last})
+    return await _known(link, found, sorted(found))
+
+
+async def _load_trunk(link: Link, trunk: CallKey) -> list[Known]:
+    (found,) = await _read_calls(link, [trunk[:2]])
+    return await _known(link, found, sorted(key for key in found if key <= trunk)[-LOADED_CALLS:])
 
 
 async def _load_roots(link: Link, group: Group) -> list[Known]:
     (names,) = await link.reads.read((b"LRANGE", link.keys("roots", json_text.dump(list(group))), b"0", b"-1"))
     keys = [(str(rollout), int(attempt), int(seq)) for rollout, attempt, seq in map(json.loads, names)]
-    return await _known(link, await _read_single(link, keys))
+    found = await _read_single(link, keys)
+    return await _known(link, found, list(found))
 
 
-async def _known(link: Link, found: Mapping[CallKey, Stored | StoreError]) -> list[Known]:
+async def _known(link: Link, found: Mapping[CallKey, Stored | StoreError], keys: Sequence[CallKey]) -> list[Known]:
     decoder = Decoder(await _with_ancestors(link, found))
     known = []
-    for key, stored in found.items():
+    for key in keys:
         try:
-            known += [decoder.known(key)] if isinstance(stored, Stored) else []
+            known += [decoder.known(key)] if isinstance(found[key], Stored) else []
         except (StoreError, ValueError, TypeError):  # a damaged call is no parent; whoever reads it gets the error
             continue
     return known

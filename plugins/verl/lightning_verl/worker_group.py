@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 ENDED = "the workers of the verl engine have ended after an error: resume the run"
 CPUS_FOR_RAY = 2
-NOTICED_WITHIN = 10.0
-"""Seconds in which Ray tells that a worker died whose neighbours' collective broke off."""
 """Beside one for each worker, in a local cluster: for what Ray runs itself while workers are placed."""
+NOTICED_WITHIN = 30.0
+"""Seconds in which Ray tells that a worker died whose neighbours' collective broke off."""
 _ONLY_ONE = threading.Lock()
 """Held while a rank is in this process: a second would compute in the first one's process groups, which end with it."""
 
@@ -172,37 +172,40 @@ class OnRay:
                     raise EngineError(f"verl's workers did not start within {patience:.0f} s: see Ray's logs")
                 self._ray.get(done)
             return list(self._ray.get(calls))
-        except (errors.RayActorError, errors.ObjectLostError, errors.NodeDiedError) as error:
-            self.close()
-            raise WorkersLostError(f"a worker of the verl engine died in {method}: {error}") from error
-        except errors.RayTaskError as error:
-            short = ran_out(error)
-            died = None if short else self._death(waiting)
-            self.close()
-            if short:
-                raise WorkersLostError(f"out of memory in {method} of the verl engine") from error
-            if died is not None:
-                raise WorkersLostError(f"a worker of the verl engine died in {method}: {died}") from error
-            raise EngineError(f"{method} failed on a worker of the verl engine: {error}") from error
         except errors.RayError as error:
-            self.close()  # Ray itself ends a worker whose machine is short of memory
-            if isinstance(error, errors.OutOfMemoryError):
-                raise WorkersLostError(f"out of memory on a worker's machine in {method}: {error}") from error
-            raise WorkersLostError(f"Ray lost a worker of the verl engine in {method}: {error}") from error
-
-    def _death(self, calls: list[Any]) -> Exception | None:
-        """How a worker died that has not answered its call; None when none did. Its neighbours fail before Ray notices."""
-        if not calls:
-            return None
-        ended, _ = self._ray.wait(calls, num_returns=len(calls), timeout=NOTICED_WITHIN)
-        for call in ended:
             try:
-                self._ray.get(call)
-            except self._ray.exceptions.RayActorError as error:
-                return error
-            except self._ray.exceptions.RayError:
-                continue  # another neighbour's
-        return None
+                cause = self._cause(error, waiting)
+            finally:
+                self.close()
+            raise self._failure(method, cause) from error
+
+    def _cause(self, error: Exception, waiting: list[Any]) -> Exception:
+        """What ended a call: where a worker died its neighbours' collectives break off, and Ray may tell of those first."""
+        failed, end = self._ray.exceptions.RayTaskError, time.monotonic() + NOTICED_WITHIN
+        if not isinstance(error, failed) or ran_out(error):
+            return error
+        while waiting:
+            done, waiting = self._ray.wait(waiting, num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if not done:
+                break
+            try:
+                self._ray.get(done)
+            except self._ray.exceptions.RayError as other:
+                if not isinstance(other, failed) or ran_out(other):
+                    return other
+        return error
+
+    def _failure(self, method: str, error: Exception) -> EngineError:
+        errors = self._ray.exceptions
+        if isinstance(error, errors.RayActorError | errors.ObjectLostError | errors.NodeDiedError):
+            return WorkersLostError(f"a worker of the verl engine died in {method}: {error}")
+        if isinstance(error, errors.RayTaskError):
+            if ran_out(error):
+                return WorkersLostError(f"out of memory in {method} of the verl engine")
+            return EngineError(f"{method} failed on a worker of the verl engine: {error}")
+        if isinstance(error, errors.OutOfMemoryError):  # Ray itself ends a worker whose machine is short of memory
+            return WorkersLostError(f"out of memory on a worker's machine in {method}: {error}")
+        return WorkersLostError(f"Ray lost a worker of the verl engine in {method}: {error}")
 
     def close(self) -> None:
         """See `Group.close`."""

@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from lightning.errors import PolicyServerError
+from lightning.policy_server import launch
 from lightning.policy_server import process as process_module
 from lightning.policy_server.launch import OWNED
 from lightning.policy_server.process import ServerProcess, reserved_port
@@ -142,6 +144,56 @@ def test_a_watched_group_ends_with_its_owner() -> None:
         assert not gone(pid)
         owner.kill()
     wait_for(lambda: gone(pid))
+
+
+FORKING = """
+import multiprocessing, os, sys
+from lightning.policy_server.launch import fork_engine
+
+fork_engine()
+from multiprocessing import get_context  # as torch.multiprocessing has it: a name of its own
+
+def engine():
+    print([asked("spawn").get_start_method() for asked in (get_context, multiprocessing.get_context)], flush=True)
+    if not os.fork():
+        os._exit(0)
+    os.wait()
+
+print(get_context("spawn").get_start_method(), get_context("forkserver").get_start_method(), flush=True)
+process = get_context("spawn").Process(target=engine)
+process.start()
+process.join()
+"""
+
+
+def test_the_servers_engine_is_forked_and_nothing_that_the_engine_starts() -> None:
+    ran = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == ["fork forkserver", "['spawn', 'spawn']"]
+    assert ran.stderr == "The engine is a copy of the server's process.\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "forks"),
+    [
+        ([], True),
+        (["--max-model-len", "64"], True),
+        (["--numa-bind"], False),
+        (["--data_parallel_size=2"], False),
+        (["-dp", "2"], False),
+        (["--api-server-count", "2"], False),
+    ],
+)
+def test_a_server_that_starts_more_than_its_engine_spawns_it(
+    args: list[str], forks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forked: list[bool] = []
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", SimpleNamespace(main=lambda: forked.append(False)))
+    monkeypatch.setattr(launch, "fork_engine", lambda: forked.append(True))
+    monkeypatch.setenv(launch.FORKED, "1")
+    monkeypatch.delenv(OWNED, raising=False)
+    monkeypatch.setattr(sys, "argv", ["launch", "serve", "model", *args])
+    launch.main()
+    assert forked == [True, False][not forks :]
 
 
 ENGINE = (

@@ -342,6 +342,29 @@ async def test_a_branch_of_its_trunks_group_stores_no_token_of_the_prefix(
     await again.close()
 
 
+async def test_the_branched_call_is_found_whenever_it_was_stored(
+    tmp_path: Path, rollout: RolloutOf, call: CallOf
+) -> None:
+    """Among many agents' calls, of which it came first, and behind newer roots of its group."""
+    path = tmp_path / "s.db"
+    first = SqliteStore(path)
+    await first.open()
+    await first.put_run(Run("run", "run"))
+    await first.create_rollouts([rollout("a"), rollout("other"), rollout("b", parent=("a", 1, 11))])
+    await first.lease("run", "w", limit=3, ttl=3600)
+    turns = [call(seq, range(1000 * seq, 1000 * seq + 500)) for seq in (11, *range(11))]
+    others = [call(seq, range(10**6 + 1000 * seq, 10**6 + 1000 * seq + 500), rollout="other") for seq in range(33)]
+    await first.append([*turns, *others])
+    await first.close()
+    second = SqliteStore(path)
+    await second.open()
+    live = call(11, turns[0].prompt_ids, [6], rollout="b")
+    await second.append([live])
+    assert (await stored_bytes(second))[-1] < 60
+    assert await second.transitions("b") == [live]
+    await second.close()
+
+
 def packed(ids: Iterable[int]) -> bytes:
     return codec.pack(token_ids(list(ids)))
 

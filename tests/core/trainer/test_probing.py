@@ -74,11 +74,11 @@ def test_it_asks_about_the_row_with_the_most_sampled_tokens_however_many_calls_t
     turns = replace(
         row(40, 160), spans=tuple(TokenSpan("r", 0, n, start, start + 10) for n, start in enumerate((40, 90, 150)))
     )
-    made.remember(batch(row(40, 15), turns, row(800, 28)), {})
+    made.remember(batch(row(40, 15), row(800, 35), turns, row(900, 28)), {})
     probe, other = made.probe(), made.probe(1)
     assert probe is not None
     assert other is not None
-    assert (len(probe.ids), len(other.ids)) == (160, 827)
+    assert (len(probe.ids), len(other.ids)) == (160, 834)
     served = engine.values.copy()
     served[50:90] = 50.0  # between two calls
     assert ask(made, served) == ""
@@ -96,6 +96,16 @@ def test_the_last_token_of_a_call_that_fills_the_context_is_left_out() -> None:
     probe = made.probe()
     assert probe is not None
     assert len(probe.ids) == 255, "vLLM samples one more, and refuses what leaves no room for it"
+
+
+def test_where_no_row_has_enough_sampled_tokens_it_asks_about_one_that_is_long_enough() -> None:
+    made, _ = prober()
+    bare = replace(row(8, 4), spans=())
+    made.remember(batch(row(393, 7), row(11, 1), bare, row(120, 3)), {})
+    probe, other = made.probe(), made.probe(1)
+    assert probe is not None
+    assert other is not None
+    assert (len(probe.ids), len(other.ids)) == (122, 399)
 
 
 def test_few_sampled_tokens_are_compared_with_their_prompt_and_long_prompts_alone() -> None:

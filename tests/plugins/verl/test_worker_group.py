@@ -144,6 +144,12 @@ def test_what_ray_does_to_a_worker_ends_all(group: Any, error: Exception, messag
             (ray.exceptions.RayTaskError("step", "reset", OSError()), ray.exceptions.RayActorError(error_msg="gone")),
             "gone",
         ),
+        ((ray.exceptions.NodeDiedError("its machine"),), "a worker of the verl engine died in step: its machine"),
+        ((ray.exceptions.OutOfMemoryError("15 GB"),), "out of memory on a worker's machine in step: 15 GB"),
+        (
+            (ray.exceptions.RayTaskError("step", "CUDA out of memory", RuntimeError("out of memory")),),
+            "^out of memory in",
+        ),
         ((ray.exceptions.RayTaskError("step", "mistake", ValueError()),), ""),
         ((), ""),
     ],

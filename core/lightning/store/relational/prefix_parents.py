@@ -25,7 +25,7 @@ from lightning.store.rows import Row
 CACHE_BYTES: Final = 64 << 20
 """4,000 conversations of 4,000 tokens each, or more than 20,000 of 32,000 tokens."""
 CANDIDATES: Final = 32
-"""Calls of an attempt, and roots of a group, that are remembered: the newest."""
+"""Calls of an attempt, roots of a group, and calls up to one that is branched, that are remembered: the newest."""
 MIN_SHARED: Final = 0.5
 """A parent must hold this fraction of the prompt. A call without one is a root, and siblings of the group look at roots only:
 were a few template tokens enough, the first call of a second agent would hang from the first agent's and not be found."""
@@ -128,8 +128,8 @@ def _common_blocks(left: bytes, right: bytes) -> int:
 
 
 class ParentCache:
-    """Candidates for parents by attempt and by group, oldest first; those of the least recently used ones are dropped first.
-    Belongs to one thread."""
+    """Candidates for parents by attempt, by group and by branched call, oldest first; those of the least recently used ones are
+    dropped first. Belongs to one thread."""
 
     def __init__(self, limit: int = CACHE_BYTES) -> None:
         self._limit = limit

@@ -22,7 +22,8 @@ from lightning.store.rows import Row
 from lightning.types import Span, Transition
 
 LOADED_CALLS: Final = 8
-"""The newest calls of an attempt, which are read when it is not at hand: the last ones of agents that take turns."""
+"""The newest calls of an attempt, which are read when it is not at hand: the last ones of agents that take turns. Of one
+that is branched, the newest up to that call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +125,12 @@ async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> t
 
 
 async def _load_trunk(transaction: Transaction, where: Standing) -> list[KnownTransition]:
-    key = rows.call_from_text(where.parent, "the parent of a rollout")
-    return (
-        [] if key is None else await _load(transaction, sql.SELECT_TRUNK, (where.run, where.group, *key, LOADED_CALLS))
-    )
+    try:
+        key = rows.call_from_text(where.parent, "its parent")
+    except (StoreError, ValueError, TypeError):  # damaged: whoever reads the rollout itself gets the error
+        return []
+    assert key is not None, "asked where there is a parent"
+    return await _load(transaction, sql.SELECT_TRUNK, (where.run, where.group, *key, LOADED_CALLS))
 
 
 async def _load(transaction: Transaction, query: str, values: tuple[str | int, ...]) -> list[KnownTransition]:
