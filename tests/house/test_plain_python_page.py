@@ -16,6 +16,7 @@ from lightning.instrument import activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
 from lightning.types import LLM, Task
+from openai import OpenAI
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "frameworks" / "plain-python.md").read_text()
@@ -43,17 +44,21 @@ async def test_the_agent_of_before_runs_by_the_variables(monkeypatch: pytest.Mon
         fake.queue(*ASKED)
         monkeypatch.setenv("OPENAI_BASE_URL", f"{fake.url}/v1")
         monkeypatch.setenv("OPENAI_API_KEY", "a key")
-        assert await asyncio.to_thread(side("+").answer, "What is a tea?") == "It is 3."
+        page = side("+")
+        with page.client:
+            assert await asyncio.to_thread(page.answer, "What is a tea?") == "It is 3."
 
 
 async def test_the_agent_of_after_earns_its_reward_and_its_tools_are_recorded() -> None:
     async with FakeVLLM() as fake:
         fake.queue(*ASKED)
         llm = LLM(f"{fake.url}/v1", "a key", fake.model)
-        undo = [install_tap(), plugins().install_adapters(emit, ["raw"])]
+        page, client = side("-"), OpenAI(base_url=llm.base_url, api_key=llm.api_key)
+        vars(page)["OpenAI"] = lambda **_: client  # which the page leaves to the end of the process
+        undo = [client.close, install_tap(), plugins().install_adapters(emit, ["raw"])]
         try:
             with activate(llm) as session:
-                assert await asyncio.to_thread(side("-").agent, Task("What is a tea?", "3"), llm) == 1.0
+                assert await asyncio.to_thread(page.agent, Task("What is a tea?", "3"), llm) == 1.0
         finally:
             for each in undo:
                 each()
