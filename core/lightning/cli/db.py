@@ -271,11 +271,18 @@ def _show_plans(plans: Sequence[RunPlan], *, apply: bool) -> None:
                 str(item.weight.calls),
                 str(item.weight.spans),
                 _size(item.weight.bytes),
-                escape(item.kept or ("the whole run" if item.whole else "calls and spans")),
+                escape(item.kept or _what(item)),
             ]
             for item in plans
         ],
         title=("removed" if apply else "would be removed with --apply") if plans else "no run was chosen",
+    )
+
+
+def _what(item: RunPlan) -> str:
+    what = "the whole run" if item.whole else "calls and spans"
+    return (
+        f"{what}; branches in other runs that lose what they sent and got: {item.branches}" if item.branches else what
     )
 
 

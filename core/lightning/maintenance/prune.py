@@ -11,8 +11,9 @@ Rewards, steps and metrics are small and stay with their run, so that it can sti
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning.errors import StoreError
@@ -48,7 +49,8 @@ class PruneRequest:
 @dataclass(frozen=True, slots=True)
 class RunPlan:
     """What would be taken from one run: `groups`, with so many rollouts and `trained` ones among them, lose their calls, or
-    all of it goes (`whole`). `kept` says why nothing does."""
+    all of it goes (`whole`). `kept` says why nothing does. So many `branches` of its rollouts are in other runs and stay: their
+    requests and answers, which are stored as what they add to its own, cannot be read afterwards."""
 
     run: str
     rollouts: int = 0
@@ -57,6 +59,11 @@ class RunPlan:
     weight: Weight = NOTHING
     whole: bool = False
     kept: str = ""
+    branches: int = 0
+
+    def takes(self, group: str) -> bool:
+        """Whether the calls of a group of the run go."""
+        return self.whole or group in self.groups
 
 
 @dataclass(slots=True)
@@ -91,7 +98,8 @@ async def plan(store: Store, keeper: Keeper, choice: PruneRequest) -> list[RunPl
         if choice.older_than is not None and time.time() - activity.get(run.id, run.created_at) < choice.older_than:
             continue
         plans.append(await (_plan_whole if choice.whole else _plan_calls)(store, keeper, run, choice, run.id in busy))
-    return plans
+    left = await _branches_left(store, known, {item.run: item for item in plans})
+    return [replace(item, branches=left[item.run]) for item in plans]
 
 
 async def carry_out(store: Store, keeper: Keeper, plans: Sequence[RunPlan]) -> None:
@@ -143,6 +151,21 @@ async def _plan_calls(store: Store, keeper: Keeper, run: Run, choice: PruneReque
     members = [groups[name] for name in heavy]
     counts = sum(group.rollouts for group in members), sum(group.trained for group in members)
     return RunPlan(run.id, *counts, groups=tuple(heavy), weight=sum(heavy.values(), NOTHING))
+
+
+async def _branches_left(store: Store, known: Sequence[Run], plans: Mapping[str, RunPlan]) -> Counter[str]:
+    """How many branches, in other runs, of the rollouts that each run would lose the calls of, keep their own."""
+    begun = {run.id: (await store.list_rollouts(run.id, limit=1)).rollouts for run in known}
+    made_of_branches = [run for run, first in begun.items() if first and first[0].parent is not None]
+    left: Counter[str] = Counter()
+    for run in made_of_branches:
+        async for branch in each_rollout(store, run):
+            if branch.parent is None or (run in plans and plans[run].takes(branch.group)):
+                continue
+            parent = await store.get_rollout(branch.parent[0])
+            if parent is not None and parent.run != run and parent.run in plans:
+                left[parent.run] += plans[parent.run].takes(parent.group)
+    return left
 
 
 def _first_needed(epochs: Sequence[Epoch], records: Sequence[StepRecord]) -> int:

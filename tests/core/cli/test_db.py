@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import pytest
 from lightning.cli.db import seconds_of
 from lightning.errors import ConfigError
 from lightning.store.relational.schema import MIGRATIONS
+from lightning.store.sqlite import SqliteStore
+from lightning.types import Rollout, Run
 
 Command = Callable[..., Any]
 FROZEN = Path(__file__).parents[1] / "store" / "frozen"
@@ -108,6 +111,15 @@ def test_backup_and_restore(lightning: Command, runs: Path, tmp_path: Path) -> N
     assert (ran.code, "is a server, not a database" in ran.err) == (2, True)
 
 
+async def branch_elsewhere(database: Path) -> None:
+    store = SqliteStore(database)
+    await store.open()
+    (parent,) = (await store.list_rollouts("small", limit=1)).rollouts
+    await store.put_run(Run("branches", "branches"))
+    await store.create_rollouts([Rollout("b", "branches", parent.task, "g", parent=(parent.id, 1, 0))])
+    await store.close()
+
+
 def test_prune_says_first_and_does_when_told(lightning: Command, runs: Path) -> None:
     place = str(runs / "small")
     said = json.loads(lightning("db", "prune", place, "--json").out)
@@ -120,6 +132,11 @@ def test_prune_says_first_and_does_when_told(lightning: Command, runs: Path) -> 
     assert "would be removed with --apply" in shown
     assert "the whole run" in shown
     assert json.loads(lightning("runs", "--runs", place, "--json").out)
+    asyncio.run(branch_elsewhere(runs / "small" / "lightning.db"))
+    only = ("db", "prune", place, "--whole", "--run", "small", "--unfinished")
+    assert "the whole run; branches in other runs that lose what they sent and got: 1" in " ".join(
+        lightning(*only).out.split()
+    )
     assert "the whole run" in lightning(*chosen, "--apply").out
     assert json.loads(lightning("runs", "--runs", place, "--json").out) == []
     assert "no run was chosen" in lightning("db", "prune", place).out

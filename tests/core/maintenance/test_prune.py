@@ -119,6 +119,26 @@ async def test_whole_runs(database: Path) -> None:
         assert sorted(run.id for run in await store.list_runs()) == ["open", "short"]
 
 
+async def test_branches_in_other_runs_are_told_that_lose_what_they_said(database: Path) -> None:
+    """Not those of their parents' groups, nor those that go as well."""
+    async with Opened(database) as (store, keeper):
+        await store.put_run(Run("branches", "branches", {}, 2000.0))
+        await store.put_run(Run("more", "more", {}, 2000.0))
+        parents = [("run/val/0/0", 1, 0), ("run/val/0/0", 1, 0), ("run/0/0/0", 1, 0), ("gone", 1, 0)]
+        for run, count in (("branches", 4), ("more", 2)):
+            await store.create_rollouts(
+                [Rollout(f"{run}/{n}", run, Task("q"), f"{run}/g", parent=parents[n]) for n in range(count)]
+            )
+        await store.create_rollouts([Rollout("run/val/0/late", "run", Task("q"), "run/1/9", parent=parents[0])])
+        trained = (await store.get_rollout("run/0/0/0")).trained_at_step  # type: ignore[union-attr]
+        assert trained is not None
+        assert {item.run: item.branches for item in await plan(store, keeper, PruneRequest())} == {
+            "run": 4, "branches": 0, "more": 0,
+        }  # fmt: skip
+        whole = await plan(store, keeper, PruneRequest(runs=("run", "more"), whole=True, unfinished=True))
+        assert {item.run: item.branches for item in whole} == {"run": 3, "more": 0}
+
+
 async def test_age_is_that_of_the_last_attempt(database: Path) -> None:
     async with Opened(database) as (store, keeper):
         await store.put_run(Run("old", "old", {}, 1000.0))
