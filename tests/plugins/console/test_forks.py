@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def test_the_button_makes_branches_that_the_page_shows(runs: ScriptedVLLM) -> No
 
 @pytest.mark.slow
 def test_what_the_command_refuses_is_said_and_nothing_outlives_the_console(
-    runs: ScriptedVLLM, monkeypatch: pytest.MonkeyPatch
+    runs: ScriptedVLLM, monkeypatch: pytest.MonkeyPatch, warnings_of: Callable[[], list[str]]
 ) -> None:
     recorded()
     monkeypatch.setattr(forking, "GRACE", 60.0)
@@ -105,10 +105,20 @@ def test_what_the_command_refuses_is_said_and_nothing_outlives_the_console(
     async def use(page: Page) -> list[dict[str, Any]]:
         asked = {"run": "first", "rollout": PARENT, "attempt": 1}
         said = [await page.fork(**asked, agent="wandering:nobody", at=3)]
+        with monkeypatch.context() as patch:
+            patch.setattr(forking, "SECONDS", 0.0)  # it takes longer to fail than the page waits
+            late = await page.fork(**asked, agent="wandering:nobody", at=3)
+        assert "the console's terminal says why" in late["said"]
+        failed = "the branches first.0.0.0-call3 were not made: the module 'wandering' has no 'nobody'"
+        async with asyncio.timeout(60):
+            while failed not in warnings_of():
+                await asyncio.sleep(0.2)
         page.trainer.vllm.script = lambda body: Reply("never", delay=3600.0)
-        return said + await asyncio.gather(*(page.fork(**asked, agent="wandering:agent", at=at) for at in (3, 3, 2, 1)))
+        said += await asyncio.gather(*(page.fork(**asked, agent="wandering:agent", at=3) for _ in range(2)))
+        return said + [await page.fork(**asked, agent="wandering:agent", at=at) for at in (2, 1)]
 
-    refused, first, again, second, one_too_many = beside_a_trainer(use)
+    refused, *twice, second, one_too_many = beside_a_trainer(use)
+    first, again = sorted(twice, key=lambda each: "error" in each)
     assert refused == {"error": "the module 'wandering' has no 'nobody'"}
     assert all("8 branches have begun" in each["said"] for each in (first, second))
     assert "branches at this call are being made already" in again["error"]

@@ -7,12 +7,14 @@ the console.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from lightning.asyncio_utils import end
@@ -21,6 +23,8 @@ from lightning_debug.branching import base_name
 
 from lightning_console.pages.branches import SAMPLES
 from lightning_console.places import Located, Places
+
+logger = logging.getLogger(__name__)
 
 MOST: Final = 2
 SECONDS: Final = 50.0
@@ -73,12 +77,21 @@ class Forks:
             if await _has_begun(located, name, began):
                 return f"{SAMPLES} branches have begun: this page and that of the group show them as they come"
             if ended:
-                raise DataError(running.result())
+                raise DataError(running.result() or "the command ended without branches")
             await asyncio.sleep(LOOK)
-        return "the branches have not begun yet: the agent takes long to start. They are shown here as they come"
+        running.add_done_callback(partial(self._tell, name))
+        return (
+            "the branches have not begun yet: the agent takes long to start. They are shown here as they come, and "
+            "if they cannot be made, the console's terminal says why"
+        )
+
+    def _tell(self, name: str, ended: asyncio.Task[str]) -> None:
+        """The page does not wait any more for what the command says."""
+        if not self._closed and not ended.cancelled() and (said := ended.result()):
+            logger.warning("the branches %s were not made: %s", name, said)
 
     async def _run(self, command: Sequence[str]) -> str:
-        """Run the command to its end; what it says then."""
+        """Run the command to its end; what it says where it fails."""
         process = await asyncio.create_subprocess_exec(
             *[sys.executable, "-c", BEGIN, *command],
             stdin=asyncio.subprocess.DEVNULL,
@@ -99,7 +112,7 @@ class Forks:
             if process.returncode is None:
                 process.kill()
             self._processes.discard(process)
-        return _error_in(said) or f"the command ended with {process.returncode}"
+        return "" if process.returncode == 0 else _error_in(said) or f"the command ended with {process.returncode}"
 
     async def close(self) -> None:
         """End what is at work: the agents are stopped, and branches that have ended are kept."""
