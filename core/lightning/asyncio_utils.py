@@ -1,4 +1,4 @@
-"""What asyncio lacks: ending tasks, the main one by a signal; and one kind of event loop for everything that serves.
+"""What asyncio lacks: ending tasks, the main one by a signal; doing two things of which one may fail; one kind of event loop.
 
 The invariant: when a function that ends tasks returns, they have ended; what those raised that it was told to end is not looked
 at. Servers, trainers, clients and what measures them run on the fastest loop there is. An agent's own process has asyncio's:
@@ -17,6 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
 
 AGAIN = 0.1
 """Seconds until a task that has not ended is cancelled once more."""
@@ -42,6 +44,25 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def one_by_one(first: Coroutine[object, object, A], second: Coroutine[object, object, B]) -> tuple[A, B]:
+    """Do two things one after the other; when the first fails the second is never begun."""
+    try:
+        return await first, await second
+    finally:
+        second.close()
+
+
+async def together(first: Coroutine[object, object, A], second: Coroutine[object, object, B]) -> tuple[A, B]:
+    """Do two things at once; when one fails the other is stopped before its error is raised."""
+    one, other = asyncio.create_task(first), asyncio.create_task(second)
+    try:
+        return await asyncio.gather(one, other)
+    finally:
+        one.cancel()
+        other.cancel()
+        await asyncio.gather(one, other, return_exceptions=True)
 
 
 async def until_told(main: Awaitable[T], *numbers: signal.Signals, gently: asyncio.Event | None = None) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import types
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,11 @@ async def test_the_agent_of_after_earns_its_reward_and_its_tools_are_recorded() 
     async with FakeVLLM() as fake:
         fake.queue(*ASKED)
         llm = LLM(f"{fake.url}/v1", "a key", fake.model)
-        page, client = side("-"), OpenAI(base_url=llm.base_url, api_key=llm.api_key)
-        vars(page)["OpenAI"] = lambda **_: client  # which the page leaves to the end of the process
-        undo = [client.close, install_tap(), plugins().install_adapters(emit, ["raw"])]
+        page, clients = side("-"), ExitStack()
+        vars(page)["OpenAI"] = lambda **given: clients.enter_context(
+            OpenAI(**given)
+        )  # it leaves them to the process's end
+        undo = [clients.close, install_tap(), plugins().install_adapters(emit, ["raw"])]
         try:
             with activate(llm) as session:
                 assert await asyncio.to_thread(page.agent, Task("What is a tea?", "3"), llm) == 1.0

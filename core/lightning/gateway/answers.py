@@ -102,7 +102,7 @@ def read_whole(call: Call, response: aiohttp.ClientResponse, payload: bytes) -> 
     return Answer(200, write_object(reply) if stripped else payload, [JSON_TYPE, _id_header(call)])
 
 
-async def tee(call: Call, response: aiohttp.ClientResponse, send: Send) -> bytes:
+async def pass_on(call: Call, response: aiohttp.ClientResponse, send: Send) -> bytes:
     """Pass the events of a stream on as they come; hold back those from the one that completes the answer, and return them.
 
     Raises `UpstreamError` for a stream that ends before that, or is of another shape.
@@ -162,7 +162,7 @@ def _read_event(event: bytes, call: Call) -> tuple[bytes, bool]:
         raise UpstreamError(f"a chunk is not shaped like vLLM's ({error!r})") from error
 
 
-def shown(call: Call, answer: Answer) -> Shown:
+def shown_to_agent(call: Call, answer: Answer) -> Shown:
     """What the agent sees of a call that has been read to its end."""
     if not call.started:
         body = answer.body if answer.outcome is CallStatus.OK else as_json(answer.body)

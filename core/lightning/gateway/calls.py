@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
-from lightning.gateway.answers import Answer, Call, read_whole, shown, tee
+from lightning.gateway.answers import Answer, Call, pass_on, read_whole, shown_to_agent
 from lightning.gateway.body_limits import parsed
 from lightning.gateway.conversations import Conversations, mark_of
 from lightning.gateway.dialects import Capture, Dialect
@@ -226,7 +226,7 @@ class CallEndpoint:
             if response.status == 400 and (roomier := await self._send_for_less(call, response)) is not None:
                 response = roomier
             if response.status == 200 and plan.stream:
-                tail = await tee(call, response, send)
+                tail = await pass_on(call, response, send)
                 return Answer(200, tail, outcome=CallStatus.ERROR if call.capture.failed else CallStatus.OK)
             return read_whole(call, response, await response.read())
         except (aiohttp.ClientError, OSError) as error:
@@ -274,7 +274,7 @@ class CallEndpoint:
         status = CallStatus.ERROR if call.live.unsure else answer.outcome
         if status is CallStatus.OK and call.plan.media:
             status = CallStatus.MEDIA
-        await self._record(call, status, None if entry is None else entry.stored, shown(call, answer))
+        await self._record(call, status, None if entry is None else entry.stored, shown_to_agent(call, answer))
         if entry is not None:
             self._history.keep(entry)
         if answer.outcome is CallStatus.OK:

@@ -71,8 +71,8 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
             raise DataError(
                 f"component({self.name!r}) has no prompt: give it one, component({self.name!r}, prompt=...)"
             )
-        session = current_attempt()
-        return self._prompt if session is None else session.prompt(self.name, self._prompt)
+        attempt = current_attempt()
+        return self._prompt if attempt is None else attempt.prompt(self.name, self._prompt)
 
     def __enter__(self) -> Self:
         _path.set(_path_in(self.name))
@@ -96,9 +96,9 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
 
 def _path_in(name: str) -> tuple[str, ...]:
     """The path inside a component that begins here. Its calls are told from those of components beside it from now on."""
-    session = calling_attempt()
-    if session is not None:
-        session.calls.open()
+    attempt = calling_attempt()
+    if attempt is not None:
+        attempt.calls.open()
     return (*_path.get(), name)
 
 

@@ -241,19 +241,19 @@ def activate(llm: LLM, *, alone: bool = False) -> Iterator[ActiveAttempt]:
 
     `alone`: no other attempt runs in this process, nor goes on in it after its end.
     """
-    session = ActiveAttempt(llm, alone=alone)
-    session.disown(_busy_threads())
-    token = _current.set(session)
+    attempt = ActiveAttempt(llm, alone=alone)
+    attempt.disown(_busy_threads())
+    token = _current.set(attempt)
     with _lock:
-        _active.append(session)
+        _active.append(attempt)
     try:
-        with parent_of_spans(llm.api_key), session.calls.given():
-            yield session
+        with parent_of_spans(llm.api_key), attempt.calls.given():
+            yield attempt
     finally:
-        session.close()
+        attempt.close()
         with _lock:
-            _active.remove(session)
-            _leave_behind(session)
+            _active.remove(attempt)
+            _leave_behind(attempt)
         _current.reset(token)
 
 
@@ -262,8 +262,8 @@ def _leave_behind(ended: ActiveAttempt) -> None:
     if _active:
         before = ended.not_mine()
         left = {ident: thread for ident, thread in _busy_threads().items() if before.get(ident) is not thread}
-        for session in _active:
-            session.disown(left)
+        for attempt in _active:
+            attempt.disown(left)
 
 
 def _busy_threads() -> dict[int, threading.Thread]:
@@ -300,14 +300,14 @@ def current_attempt() -> ActiveAttempt | None:
 
     None in such a thread when it was busy before that rollout began: what it reports belongs to an earlier one.
     """
-    session, stranger = _find()
+    attempt, stranger = _find()
     if stranger:
         log_once(
             "stranger",
             "a thread that was busy before this rollout began reports to nobody, since it may belong to an earlier one: "
             "start it in the rollout, or run its work in contextvars.copy_context()",
         )
-    return session
+    return attempt
 
 
 def calling_attempt() -> ActiveAttempt | None:
@@ -315,19 +315,19 @@ def calling_attempt() -> ActiveAttempt | None:
     return _find()[0]
 
 
-def session_in_context() -> ActiveAttempt | None:
+def attempt_in_context() -> ActiveAttempt | None:
     """The rollout of this very context, else the one in which this thread was started, while that goes on."""
-    session = _current.get()
-    if session is None and (starter := starter_here()) is not None:
-        session = starter.session
-    return session
+    attempt = _current.get()
+    if attempt is None and (starter := starter_here()) is not None:
+        attempt = starter.attempt
+    return attempt
 
 
 def _find() -> tuple[ActiveAttempt | None, bool]:
     """The rollout this code runs for, and whether there is none because this thread may belong to an earlier one."""
-    session = session_in_context()
-    if session is not None:
-        return session, False
+    attempt = attempt_in_context()
+    if attempt is not None:
+        return attempt, False
     with _lock:
         only = _active[0] if len(_active) == 1 else None
         if only is None or only.knows(threading.get_ident()):
@@ -335,17 +335,17 @@ def _find() -> tuple[ActiveAttempt | None, bool]:
     return None, True
 
 
-def session_of(key: str) -> ActiveAttempt | None:
+def attempt_of(key: str) -> ActiveAttempt | None:
     """The one active rollout with this key; None without a key."""
     with _lock:
-        found = [session for session in _active if session.llm.api_key == key] if key else []
+        found = [attempt for attempt in _active if attempt.llm.api_key == key] if key else []
     return found[0] if len(found) == 1 else None
 
 
-def certain_session() -> ActiveAttempt | None:
+def certain_attempt() -> ActiveAttempt | None:
     """The rollout of this very context, or of a thread that lost it where no call can be another's; else None."""
-    session = calling_attempt()
-    return session if session is None or session.alone else session_in_context()
+    attempt = calling_attempt()
+    return attempt if attempt is None or attempt.alone else attempt_in_context()
 
 
 def active() -> bool:
@@ -355,22 +355,22 @@ def active() -> bool:
 
 def is_gateway(url: Url) -> bool:
     """Whether a URL belongs to the gateway of a rollout that is active in this process."""
-    sessions = tuple(_active)
-    if not sessions:
+    attempts = tuple(_active)
+    if not attempts:
         return False
     kind, place = type(url), place_of(url)
-    return any(session.gateway.covers(kind, place) for session in sessions)
+    return any(attempt.gateway.covers(kind, place) for attempt in attempts)
 
 
 def emit(event: ToolEvent | StepState) -> None:
     """Hand a tool event or a state to the current rollout; adapters get this function. Outside a rollout it does nothing."""
-    session = current_attempt()
-    if session is None:
+    attempt = current_attempt()
+    if attempt is None:
         return
     if isinstance(event, StepState):
-        session.add_state(event)
+        attempt.add_state(event)
     else:
-        session.add_tool_event(event)
+        attempt.add_tool_event(event)
 
 
 def state(**variables: object) -> None:
@@ -381,11 +381,11 @@ def state(**variables: object) -> None:
 
     Outside a rollout this does nothing, so code that is also used without training may keep it.
     """
-    session = current_attempt()
-    if session is None:
+    attempt = current_attempt()
+    if attempt is None:
         log_once("state outside", "lightning.state() was called outside a rollout and did nothing")
         return
-    session.add_state(StepState(state_of(variables)))
+    attempt.add_state(StepState(state_of(variables)))
 
 
 def reward(value: float, name: str = "reward", response_id: str = "") -> None:
@@ -401,11 +401,11 @@ def reward(value: float, name: str = "reward", response_id: str = "") -> None:
     """
     what = f"the reward of lightning.reward(name={text_of(name)!r})"
     checked = number(value, what, "give a finite number")
-    session = current_attempt()
-    if session is None:
+    attempt = current_attempt()
+    if attempt is None:
         log_once("reward outside", "lightning.reward() was called outside a rollout and did nothing")
         return
-    session.add_step_reward(StepReward(checked, name, response_id))
+    attempt.add_step_reward(StepReward(checked, name, response_id))
 
 
 def label(response_id: str, *, agent: str, path: Sequence[str] = ()) -> None:
@@ -433,11 +433,11 @@ def label(response_id: str, *, agent: str, path: Sequence[str] = ()) -> None:
         )
     if sum(map(len, texts)) > LONGEST_LABEL:
         raise DataError(f"lightning.label(): a label of {sum(map(len, texts))} characters; {LONGEST_LABEL} are allowed")
-    session = current_attempt()
-    if session is None:
+    attempt = current_attempt()
+    if attempt is None:
         log_once("label outside", "lightning.label() was called outside a rollout and did nothing")
         return
-    session.add_label(response_id, Caller(agent, names))
+    attempt.add_label(response_id, Caller(agent, names))
 
 
 def log_once(key: str, message: str, *arguments: object) -> None:

@@ -23,12 +23,12 @@ from lightning.instrument.components import component_path, current_caller, is_f
 from lightning.instrument.context import (
     ActiveAttempt,
     active,
+    attempt_of,
     calling_attempt,
-    certain_session,
+    certain_attempt,
     current_attempt,
     is_gateway,
     log_once,
-    session_of,
 )
 from lightning.instrument.frameworks import NO_ADAPTER, without_adapter
 from lightning.instrument.providers import NOWHERE, Url, elsewhere, is_policys
@@ -69,11 +69,11 @@ def encode_caller(caller: Caller) -> str:
 def headers_for(url: Url, caller: Caller | None) -> Mapping[str, str]:
     """What a request of `caller` to a gateway at `url`, sent from here and now, has to carry."""
     headers = {}
-    session = certain_session()
-    if session is not None and session.serves(url):
-        headers[ROLLOUT_HEADER] = session.llm.api_key
-        if session.traceparent:
-            headers[TRACE_HEADER] = session.traceparent
+    attempt = certain_attempt()
+    if attempt is not None and attempt.serves(url):
+        headers[ROLLOUT_HEADER] = attempt.llm.api_key
+        if attempt.traceparent:
+            headers[TRACE_HEADER] = attempt.traceparent
     if caller is not None:
         headers[CALLER_HEADER] = encode_caller(caller)
     return headers
@@ -103,13 +103,13 @@ def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | No
         headers = headers_for(request.url, caller)
         said = request.headers.get(TRACE_HEADER)  # a client that is instrumented knows the span it is in
         request.headers.update({**headers, TRACE_HEADER: said} if said else headers)
-        session = certain_session() or session_of(_key(request)) or calling_attempt()
-        if session is None or not session.serves(request.url):
+        attempt = certain_attempt() or attempt_of(_key(request)) or calling_attempt()
+        if attempt is None or not attempt.serves(request.url):
             return None
     except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
         log_once("tap", "a model call goes out without the name of its agent: %r", error)
         return None
-    return session, caller.name if caller is not None else UNNAMED
+    return attempt, caller.name if caller is not None else UNNAMED
 
 
 def _noted(caller: Caller | None) -> Caller | None:
@@ -143,8 +143,8 @@ def answered(sent: Sent, reply: HttpxResponse) -> None:
     try:
         response_id = reply.headers.get(ID_HEADER)
         if response_id and reply.status_code < FAILED:
-            session, agent = sent
-            session.calls.add(response_id, agent)
+            attempt, agent = sent
+            attempt.calls.add(response_id, agent)
     except Exception as error:  # noqa: BLE001 — an answer must come in even if nobody can say which it is
         log_once("reply", "rewards and tool runs after a model call are matched to it by time: %r", error)
 
@@ -287,8 +287,8 @@ def reroute(request: HttpxRequest, hosts: Sequence[str]) -> bool:
     listed = host in hosts
     if not listed and host not in PROVIDERS:
         return False
-    session = current_attempt()
-    if session is None:
+    attempt = current_attempt()
+    if attempt is None:
         if listed and active():
             log_once(
                 f"whose {host}",
@@ -311,7 +311,7 @@ def reroute(request: HttpxRequest, hosts: Sequence[str]) -> bool:
         log_once(f"no route {host}", "a call to %s is not brought to the policy: its path has no %s", url, VERSION)
         return False
     if not send_elsewhere(request):
-        _redirect(request, session, rest)
+        _redirect(request, attempt, rest)
     return True
 
 
@@ -356,12 +356,12 @@ def send_elsewhere(request: HttpxRequest) -> bool:
     return True
 
 
-def _redirect(request: HttpxRequest, session: ActiveAttempt, rest: str) -> None:
-    target = f"{session.llm.base_url.rstrip('/')}/{rest}"
+def _redirect(request: HttpxRequest, attempt: ActiveAttempt, rest: str) -> None:
+    target = f"{attempt.llm.base_url.rstrip('/')}/{rest}"
     request.url = type(request.url)(target)
     request.headers["host"] = request.url.netloc.decode()
     if "x-api-key" in request.headers:
-        request.headers["x-api-key"] = session.llm.api_key
+        request.headers["x-api-key"] = attempt.llm.api_key
     if "api-key" in request.headers:  # Azure's
         del request.headers["api-key"]
-    request.headers["authorization"] = f"Bearer {session.llm.api_key}"
+    request.headers["authorization"] = f"Bearer {attempt.llm.api_key}"

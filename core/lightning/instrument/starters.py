@@ -18,7 +18,7 @@ class Starter(NamedTuple):
 
     context: Context
     """A copy: what was set there by then."""
-    session: ActiveAttempt
+    attempt: ActiveAttempt
     components: tuple[str, ...]
     left_behind: bool = False
     """Whether the rollout had ended by then."""
@@ -30,4 +30,4 @@ starter: ContextVar[Starter | None] = ContextVar("lightning_starter", default=No
 def starter_here() -> Starter | None:
     """Who started this thread; None without a starter, and where the rollout has ended since."""
     found = starter.get()
-    return found if found is not None and (found.session.open or found.left_behind) else None
+    return found if found is not None and (found.attempt.open or found.left_behind) else None

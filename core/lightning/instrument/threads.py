@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 
 from lightning.instrument.adapter_tools import replace_method
 from lightning.instrument.components import component_path
-from lightning.instrument.context import session_in_context
+from lightning.instrument.context import attempt_in_context
 from lightning.instrument.last_call import started_in
 from lightning.instrument.starters import Starter, starter
 
@@ -27,10 +27,10 @@ R = TypeVar("R")
 
 def _carried(function: Callable[P, R]) -> Callable[P, R]:
     """The function, to be run in another thread with the names of here; itself outside a rollout."""
-    session = session_in_context()
-    if session is None:
+    attempt = attempt_in_context()
+    if attempt is None:
         return function
-    here = Starter(copy_context(), session, component_path(), left_behind=not session.open)
+    here = Starter(copy_context(), attempt, component_path(), left_behind=not attempt.open)
 
     @functools.wraps(function, updated=())
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -119,11 +119,11 @@ class tool_slot:  # noqa: N801 — used as a verb: `with tool_slot("browser"):`
 
     def _pauses(self) -> Iterator[float]:
         """Seconds until the next look, for as long as there is no slot. Raises `RunnerError` once the rollout is over."""
-        session = calling_attempt()
-        if session is None or self.name not in _limits.runs or self._runs_inside():
+        attempt = calling_attempt()
+        if attempt is None or self.name not in _limits.runs or self._runs_inside():
             return
         self.loop, pause = _running_loop(), FIRST_PAUSE
-        while not self._take(session):
+        while not self._take(attempt):
             yield pause
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -134,8 +134,8 @@ class tool_slot:  # noqa: N801 — used as a verb: `with tool_slot("browser"):`
             around = around.context.get(starter)
         return any(slot.name == self.name and slot.is_held for slot in slots)
 
-    def _take(self, session: ActiveAttempt) -> bool:
-        if not session.open:
+    def _take(self, attempt: ActiveAttempt) -> bool:
+        if not attempt.open:
             raise RunnerError(f"the rollout ended while its tool {self.name!r} waited for a slot (runner.tool_limits)")
         import fcntl  # not everywhere, and needed only here
 

@@ -155,16 +155,21 @@ async def _plan_calls(store: Store, keeper: Keeper, run: Run, choice: PruneReque
 
 async def _branches_left(store: Store, known: Sequence[Run], plans: Mapping[str, RunPlan]) -> Counter[str]:
     """How many branches, in other runs, of the rollouts that each run would lose the calls of, keep their own."""
-    begun = {run.id: (await store.list_rollouts(run.id, limit=1)).rollouts for run in known}
-    made_of_branches = [run for run, first in begun.items() if first and first[0].parent is not None]
     left: Counter[str] = Counter()
-    for run in made_of_branches:
-        async for branch in each_rollout(store, run):
-            if branch.parent is None or (run in plans and plans[run].takes(branch.group)):
-                continue
-            parent = await store.get_rollout(branch.parent[0])
-            if parent is not None and parent.run != run and parent.run in plans:
-                left[parent.run] += plans[parent.run].takes(parent.group)
+    if not any(item.whole or item.groups for item in plans.values()):
+        return left
+    for run in known:
+        first = (await store.list_rollouts(run.id, limit=1)).rollouts
+        if not first or first[0].parent is None:  # not a run of `lightning branch`
+            continue
+        kept: Counter[str] = Counter()
+        async for branch in each_rollout(store, run.id):
+            if branch.parent is not None and not (run.id in plans and plans[run.id].takes(branch.group)):
+                kept[branch.parent[0]] += 1
+        for name, count in kept.items():
+            parent = await store.get_rollout(name)
+            if parent is not None and parent.run != run.id and parent.run in plans:
+                left[parent.run] += count * plans[parent.run].takes(parent.group)
     return left
 
 

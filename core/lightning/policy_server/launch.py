@@ -25,8 +25,8 @@ OWNED = "LIGHTNING_OWNED_SERVER"
 """Environment variable of a server that has an owner: the pid of the owner."""
 FORKED = "LIGHTNING_FORKED_ENGINE"
 """Environment variable of a server whose engine begins as a copy of its process."""
-SPAWNING = ("--numa-bind", "--api-server-count", "-asc", "--data-parallel", "-dp")
-"""Arguments with which the server starts more than an engine, or through another program."""
+SPAWNING = ("--numa-bind", "--api-server-count", "-asc", "--data-parallel", "-dp", "--config")
+"""Arguments with which the server starts more than an engine, or through another program; a file may have such ones."""
 POLL_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
 
@@ -61,7 +61,7 @@ def fork_engine() -> None:
 
     vLLM spawns its engine on a CPU, whatever its environment says, and the engine then imports again all that the server has
     imported: a third of a start. A fork is safe as long as the server has computed nothing: a pool of OpenMP threads
-    does not survive one. The engine itself spawns.
+    does not survive one. What the engine starts itself is left as it is.
     """
     get_context, server = multiprocessing.get_context, os.getpid()
 

@@ -79,8 +79,8 @@ class InlineRunner:
         if self._installed is None:
             raise RunnerError("the inline runner has not been started: await runner.start() first")
         async with self._slots:
-            with activate(llm) as session:
-                outcome = sanitized(await self._attempt(lease.rollout.task, llm, session))
+            with activate(llm) as attempt:
+                outcome = sanitized(await self._attempt(lease.rollout.task, llm, attempt))
         self._watch.heard(outcome, unheld(outcome.tool_events))
         return outcome
 
@@ -91,46 +91,46 @@ class InlineRunner:
             installed.close()
             self._watch.close()
 
-    async def _attempt(self, task: Task, llm: LLM, session: ActiveAttempt) -> Outcome:
+    async def _attempt(self, task: Task, llm: LLM, attempt: ActiveAttempt) -> Outcome:
         started = time.monotonic()
-        running = asyncio.create_task(self._guarded(task, llm, session))
+        running = asyncio.create_task(self._guarded(task, llm, attempt))
         try:
             done, _ = await asyncio.wait({running}, timeout=self._config.timeout)
             if done:
                 return running.result()
             text = f"the agent ran for more than {self._config.timeout:g} s (runner.timeout)"
-            return failed(Fault.TIMEOUT, text, session, time.monotonic() - started)
+            return failed(Fault.TIMEOUT, text, attempt, time.monotonic() - started)
         finally:
             running.cancel()
             await asyncio.wait({running}, timeout=GRACE)
 
-    async def _guarded(self, task: Task, llm: LLM, session: ActiveAttempt) -> Outcome:
+    async def _guarded(self, task: Task, llm: LLM, attempt: ActiveAttempt) -> Outcome:
         started = time.monotonic()
         try:
             runs = await asyncio.to_thread(recorded_runs, llm) if llm.branch else None
             with answered_with(llm, runs):
-                return returned(await self._call(task, llm, session), session, time.monotonic() - started)
+                return returned(await self._call(task, llm, attempt), attempt, time.monotonic() - started)
         except asyncio.CancelledError as error:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
-            return raised(error, session, time.monotonic() - started)
+            return raised(error, attempt, time.monotonic() - started)
         except NoBranchError as error:
-            return failed(error.fault, str(error), session, time.monotonic() - started)
+            return failed(error.fault, str(error), attempt, time.monotonic() - started)
         except BaseException as error:  # noqa: BLE001 — isolates the user's agent, and the object that it returned
-            return raised(error, session, time.monotonic() - started)
+            return raised(error, attempt, time.monotonic() - started)
 
-    async def _call(self, task: Task, llm: LLM, session: ActiveAttempt) -> Reward:
+    async def _call(self, task: Task, llm: LLM, attempt: ActiveAttempt) -> Reward:
         agent = self._agent
 
         def call() -> Reward | Awaitable[Reward]:
-            session.calls.begin()
+            attempt.calls.begin()
             return agent(task, llm)
 
         result = call() if is_async(agent) else await _in_thread(call)
         if not inspect.isawaitable(result):
             return result
-        session.calls.begin()  # after a thread, here
+        attempt.calls.begin()  # after a thread, here
         return await result
 
 

@@ -53,24 +53,24 @@ def score(value: object) -> tuple[float, dict[str, float]]:
     ), parts
 
 
-def returned(value: object, session: ActiveAttempt, seconds: float) -> Outcome:
+def returned(value: object, attempt: ActiveAttempt, seconds: float) -> Outcome:
     """The outcome of an agent that returned."""
     try:
         reward, rewards = score(value)
     except DataError as error:
-        return failed(Fault.AGENT, str(error), session, seconds)
+        return failed(Fault.AGENT, str(error), attempt, seconds)
     return Outcome(
         reward=reward,
         rewards=rewards,
         seconds=seconds,
-        tool_events=session.tool_events,
-        step_rewards=session.step_rewards,
-        labels=session.labels,
-        step_states=session.step_states,
+        tool_events=attempt.tool_events,
+        step_rewards=attempt.step_rewards,
+        labels=attempt.labels,
+        step_states=attempt.step_states,
     )
 
 
-def raised(error: BaseException, session: ActiveAttempt, seconds: float) -> Outcome:
+def raised(error: BaseException, attempt: ActiveAttempt, seconds: float) -> Outcome:
     """The outcome of an agent that raised: the end of its traceback, without the API key."""
     try:
         text = "".join(traceback.format_exception(error)).rstrip()
@@ -78,23 +78,23 @@ def raised(error: BaseException, session: ActiveAttempt, seconds: float) -> Outc
         text = f"{type(error).__name__}, whose traceback cannot be written: {type(broken).__name__}"
     if any(words in text for words in LOOPS):
         text += f"\n({ONE_LOOP})"
-    text = text.replace(session.llm.api_key or "\0", "<api key>")
+    text = text.replace(attempt.llm.api_key or "\0", "<api key>")
     if cause := cause_of(error):
-        return failed(Fault.POLICY, described(cause, _end(text, MAX_ERROR - LONGEST_CAUSE)), session, seconds)
-    return failed(Fault.AGENT, text, session, seconds)
+        return failed(Fault.POLICY, described(cause, _end(text, MAX_ERROR - LONGEST_CAUSE)), attempt, seconds)
+    return failed(Fault.AGENT, text, attempt, seconds)
 
 
-def failed(fault: Fault, error: str, session: ActiveAttempt | None = None, seconds: float = 0.0) -> Outcome:
+def failed(fault: Fault, error: str, attempt: ActiveAttempt | None = None, seconds: float = 0.0) -> Outcome:
     """An outcome without a reward."""
     outcome = Outcome(fault=fault, error=_end(error, MAX_ERROR), seconds=seconds)
-    if session is None:
+    if attempt is None:
         return outcome
     return replace(
         outcome,
-        tool_events=session.tool_events,
-        step_rewards=session.step_rewards,
-        labels=session.labels,
-        step_states=session.step_states,
+        tool_events=attempt.tool_events,
+        step_rewards=attempt.step_rewards,
+        labels=attempt.labels,
+        step_states=attempt.step_states,
     )
 
 

@@ -93,24 +93,24 @@ def _found_in(places: Sequence[str], name: str) -> bool:
 def run_agent(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcome:
     """One attempt. What the agent raises, `SystemExit` included, is its outcome."""
     started = time.monotonic()
-    with _environment(llm), activate(llm, alone=True) as session:
+    with _environment(llm), activate(llm, alone=True) as attempt:
         try:
             with branch_tools(llm):
-                result = _call(agent, task, llm, session, loop)
-            return returned(result, session, time.monotonic() - started)
+                result = _call(agent, task, llm, attempt, loop)
+            return returned(result, attempt, time.monotonic() - started)
         except NoBranchError as error:
-            return failed(error.fault, str(error), session, time.monotonic() - started)
+            return failed(error.fault, str(error), attempt, time.monotonic() - started)
         except BaseException as error:  # noqa: BLE001 — isolates the user's agent, and the object that it returned
-            return raised(error, session, time.monotonic() - started)
+            return raised(error, attempt, time.monotonic() - started)
 
 
-def _call(agent: Agent, task: Task, llm: LLM, session: ActiveAttempt, loop: asyncio.Runner) -> object:
+def _call(agent: Agent, task: Task, llm: LLM, attempt: ActiveAttempt, loop: asyncio.Runner) -> object:
     context = contextvars.copy_context()  # what the agent sets there ends with the rollout
     if is_async(agent):
-        return loop.run(_started_in_loop(agent, task, llm, session), context=context)
+        return loop.run(_started_in_loop(agent, task, llm, attempt), context=context)
     result = context.run(agent, task, llm)
     if inspect.isawaitable(result):
-        return loop.run(_awaited(result, session), context=context)
+        return loop.run(_awaited(result, attempt), context=context)
     return result
 
 
@@ -119,14 +119,14 @@ def is_async(agent: Agent) -> bool:
     return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004 — an object is as async as its __call__
 
 
-async def _started_in_loop(agent: Agent, task: Task, llm: LLM, session: ActiveAttempt) -> Reward:
-    session.calls.begin()
+async def _started_in_loop(agent: Agent, task: Task, llm: LLM, attempt: ActiveAttempt) -> Reward:
+    attempt.calls.begin()
     result = agent(task, llm)
     return await result if inspect.isawaitable(result) else result
 
 
-async def _awaited(result: Awaitable[Reward], session: ActiveAttempt) -> Reward:
-    session.calls.begin()
+async def _awaited(result: Awaitable[Reward], attempt: ActiveAttempt) -> Reward:
+    attempt.calls.begin()
     return await result
 
 

@@ -123,7 +123,7 @@ class FaultChecks(ContractHarness):
         fake = self.house.fake
         before, gone = len(fake.requests), len(fake.aborted)
         lease, llm = self.house.lease()
-        with activate(llm) as session:
+        with activate(llm) as active:
             context = contextvars.copy_context()
             running = asyncio.create_task(self.run(self.solver(llm), HANG, stream=stream), context=context)
             await self.house.until(lambda: len(fake.requests) > before or running.done(), "the first model call")
@@ -136,7 +136,7 @@ class FaultChecks(ContractHarness):
             await self.house.until(lambda: bool(self.house.calls(lease)), "the aborted call in the store")
         error = None if running.cancelled() else running.exception()
         check(running.cancelled() or error is not None, "a cancelled run returned as if it had ended")
-        return self.house.finish(lease, session, "", error or asyncio.CancelledError())
+        return self.house.finish(lease, active, "", error or asyncio.CancelledError())
 
     def test_abandoned_run_leaves_no_state(self) -> None:
         """A run that cannot be cancelled is left alone while the model is sampling: it goes on, and no other run notices."""

@@ -211,7 +211,7 @@ class ContractHarness:
         """One rollout, in the current task; `threaded` runs the agent in a bare thread. What it raises is in the result."""
         lease, llm = self.house.lease()
         answer, error = "", None
-        with activate(llm) as session:
+        with activate(llm) as active:
             try:
                 async with asyncio.timeout(LIMIT):
                     if threaded:
@@ -221,18 +221,18 @@ class ContractHarness:
             except Exception as raised:  # noqa: BLE001 — the checks look at it
                 error = raised
             self.nobody("after the agent had ended, in the same task")
-        return self.house.finish(lease, session, answer, error)
+        return self.house.finish(lease, active, answer, error)
 
     def attempt_sync(self, make: Make, text: str) -> Ran:
         """One rollout in the current thread, by `run_sync`."""
         lease, llm = self.house.lease()
         answer, error = "", None
-        with activate(llm) as session:
+        with activate(llm) as active:
             try:
                 answer = self.run_sync(make(llm), text)
             except Exception as raised:  # noqa: BLE001 — the checks look at it
                 error = raised
-        return self.house.finish(lease, session, answer, error)
+        return self.house.finish(lease, active, answer, error)
 
     def nobody(self, when: str) -> None:
         """Check that the adapter names nobody where no agent runs."""

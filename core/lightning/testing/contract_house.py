@@ -131,9 +131,9 @@ class House:
         assert self._gateway is not None, "the house has been started"
         return lease, self._gateway.llm(lease)
 
-    def finish(self, lease: Lease, session: ActiveAttempt, answer: str, error: BaseException | None) -> Ran:
+    def finish(self, lease: Lease, active: ActiveAttempt, answer: str, error: BaseException | None) -> Ran:
         """Report a rollout as the runner does, and read from the store what it left there."""
-        outcome = returned(1.0, session, 0.0) if error is None else raised(error, session, 0.0)
+        outcome = returned(1.0, active, 0.0) if error is None else raised(error, active, 0.0)
         rollout, attempt = lease.rollout.id, lease.attempt
         self.do(self._store.complete(rollout, attempt, outcome))
         events = self.do(self._store.attempts_of([(rollout, attempt)]))[0].tool_events

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
+from lightning.asyncio_utils import one_by_one, together
 from lightning.config import Config, with_settings
 from lightning.engines.protocol import ChecksModel, Engine, SendsWeights
 from lightning.errors import ConfigError, DataError
@@ -38,7 +39,7 @@ from lightning.trainer.prompts import Prompts, resolve_prompts
 from lightning.trainer.recorded import RECORDED, Record, check_record, record_of, steps_of_pass
 from lightning.trainer.replay import optimizer_of
 from lightning.trainer.runs import AGENT, check_run, claim_folder, describe_algorithm, name_folder
-from lightning.trainer.stack import Stack, one_by_one, open_stack, together
+from lightning.trainer.stack import Stack, open_stack
 from lightning.trainer.summary import Evaluation, Reporter, Summary, summarize
 from lightning.trainer.teacher import Teacher, check_teacher, reference_of
 from lightning.types import Json, Run, Task

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from lightning.asyncio_utils import cancel
+from lightning.asyncio_utils import cancel, together
 from lightning.config import Config
 from lightning.config.sections import GatewayConfig, PolicyServerConfig
 from lightning.errors import PolicyServerError
@@ -43,8 +43,6 @@ from lightning.trainer.prompts import Prompts
 from lightning.types import LLM, Lease, Rollout, Run
 
 logger = logging.getLogger(__name__)
-A = TypeVar("A")
-B = TypeVar("B")
 
 MAX_RESTARTS = 5
 """A policy server that dies more often than this within one step has a fault of its own, unless one rollout may have ended it
@@ -398,22 +396,3 @@ def check_ports(gateway: GatewayConfig, server: PolicyServerConfig) -> None:
     if server.port and not server.attach:
         with reserved_port(server.host, server.port):
             pass
-
-
-async def one_by_one(first: Coroutine[object, object, A], second: Coroutine[object, object, B]) -> tuple[A, B]:
-    """Do two things one after the other; when the first fails the second is never begun."""
-    try:
-        return await first, await second
-    finally:
-        second.close()
-
-
-async def together(first: Coroutine[object, object, A], second: Coroutine[object, object, B]) -> tuple[A, B]:
-    """Do two things at once; when one fails the other is stopped before its error is raised."""
-    one, other = asyncio.create_task(first), asyncio.create_task(second)
-    try:
-        return await asyncio.gather(one, other)
-    finally:
-        one.cancel()
-        other.cancel()
-        await asyncio.gather(one, other, return_exceptions=True)

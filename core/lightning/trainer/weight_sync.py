@@ -38,9 +38,10 @@ SAMPLED_TOKENS = 64
 """How many sampled tokens of a row are compared at most."""
 MOST_TOKENS = 1024
 """How long a probe is at most, with all that comes before the sampled tokens. A prompt that is longer is compared itself."""
-MIN_SAMPLED_TOKENS, LEAST_TOKENS = 8, 96
-"""With fewer sampled tokens the prompt is compared too, so many tokens in all where there are as many. The prompt's differ by
-more: a model finds many of them unlikely."""
+MIN_SAMPLED_TOKENS = 8
+"""With fewer sampled tokens the prompt is compared too. Its tokens differ by more: a model finds many of them unlikely."""
+LEAST_TOKENS = 96
+"""Tokens of a probe that are enough where the prompt is compared."""
 BASELINE = 2.0
 """The gap may be so many times what it was before an update, where the bound is smaller: some models round more than most."""
 OF_FEW = 3.0
@@ -184,16 +185,19 @@ def _places(row: Sample) -> list[tuple[int, int]]:
 
 
 def _best(rows: Sequence[Sample]) -> list[Sample]:
-    """Two rows to ask about, the better one first: the shortest of those with about the most sampled tokens. Where none has
-    enough of them, the shortest of those with enough tokens at all."""
-    windows = [_window(_places(row), len(row)) for row in rows]
-    most = max(count for count, _ in windows)
-    if most >= MIN_SAMPLED_TOKENS:
-        least = max(MIN_SAMPLED_TOKENS, most - MIN_SAMPLED_TOKENS)
-        worth = {place: (0, stop) for place, (count, stop) in enumerate(windows) if count >= least}
-    else:
-        worth = {place: (-min(stop, LEAST_TOKENS), stop) for place, (_, stop) in enumerate(windows)}
-    return [rows[place] for place in sorted(worth, key=worth.__getitem__)[:2]]
+    """Two rows to ask about, the better one first: the shortest of those with about the most sampled tokens, then that with the
+    most. Where none has enough of them, the shortest of those with enough tokens at all."""
+    windows = {id(row): _window(_places(row), len(row)) for row in rows}
+    most = max(count for count, _ in windows.values())
+    least = max(MIN_SAMPLED_TOKENS, most - MIN_SAMPLED_TOKENS)
+
+    def order(row: Sample) -> tuple[int, int, int]:
+        count, stop = windows[id(row)]
+        if most < MIN_SAMPLED_TOKENS:
+            return 0, -min(stop, LEAST_TOKENS), stop
+        return (0, stop, 0) if count >= least else (1, -count, stop)
+
+    return sorted(rows, key=order)[:2]
 
 
 def _of_row(row: Sample) -> _Tokens:

@@ -22,7 +22,8 @@ class TransactionParents:
         self, key: Hashable, load: Callable[[], Awaitable[Iterable[KnownTransition]]]
     ) -> list[KnownTransition]:
         """See `Parents.get`. An attempt's and a group's are asked for before the transaction appends under the key: so what is
-        loaded is committed. Calls of a branched rollout may be its own; `Transaction.kept` asks whether they are there."""
+        loaded is committed. Those of a branched rollout may be this transaction's own; `Transaction.kept` asks whether they are
+        there."""
         if key not in self._seen:
             self._seen[key] = list(await self._shared.get(key, load))
         return self._seen[key]

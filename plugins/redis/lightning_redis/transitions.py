@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain
 from typing import Final
 
-from lightning.errors import ConflictError, StoreError
+from lightning.errors import ConflictError, StoreError, UnavailableError
 from lightning.store import codec, json_text, rollout_state
 from lightning.store.relational.prefix_parents import Fingerprint, Prompt, choose
 from lightning.types import Caller, Transition
@@ -144,6 +144,8 @@ async def _trunk(link: Link, home: Home) -> CallKey | None:
         return None
     try:
         parent = await link.home(home.parent[0])
+    except UnavailableError:
+        raise
     except StoreError:  # it was removed, or is damaged: whoever reads it gets the error
         link.parents.put(home.parent, ())
         return None

@@ -175,6 +175,8 @@ class OnRay:
         except errors.RayError as error:
             try:
                 cause = self._cause(error, waiting)
+            except errors.RayError as other:  # the connection is gone, too
+                cause = other
             finally:
                 self.close()
             raise self._failure(method, cause) from error

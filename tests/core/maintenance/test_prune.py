@@ -120,7 +120,7 @@ async def test_whole_runs(database: Path) -> None:
 
 
 async def test_branches_in_other_runs_are_told_that_lose_what_they_said(database: Path) -> None:
-    """Not those of their parents' groups, nor those that go as well."""
+    """Not those in their parents' run, nor those that go as well."""
     async with Opened(database) as (store, keeper):
         await store.put_run(Run("branches", "branches", {}, 2000.0))
         await store.put_run(Run("more", "more", {}, 2000.0))

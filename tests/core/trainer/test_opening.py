@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from aiohttp import ClientSession
+from lightning.asyncio_utils import one_by_one
 from lightning.config import Config, with_settings
 from lightning.config.sections import GatewayConfig, PolicyServerConfig
 from lightning.errors import ConfigError, GatewayError, PolicyServerError
@@ -31,7 +32,7 @@ from lightning.testing.fake_vllm import FakeVLLM
 from lightning.testing.tiny_models import make_tiny_family
 from lightning.trainer import opening
 from lightning.trainer import stack as trainer_stack
-from lightning.trainer.stack import Stack, check_ports, one_by_one, open_stack
+from lightning.trainer.stack import Stack, check_ports, open_stack
 from lightning.trainer.trainer import Trainer
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Run, Status, Task
 

@@ -98,6 +98,16 @@ def test_the_last_token_of_a_call_that_fills_the_context_is_left_out() -> None:
     assert len(probe.ids) == 255, "vLLM samples one more, and refuses what leaves no room for it"
 
 
+def test_the_second_try_is_of_other_tokens_also_where_one_row_has_many_more() -> None:
+    """A row that differs by chance would do so again."""
+    made, _ = prober()
+    made.remember(batch(row(40, 20), row(40, 60), row(40, 25), row(40, 3)), {})
+    probe, other = made.probe(), made.probe(1)
+    assert probe is not None
+    assert other is not None
+    assert (len(probe.ids), len(other.ids)) == (99, 64)
+
+
 def test_where_no_row_has_enough_sampled_tokens_it_asks_about_one_that_is_long_enough() -> None:
     made, _ = prober()
     bare = replace(row(8, 4), spans=())

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final
 
 from lightning.asyncio_utils import end
@@ -29,6 +28,8 @@ logger = logging.getLogger(__name__)
 MOST: Final = 2
 SECONDS: Final = 50.0
 """Until the branches have to have begun: the agent's frameworks are imported first."""
+SOME_VOID: Final = 1
+"""How the command ends when some branches are void or failed: the pages show which."""
 LOOK: Final = 0.3
 LAST: Final = 8192
 """Bytes of what the command says that are kept: the last ones."""
@@ -48,7 +49,8 @@ class Forks:
     """The branches that a console has begun."""
 
     def __init__(self) -> None:
-        self._running: dict[str, asyncio.Task[str]] = {}
+        self._running: dict[str, asyncio.Task[tuple[int, str]]] = {}
+        self._following: set[asyncio.Task[None]] = set()
         self._processes: set[asyncio.subprocess.Process] = set()
         self._closed = False
 
@@ -75,23 +77,33 @@ class Forks:
         while time.monotonic() < until:
             ended = running.done()
             if await _has_begun(located, name, began):
+                self._follow(located, name, began, running)
                 return f"{SAMPLES} branches have begun: this page and that of the group show them as they come"
             if ended:
-                raise DataError(running.result() or "the command ended without branches")
+                raise DataError(running.result()[1])
             await asyncio.sleep(LOOK)
-        running.add_done_callback(partial(self._tell, name))
+        self._follow(located, name, began, running)
         return (
             "the branches have not begun yet: the agent takes long to start. They are shown here as they come, and "
             "if they cannot be made, the console's terminal says why"
         )
 
-    def _tell(self, name: str, ended: asyncio.Task[str]) -> None:
-        """The page does not wait any more for what the command says."""
-        if not self._closed and not ended.cancelled() and (said := ended.result()):
-            logger.warning("the branches %s were not made: %s", name, said)
+    def _follow(self, located: Located, name: str, began: float, running: asyncio.Task[tuple[int, str]]) -> None:
+        """Tell the terminal what the command says at its end: the page does not wait for that any more."""
 
-    async def _run(self, command: Sequence[str]) -> str:
-        """Run the command to its end; what it says where it fails."""
+        async def follow() -> None:
+            code, said = await running
+            if not await _has_begun(located, name, began):
+                logger.warning("the branches %s were not made: %s", name, said)
+            elif code not in (0, SOME_VOID):
+                logger.warning("the branches %s broke off: %s", name, said)
+
+        following = asyncio.create_task(follow())
+        self._following.add(following)
+        following.add_done_callback(self._following.discard)
+
+    async def _run(self, command: Sequence[str]) -> tuple[int, str]:
+        """Run the command to its end; its exit code, and its error or the last that it says."""
         process = await asyncio.create_subprocess_exec(
             *[sys.executable, "-c", BEGIN, *command],
             stdin=asyncio.subprocess.DEVNULL,
@@ -112,7 +124,8 @@ class Forks:
             if process.returncode is None:
                 process.kill()
             self._processes.discard(process)
-        return "" if process.returncode == 0 else _error_in(said) or f"the command ended with {process.returncode}"
+        assert process.returncode is not None, "it was waited for"
+        return process.returncode, _error_in(said) or f"the command ended with {process.returncode}"
 
     async def close(self) -> None:
         """End what is at work: the agents are stopped, and branches that have ended are kept."""
@@ -122,7 +135,7 @@ class Forks:
                 process.send_signal(signal.SIGINT)
         if running := [*self._running.values()]:
             await asyncio.wait(running, timeout=GRACE)
-        await end(*running)
+        await end(*self._following, *running)
 
 
 async def _has_begun(located: Located, name: str, began: float) -> bool:
