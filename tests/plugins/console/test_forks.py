@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from lightning.cli.locate import with_store
@@ -129,6 +129,32 @@ def test_what_the_command_refuses_is_said_and_nothing_outlives_the_console(
         for run in ("first.0.0.0-call3", "first.0.0.0-call2")
     ]
     assert states == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("code", "begun", "told"),
+    [
+        (0, True, []),
+        (1, True, []),  # some are void or failed: the pages show which
+        (2, True, ["the branches b broke off: no luck"]),
+        (1, False, ["the branches b were not made: no luck"]),
+    ],
+)
+async def test_what_became_of_a_fork_is_told_when_no_page_waits_any_more(
+    code: int, begun: bool, told: list[str], monkeypatch: pytest.MonkeyPatch, warnings_of: Callable[[], list[str]]
+) -> None:
+    async def has_begun(*_: object) -> bool:
+        return begun
+
+    async def run() -> tuple[int, str]:
+        return code, "no luck"
+
+    monkeypatch.setattr(forking, "_has_begun", has_begun)
+    forks = Forks()
+    forks._follow(cast("Any", None), "b", 0.0, asyncio.create_task(run()))
+    while forks._following:
+        await asyncio.sleep(0.01)
+    assert warnings_of() == told
 
 
 def test_there_is_a_button_only_where_branches_could_be_made(runs: ScriptedVLLM) -> None:
