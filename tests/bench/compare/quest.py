@@ -42,6 +42,11 @@ VARIANTS: Mapping[str, Variant] = {
         "grpo", {"entropy_coefficient": 0.0, "credit": "branch"},
         "`branch`: against what comes of branches; no entropy bonus", {"trainer.sampling": "tree"},
     ),
+    "branch-entropy": Variant(
+        "grpo", {"entropy_coefficient": 0.0, "credit": "branch"},
+        "`branch`, first at the answers to tool results that were least likely",
+        {"trainer.sampling": "tree", "trainer.branch_by": "entropy"},
+    ),
 }  # fmt: skip
 USUAL = (BASE, "gigpo", "branch")
 """The variants that run where none are named."""
