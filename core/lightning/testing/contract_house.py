@@ -35,6 +35,15 @@ PAUSE = 20.0
 """Seconds after which a paused model goes on by itself."""
 
 
+def with_sorted_results(body: str) -> str:
+    """A request in which results of tools that ran at once stand in the order of their calls' ids: some frameworks send them
+    in the order in which the tools ended."""
+    request = json.loads(body)
+    groups = itertools.groupby(request.get("messages") or (), lambda message: message.get("role") == "tool")
+    parts = [sorted(part, key=lambda told: told["tool_call_id"]) if is_tool else list(part) for is_tool, part in groups]
+    return json.dumps(request | {"messages": [message for part in parts for message in part]} if parts else request)
+
+
 @dataclass(frozen=True)
 class Ran:
     """What one rollout left behind. `answer` is the agent's final text, or `error` is what it raised."""
