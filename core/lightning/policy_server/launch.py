@@ -17,9 +17,11 @@ import multiprocessing
 import multiprocessing.context
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 OWNED = "LIGHTNING_OWNED_SERVER"
 """Environment variable of a server that has an owner: the pid of the owner."""
@@ -71,10 +73,34 @@ def fork_engine() -> None:
     def in_engine() -> None:
         if os.getppid() == server:
             signal.set_wakeup_fd(-1)  # a signal to the engine would be told to the server's event loop
+            drop_sockets()
             sys.stderr.write("The engine is a copy of the server's process.\n")
 
     multiprocessing.get_context = forking  # type: ignore[assignment]  # overloaded by the names of the methods
     os.register_at_fork(after_in_child=in_engine)
+
+
+def drop_sockets() -> None:
+    """Let go of the network sockets that this process has inherited (Linux): it uses none, and its parent is to listen on one.
+
+    Nobody could listen there after the parent as long as this process lives, which ends a moment later. The numbers stay taken,
+    since objects that are copies of the parent's close them some time.
+    """
+    try:
+        numbers = [int(file.name) for file in Path("/proc/self/fd").iterdir()]
+    except FileNotFoundError:
+        return
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in numbers:
+        try:
+            found = socket.socket(fileno=number)
+        except OSError:  # no socket, or that by which the folder was listed
+            continue
+        family = found.family
+        found.detach()
+        if family in (socket.AF_INET, socket.AF_INET6):
+            os.dup2(nothing, number, inheritable=False)
+    os.close(nothing)
 
 
 def die_with_parent() -> None:

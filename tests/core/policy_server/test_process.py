@@ -147,13 +147,18 @@ def test_a_watched_group_ends_with_its_owner() -> None:
 
 
 FORKING = """
-import multiprocessing, os, sys
+import multiprocessing, os, socket, sys
 from lightning.policy_server.launch import fork_engine
 
 fork_engine()
+bound = socket.socket()
+bound.bind(("127.0.0.1", 0))  # it listens later
 from multiprocessing import get_context  # as torch.multiprocessing has it: a name of its own
 
 def engine():
+    import psutil
+    assert not psutil.Process().net_connections("inet"), "the port is free as soon as the server has ended"
+    bound.close()
     print([asked("spawn").get_start_method() for asked in (get_context, multiprocessing.get_context)], flush=True)
     if not os.fork():
         os._exit(0)
@@ -163,6 +168,8 @@ print(get_context("spawn").get_start_method(), get_context("forkserver").get_sta
 process = get_context("spawn").Process(target=engine)
 process.start()
 process.join()
+bound.listen()
+assert socket.create_connection(bound.getsockname()), "the server has its socket still"
 """
 
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
@@ -390,6 +391,7 @@ async def test_a_killed_engine_is_noticed_and_nothing_is_left(served: Any) -> No
     pid, children = served.vllm.pid, descendants(served.vllm.pid)
     (engine,) = [child for child in children if "EngineCore" in child.name()]
     assert "The engine is a copy of the server's process." in served.log.read_text()
+    assert not [each for each in engine.net_connections("inet") if each.laddr.port == urlsplit(served.vllm.url).port]
     engine.kill()
     await asyncio.wait_for(served.vllm.wait_died(), 60)
     await served.vllm.close()
