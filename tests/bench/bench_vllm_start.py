@@ -20,15 +20,16 @@ from unittest.mock import patch
 import httpx
 from lightning.config.sections import PolicyServerConfig
 from lightning.policy_server import OwnedVLLM
+from lightning.policy_server.launch import COPIED
 from lightning.testing.tiny_models import make_tiny_model
 
 KINDS = {"forked": "", "spawned": "spawn"}
 """By the value of vLLM's own variable for it."""
 
 
-async def start(model: Path, folder: Path) -> float:
+async def start(model: Path, log: Path) -> float:
     """Wall seconds until a first answer."""
-    server = OwnedVLLM(model, PolicyServerConfig(device="cpu", max_model_len=256), log=folder / "vllm.log")
+    server = OwnedVLLM(model, PolicyServerConfig(device="cpu", max_model_len=256), log=log)
     began = time.perf_counter()
     await server.start()
     async with httpx.AsyncClient(timeout=120) as client:
@@ -40,11 +41,15 @@ async def start(model: Path, folder: Path) -> float:
 
 
 def measure(kind: str, model: Path, folder: Path) -> tuple[float, float]:
-    """Wall seconds until a first answer, and CPU seconds in all, of one start."""
+    """Wall seconds until a first answer, and CPU seconds in all, of one start. Raises where it was not of this kind."""
+    log = folder / "vllm.log"
+    log.unlink(missing_ok=True)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with patch.dict("os.environ", {"VLLM_WORKER_MULTIPROC_METHOD": KINDS[kind]}):
-        wall = asyncio.run(start(model, folder))
+        wall = asyncio.run(start(model, log))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if (COPIED in log.read_text()) != (kind == "forked"):
+        raise SystemExit(f"the engine was not {kind}: see {log}")
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 

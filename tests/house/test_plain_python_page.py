@@ -55,9 +55,8 @@ async def test_the_agent_of_after_earns_its_reward_and_its_tools_are_recorded() 
         fake.queue(*ASKED)
         llm = LLM(f"{fake.url}/v1", "a key", fake.model)
         page, clients = side("-"), ExitStack()
-        vars(page)["OpenAI"] = lambda **given: clients.enter_context(
-            OpenAI(**given)
-        )  # it leaves them to the process's end
+        # It leaves its clients to the end of the process.
+        vars(page)["OpenAI"] = lambda **given: clients.enter_context(OpenAI(**given))
         undo = [clients.close, install_tap(), plugins().install_adapters(emit, ["raw"])]
         try:
             with activate(llm) as session:

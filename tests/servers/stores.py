@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,36 @@ def call() -> Callable[..., Transition]:
         return Transition(**fields)  # type: ignore[arg-type]
 
     return make
+
+
+BranchedIn = Callable[[Store], Awaitable[tuple[list[Transition], dict[str, list[Transition]]]]]
+"""Returns the calls of a trunk, and those of branches by their rollouts."""
+
+
+@pytest.fixture
+def branched(rollout: Callable[..., Rollout], call: Callable[..., Transition]) -> BranchedIn:
+    """Appends a trunk `a` of two agents that take turns, and branches at the second one's second call: `b0` and `b1` of its
+    group, and `far`. `b2` is leased, too, and has no call yet."""
+
+    async def append(store: Store) -> tuple[list[Transition], dict[str, list[Transition]]]:
+        branches = [rollout(f"b{i}", parent=("a", 1, 3)) for i in range(3)]
+        await store.create_rollouts([rollout("a"), *branches, rollout("far", group="other", parent=("a", 1, 3))])
+        await store.lease("run", "w", limit=5, ttl=3600)
+        dice = random.Random(0)
+        first, second, third = ([dice.randrange(150_000) for _ in range(1000)] for _ in range(3))
+        later = [4, 5, 9, *third]
+        turns = [call(0, first), call(1, second), call(2, [*first, *later]), call(3, [*second, *later])]
+        await store.append(turns)
+        own = [[*second, *later], [*first, *later, 4, 5, 8]]
+        live = {
+            name: [call(3 + at, prompt, [6], rollout=name) for at, prompt in enumerate(own)]
+            for name in ("b0", "b1", "far")
+        }
+        for calls in live.values():
+            await store.append(calls)
+        return turns, live
+
+    return append
 
 
 @pytest.fixture

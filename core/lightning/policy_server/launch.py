@@ -27,6 +27,8 @@ OWNED = "LIGHTNING_OWNED_SERVER"
 """Environment variable of a server that has an owner: the pid of the owner."""
 FORKED = "LIGHTNING_FORKED_ENGINE"
 """Environment variable of a server whose engine begins as a copy of its process."""
+COPIED = "The engine is a copy of the server's process."
+"""What such an engine writes to the log."""
 SPAWNING = ("--numa-bind", "--api-server-count", "-asc", "--data-parallel", "-dp", "--config")
 """Arguments with which the server starts more than an engine, or through another program; a file may have such ones."""
 POLL_SECONDS = 0.5
@@ -74,7 +76,7 @@ def fork_engine() -> None:
         if os.getppid() == server:
             signal.set_wakeup_fd(-1)  # a signal to the engine would be told to the server's event loop
             drop_sockets()
-            sys.stderr.write("The engine is a copy of the server's process.\n")
+            sys.stderr.write(f"{COPIED}\n")
 
     multiprocessing.get_context = forking  # type: ignore[assignment]  # overloaded by the names of the methods
     os.register_at_fork(after_in_child=in_engine)

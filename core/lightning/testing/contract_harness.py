@@ -59,6 +59,8 @@ class ContractHarness:
     adapter: ClassVar[str] = ""
     capabilities: ClassVar[frozenset[str]] = frozenset()
     replies: ClassVar[ReplyFormat] = ReplyFormat()
+    results_as_tools_end: ClassVar[bool] = False
+    """Whether the framework sends the results of tools that ran at once in the order in which they ended."""
     """How the framework words what the model is asked and decides, where these are not native tool calls."""
 
     # what a subclass supplies -------------------------------------------------------------------------------------

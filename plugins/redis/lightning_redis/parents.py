@@ -17,8 +17,6 @@ CACHE_BYTES: Final = 32 << 20
 """For each event loop that uses the store: usually one."""
 GROUP_ROOTS: Final = 32
 """How many roots of a group are kept in mind."""
-LOADED_CALLS: Final = 8
-"""The newest calls up to one that is branched: the last ones of agents that take turns."""
 
 CallKey: TypeAlias = tuple[str, int, int]
 """Rollout, attempt and seq."""

@@ -17,7 +17,7 @@ from typing import Final
 
 from lightning.errors import ConflictError, StoreError, UnavailableError
 from lightning.store import codec, json_text, rollout_state
-from lightning.store.relational.prefix_parents import Fingerprint, Prompt, choose
+from lightning.store.relational.prefix_parents import LOADED_CALLS, Fingerprint, Prompt, choose
 from lightning.types import Caller, Transition
 
 from lightning_redis import calls, lua_scripts
@@ -25,7 +25,7 @@ from lightning_redis.calls import Decoder, Stored
 from lightning_redis.connection import Command
 from lightning_redis.keys import encoded
 from lightning_redis.loop_client import Link, unexpected
-from lightning_redis.parents import GROUP_ROOTS, LOADED_CALLS, CallKey, Known, extended
+from lightning_redis.parents import GROUP_ROOTS, CallKey, Known, extended
 from lightning_redis.rollout_codec import Home, refuse, stand
 
 ATTEMPTS_AT_ONCE: Final = 32

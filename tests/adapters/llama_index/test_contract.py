@@ -122,6 +122,7 @@ class TestLlamaIndex(AdapterContract):
             "own_processor",
         }
     )
+    results_as_tools_end = True
 
     def solver(self, llm: LLM, dialect: str = "chat") -> Agents:
         agents = Agents(llm, dialect)

@@ -176,7 +176,7 @@ assert socket.create_connection(bound.getsockname()), "the server has its socket
 def test_the_servers_engine_is_forked_and_nothing_that_the_engine_starts() -> None:
     ran = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines() == ["fork forkserver", "['spawn', 'spawn']"]
-    assert ran.stderr == "The engine is a copy of the server's process.\n"
+    assert ran.stderr == f"{launch.COPIED}\n"
 
 
 @pytest.mark.parametrize(

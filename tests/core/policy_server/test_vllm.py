@@ -27,6 +27,7 @@ from lightning.errors import PolicyServerError
 from lightning.gateway.upstream.servers import Found, Pool, Upstream
 from lightning.policy_server import AttachedVLLM, OwnedVLLM, vllm_server
 from lightning.policy_server.control import NotOursError, VLLMControl
+from lightning.policy_server.launch import COPIED
 from lightning.policy_server.protocol import Probe
 from lightning.policy_server.weight_transfer.transfer import LocalSender
 from lightning.testing.tiny_models import make_tiny_model
@@ -390,7 +391,7 @@ async def test_a_killed_engine_is_noticed_and_nothing_is_left(served: Any) -> No
     assert served.vllm.pid is not None
     pid, children = served.vllm.pid, descendants(served.vllm.pid)
     (engine,) = [child for child in children if "EngineCore" in child.name()]
-    assert "The engine is a copy of the server's process." in served.log.read_text()
+    assert COPIED in served.log.read_text()
     assert not [each for each in engine.net_connections("inet") if each.laddr.port == urlsplit(served.vllm.url).port]
     engine.kill()
     await asyncio.wait_for(served.vllm.wait_died(), 60)

@@ -28,6 +28,8 @@ from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Fault, Outcome, Rollout, Run, Transition, token_ids
 
+from tests.servers.stores import BranchedIn
+
 CallOf = Callable[..., Transition]
 RolloutOf = Callable[..., Rollout]
 
@@ -313,23 +315,9 @@ async def test_parents_are_found_after_a_restart(tmp_path: Path, rollout: Rollou
 
 
 async def test_a_branch_of_its_trunks_group_stores_no_token_of_the_prefix(
-    sqlite: SqliteStore, rollout: RolloutOf, call: CallOf
+    sqlite: SqliteStore, branched: BranchedIn
 ) -> None:
-    """Two agents take turns; the branches begin at the second one's second call."""
-    branches = [rollout(f"b{i}", parent=("a", 1, 3)) for i in range(3)]
-    await sqlite.create_rollouts([rollout("a"), *branches, rollout("far", group="other", parent=("a", 1, 3))])
-    await sqlite.lease("run", "w", limit=5, ttl=3600)
-    rng = random.Random(0)
-    first, second, third = ([rng.randrange(150_000) for _ in range(1000)] for _ in range(3))
-    later = [4, 5, 9, *third]
-    turns = [call(0, first), call(1, second), call(2, [*first, *later]), call(3, [*second, *later])]
-    await sqlite.append(turns)
-    live = {
-        name: [call(3, turns[3].prompt_ids, [6], rollout=name), call(4, [*first, *later, 4, 5, 8], [6], rollout=name)]
-        for name in ("b0", "b1", "far")
-    }
-    for calls in live.values():
-        await sqlite.append(calls)
+    turns, live = await branched(sqlite)
     sizes = await stored_bytes(sqlite)
     assert [size > 1000 for size in sizes] == [True, True, True, True, *[False] * 4, True, True]
     assert max(sizes[4:8]) < 60

@@ -53,14 +53,19 @@ def ask(made: Prober, served: FloatArray, attempt: int = 0) -> str:
     return made.judge(probe, served[1 : len(probe.ids)].tolist(), attempt).problem
 
 
-def test_it_asks_about_sampled_tokens_of_the_row_that_has_them_first() -> None:
+def lengths(made: Prober) -> tuple[int, int]:
+    """How many tokens the first and the second try ask about."""
+    first, second = made.probe(), made.probe(1)
+    assert first is not None
+    assert second is not None
+    return len(first.ids), len(second.ids)
+
+
+def test_of_rows_with_as_many_sampled_tokens_it_asks_about_the_shortest() -> None:
     made, engine = prober()
     assert made.probe() is None
     made.remember(batch(row(900), row(), row(80, seed=1)), {})
-    probe, other = made.probe(), made.probe(1)
-    assert probe is not None
-    assert other is not None
-    assert (len(probe.ids), len(other.ids)) == (PROMPT + SAMPLED - 1, 80 + SAMPLED - 1)
+    assert lengths(made) == (PROMPT + SAMPLED - 1, 80 + SAMPLED - 1)
     served = engine.values.copy()
     served[:PROMPT] = 50.0  # the prompt is unlikely, and differs by what it likes
     assert ask(made, served) == ""
@@ -75,10 +80,7 @@ def test_it_asks_about_the_row_with_the_most_sampled_tokens_however_many_calls_t
         row(40, 160), spans=tuple(TokenSpan("r", 0, n, start, start + 10) for n, start in enumerate((40, 90, 150)))
     )
     made.remember(batch(row(40, 15), row(800, 35), turns, row(900, 28)), {})
-    probe, other = made.probe(), made.probe(1)
-    assert probe is not None
-    assert other is not None
-    assert (len(probe.ids), len(other.ids)) == (160, 834)
+    assert lengths(made) == (160, 834)
     served = engine.values.copy()
     served[50:90] = 50.0  # between two calls
     assert ask(made, served) == ""
@@ -102,20 +104,14 @@ def test_the_second_try_is_of_other_tokens_also_where_one_row_has_many_more() ->
     """A row that differs by chance would do so again."""
     made, _ = prober()
     made.remember(batch(row(40, 20), row(40, 60), row(40, 25), row(40, 3)), {})
-    probe, other = made.probe(), made.probe(1)
-    assert probe is not None
-    assert other is not None
-    assert (len(probe.ids), len(other.ids)) == (99, 64)
+    assert lengths(made) == (99, 64)
 
 
 def test_where_no_row_has_enough_sampled_tokens_it_asks_about_one_that_is_long_enough() -> None:
     made, _ = prober()
     bare = replace(row(8, 4), spans=())
     made.remember(batch(row(393, 7), row(11, 1), bare, row(120, 3)), {})
-    probe, other = made.probe(), made.probe(1)
-    assert probe is not None
-    assert other is not None
-    assert (len(probe.ids), len(other.ids)) == (122, 399)
+    assert lengths(made) == (122, 399)
 
 
 def test_few_sampled_tokens_are_compared_with_their_prompt_and_long_prompts_alone() -> None:

@@ -2,6 +2,7 @@
 
 from tests.core.maintenance.databases import database, filled  # noqa: F401 — fixtures
 from tests.servers.stores import (  # noqa: F401 — fixtures
+    branched,
     call,
     make_redis,
     make_store,

@@ -42,6 +42,7 @@ from lightning_redis.store import RedisStore
 
 from tests.servers.redis import RedisServer, free_port
 from tests.servers.redis_proxy import LossyProxy
+from tests.servers.stores import BranchedIn
 
 RolloutOf = Callable[..., Rollout]
 CallOf = Callable[..., Transition]
@@ -497,23 +498,9 @@ async def test_another_process_finds_the_parents(
 
 
 async def test_a_branch_of_its_trunks_group_stores_no_token_of_the_prefix(
-    redis: RedisStore, rollout: RolloutOf, call: CallOf
+    redis: RedisStore, branched: BranchedIn
 ) -> None:
-    """Two agents take turns; the branches begin at the second one's second call."""
-    branches = [rollout(f"b{i}", parent=("a", 1, 3)) for i in range(3)]
-    await redis.create_rollouts([rollout("a"), *branches, rollout("far", group="other", parent=("a", 1, 3))])
-    await redis.lease("run", "w", limit=5, ttl=3600)
-    rng = random.Random(0)
-    first, second, third = ([rng.randrange(150_000) for _ in range(1000)] for _ in range(3))
-    later = [4, 5, 9, *third]
-    turns = [call(0, first), call(1, second), call(2, [*first, *later]), call(3, [*second, *later])]
-    await redis.append(turns)
-    live = {
-        name: [call(3, turns[3].prompt_ids, [6], rollout=name), call(4, [*first, *later, 4, 5, 8], [6], rollout=name)]
-        for name in ("b0", "b1", "far")
-    }
-    for calls in live.values():
-        await redis.append(calls)
+    turns, live = await branched(redis)
     sizes = {name: [*(await stored_bytes(redis, name)).values()] for name in live}
     assert max(*sizes["b0"], *sizes["b1"]) < 300 < 1000 < min(sizes["far"])
     again = RedisStore(redis._settings)  # another process, which remembers nothing

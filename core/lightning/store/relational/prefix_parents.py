@@ -26,6 +26,9 @@ CACHE_BYTES: Final = 64 << 20
 """4,000 conversations of 4,000 tokens each, or more than 20,000 of 32,000 tokens."""
 CANDIDATES: Final = 32
 """Calls of an attempt, roots of a group, and calls up to one that is branched, that are remembered: the newest."""
+LOADED_CALLS: Final = 8
+"""The newest calls of an attempt, which are read when it is not at hand: the last ones of agents that take turns. Of one that
+is branched, the newest up to that call."""
 MIN_SHARED: Final = 0.5
 """A parent must hold this fraction of the prompt. A call without one is a root, and siblings of the group look at roots only:
 were a few template tokens enough, the first call of a second agent would hang from the first agent's and not be found."""

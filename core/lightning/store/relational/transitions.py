@@ -10,20 +10,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Final
 
 from lightning.errors import ConflictError, DataError, StoreError
 from lightning.store import codec, rollout_state, rows, sql
 from lightning.store.protocol import MAX_SPANS
-from lightning.store.relational.prefix_parents import CANDIDATES, Decoder, Fingerprint, KnownTransition, Prompt, choose
+from lightning.store.relational.prefix_parents import (
+    CANDIDATES,
+    LOADED_CALLS,
+    Decoder,
+    Fingerprint,
+    KnownTransition,
+    Prompt,
+    choose,
+)
 from lightning.store.relational.rollouts import Standing, held_standing, labels_of, standing
 from lightning.store.relational.transaction import Transaction
 from lightning.store.rows import Row
 from lightning.types import Span, Transition
-
-LOADED_CALLS: Final = 8
-"""The newest calls of an attempt, which are read when it is not at hand: the last ones of agents that take turns. Of one
-that is branched, the newest up to that call."""
 
 
 @dataclass(frozen=True, slots=True)
