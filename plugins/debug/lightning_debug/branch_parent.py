@@ -53,6 +53,28 @@ USED: Final[Mapping[str, tuple[str, ...]]] = {
     "optimizer_model": (),
 }
 """What branches use of these sections; of the others they use all but the prompts of `runner`."""
+RECORDED: Final = (
+    "engine.dtype",
+    "gateway.hosted_tools",
+    "gateway.override_sampling",
+    "gateway.seed_calls",
+    "policy_server.dtype",
+    "policy_server.max_model_len",
+    "policy_server.reasoning_parser",
+    "policy_server.tool_call_parser",
+    "runner.adapters",
+    "runner.reroute",
+    "runner.seed_agents",
+    "runner.timeout",
+    "runner.tool_limits",
+    "trainer.eval_temperature",
+    "trainer.seed",
+)
+"""What is taken from the record of a run: how its calls were sampled and its agents ran. The record may be a stranger's, so
+whatever names a file, a module, a program, a host to reach or a variable comes from the caller alone. (`runner.reroute` names
+hosts that are *not* reached.)"""
+DECIDING: Final = ("gateway.providers", "policy_server.args", "runner.preload", "runner.sandbox")
+"""Settings that a branch may need as its parent had them, and that only the caller can give."""
 INSTEAD: Final = "leave --live out (live=False): then a vLLM is started with the weights that answered the call"
 """What to do where the policy of the parent's run cannot answer."""
 
@@ -226,34 +248,28 @@ def _uses(name: str) -> bool:
 def config_of(
     parent: Parent, sampling: Mapping[str, float | int], configure: Callable[[Config], Config]
 ) -> tuple[Config, list[str]]:
-    """The settings of branches: those of the parent's run, as `configure` changes them, with these sampling parameters; and
-    what is to be said of them. Prompts are not among them. Raises `ConfigError`."""
+    """The settings of branches: what the parent's run may say of them (`RECORDED`), as `configure` changes it, with these
+    sampling parameters; and what is to be said of them. Prompts are not among them. Raises `ConfigError`."""
     check_sampling(sampling)
     base, lost = recorded_config(parent.found.settings)
     held: dict[str, float | int] = dict(base.gateway.override_sampling)
     if parent.rollout.split != TRAIN and base.trainer.eval_temperature is not None:
         held["temperature"] = base.trainer.eval_temperature
-    seed, default = parent.found.how.seed, Config()
-    here = with_settings(
-        base,
-        {
-            "trainer.eval_temperature": None,
-            "trainer.max_staleness": 0,
-            "trainer.seed": base.trainer.seed if seed is None else seed,
-            "trainer.project": parent.run.project,
-            "runner.seed_agents": seed is not None,
-            "runner.prompts": {},
-            "gateway.override_sampling": held,
-            "policy_server.attach": "",
-            "policy_server.weight_transfer": "auto",
-            "gateway.host": default.gateway.host,
-            "gateway.port": 0,
-            "policy_server.host": default.policy_server.host,
-            "policy_server.port": 0,
-            "server.port": 0,
-        },
+    seed = parent.found.how.seed
+    recorded = base.model_dump(mode="json")
+    config = configure(
+        with_settings(
+            Config(),
+            {name: _at(recorded, name) for name in RECORDED}
+            | {
+                "trainer.eval_temperature": None,
+                "trainer.seed": base.trainer.seed if seed is None else seed,
+                "trainer.project": parent.run.project,
+                "runner.seed_agents": seed is not None,
+                "gateway.override_sampling": held,
+            },
+        )
     )
-    config = configure(here)
     if config.policy_server.attach:
         raise ConfigError(
             "policy_server.attach: branches have a vLLM of their own with the weights that are named; leave it out"
@@ -262,7 +278,24 @@ def config_of(
         name: value for name, value in config.gateway.override_sampling.items() if ALIASES.get(name) not in sampling
     }
     check_sampling({name: value for name, value in asked.items() if name in SAMPLING})
-    return with_settings(config, {"gateway.override_sampling": {**asked, **sampling}}), lost
+    config = with_settings(config, {"gateway.override_sampling": {**asked, **sampling}})
+    if left := _left_out(recorded, config):
+        lost.append(
+            f"the run was recorded with {', '.join(left)}, which no record sets on this machine: give what its agent needs "
+            "with --set or --config"
+        )
+    return config, lost
+
+
+def _left_out(recorded: Mapping[str, Any], config: Config) -> list[str]:
+    """The recorded settings that may matter to a branch, are none of `RECORDED`, and that the caller has not given."""
+    here, default = config.model_dump(mode="json"), Config().model_dump(mode="json")
+    return [name for name in DECIDING if _at(recorded, name) not in (_at(default, name), _at(here, name))]
+
+
+def _at(tree: Mapping[str, Any], name: str) -> Any:
+    section, _, key = name.partition(".")
+    return tree[section][key]
 
 
 def recorded_config(said: Mapping[str, Json]) -> tuple[Config, list[str]]:

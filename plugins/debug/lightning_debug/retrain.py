@@ -144,10 +144,11 @@ def _model(run: Run, folder: Path) -> Path:
 
 
 def _machine_settings(record: StepRecord) -> Mapping[str, object]:
-    """The settings of the engine that a step was computed with, as they were in effect."""
+    """The settings of the engine that a step was computed with, as they were in effect. Those of verl are this machine's: they
+    name hosts, and modules that its workers import."""
     known = {name: record.context[name] for name in ("threads", "tokens_per_microbatch") if record.context.get(name)}
     device = str(record.context.get("device") or "auto")  # of a GPU it is the product's name
-    return {**known, "device": device if device in ("auto", "cpu") else "cuda"}
+    return {**known, "device": device if device in ("auto", "cpu") else "cuda", "verl": Config().engine.verl}
 
 
 class _Watcher:

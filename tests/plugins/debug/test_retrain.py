@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from lightning.cli.app import main
 from lightning.cli.locate import locate, with_store
+from lightning.config import Config
+from lightning.trainer.replay import Rewinder
 from lightning.types import StepRecord
 from lightning_debug.retrain import Retraining, retrain
 from safetensors.torch import load_file, save_file
@@ -39,6 +41,20 @@ def test_every_step_is_equal_bit_for_bit_also_over_a_change_of_settings(train: A
         main(["replay", str(folder), "--train"])
     assert not ended.value.code
     assert "run: 4 steps taken again, the weights of 4 compared: equal, bit for bit" in capsys.readouterr().out
+
+
+def test_the_record_of_a_run_names_no_host_and_no_module_of_the_workers_that_train_it_again(train: Any) -> None:
+    theirs = {
+        "address": "evil.example:6379",
+        "model": {"external_lib": "evil"},
+        "optimizer": {"optimizer_impl": "evil"},
+    }
+    folder = train("run", 1, engine__verl=theirs)
+    opened: list[Config] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rewinder, "_open", lambda self, engine, config, *_: opened.append(config))
+        retrained(folder)
+    assert [config.engine.verl for config in opened] == [Config().engine.verl]
 
 
 def test_a_reward_that_was_changed_is_found_at_its_step(train: Any) -> None:
