@@ -45,7 +45,7 @@ async def test_a_running_vllm_takes_versions_and_refuses_a_scaled_one(
         await store.put_resource(Resource(WEIGHTS_NAME, weights_content(folder), ResourceKind.WEIGHTS))
     await store.set_alias(WEIGHTS_NAME, "live", 1)
     reference = parse_reference(f"{WEIGHTS_NAME}@live")
-    follows = Followed(store, reference, await find(store, reference))
+    follows = Followed(store, reference, await find(store, reference), Path())
     config = with_settings(Config(), {"runner.concurrency": CLIENTS})
     async with serve(MODEL, config, tmp_path / "serve", follows) as server:
         llm = await server.open_session("clients", 600)

@@ -44,7 +44,10 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to bind (server.host), with --store.")] = None,
     port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the database and logs; with --store, for the first tokens.")
+        Path | None,
+        typer.Option(
+            help="Folder for the database and logs; with --store, for the first tokens, and of the weights that it gives away."
+        ),
     ] = None,
     ttl: Annotated[float, typer.Option(help="Seconds for which the printed key is valid.")] = 86_400.0,
     seconds: Annotated[float | None, typer.Option(help="Stop after this many seconds; default: at Ctrl-C.")] = None,
@@ -112,7 +115,7 @@ async def _followed(resources: AsyncExitStack, model: str) -> Followed:
     store = plugins().store(url)
     await store.open()
     resources.push_async_callback(store.close)
-    return Followed(store, reference, await find(store, reference))
+    return Followed(store, reference, await find(store, reference), _folder(url))
 
 
 async def _serve_store(console: Console, place: str, settings: Config, out: Path | None, seconds: float | None) -> None:
@@ -135,6 +138,6 @@ async def _serve_store(console: Console, place: str, settings: Config, out: Path
 
 
 def _folder(url: str) -> Path:
-    """Where first tokens go: beside an SQLite file, else where runs are."""
+    """Where first tokens go, and weights come from: beside an SQLite file, else where runs are."""
     where = parse(url)
     return Path(where.path).parent if where.scheme == "sqlite" else Path("runs")

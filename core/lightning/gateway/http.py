@@ -150,6 +150,12 @@ async def read_body(scope: Scope, receive: Receive, limit: int, cure: str = RAIS
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+async def client_left(receive: Receive) -> None:
+    """Return when the client has closed its connection; what is left of the request's body is thrown away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class ClientGoneError(Exception):
     """The agent's connection closed before its answer was complete."""
 

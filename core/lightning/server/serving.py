@@ -129,11 +129,12 @@ def admins(authenticator: Authenticator) -> AdminOf:
 @dataclass(frozen=True, slots=True)
 class Followed:
     """A version of weights that is served, and how it was named: by an alias, which is followed, or by its number. `store` has
-    it, and is open."""
+    it, and is open; of its files those below `folder` are given away."""
 
     store: Store
     reference: ResourceReference
     resource: Resource
+    folder: Path
 
 
 @asynccontextmanager
@@ -177,7 +178,7 @@ async def serve(
         sessions, authenticator = Sessions(store, gateway, run.config), Authenticator(store)
         gateway.feedback.admin_of = admins(authenticator)
         if follows is not None:
-            gateway.mount(WeightFiles(follows.store, authenticator, follows.resource.name), MOUNT)
+            gateway.mount(WeightFiles(follows.store, authenticator, follows.folder, follows.resource.name), MOUNT)
         host = Host("", "", store, authenticator, sessions, gateway.served, own_model=True)
         web_apps = mount_web_apps(resources, gateway, host)
         await gateway.start()
@@ -233,7 +234,7 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
         resources.push_async_callback(control.close)
         sessions, authenticator = Sessions(store, gateway, {}), Authenticator(store)
         gateway.feedback.admin_of = admins(authenticator)
-        gateway.mount(WeightFiles(store, authenticator), MOUNT)
+        gateway.mount(WeightFiles(store, authenticator, folder), MOUNT)
         public = config.server.public_url.rstrip("/")
         web_apps = mount_web_apps(resources, gateway, Host("", public, store, authenticator, sessions, gateway.served))
         await gateway.start()

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from lightning.cli.pull import pull
 from lightning.config import Config
 from lightning.errors import ConfigError, DataError, UnavailableError
 from lightning.plugins import plugins
-from lightning.server.auth import issue_token
+from lightning.server.auth import Authenticator, issue_token
 from lightning.server.serving import serve_store
+from lightning.server.weight_files import WeightFiles
 from lightning.store.url import sqlite_url
 from lightning.trainer.checkpoints import WEIGHTS_NAME, weights_content
 from lightning.types import Resource, ResourceKind, Scope
+from yarl import URL
 
 FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 9000, "tokenizer.json": b'{"a": 1}'}
 LIVE = f"{WEIGHTS_NAME}@live"
@@ -83,7 +87,7 @@ def test_weights_of_a_server_are_downloaded(run: Path, tmp_path: Path, monkeypat
     [
         (f"{WEIGHTS_NAME}@gone", Scope.VIEWER, "There are no weights"),
         ("writer@1", Scope.VIEWER, "There are no weights"),
-        ("secret@1", Scope.VIEWER, "the file hostname of secret@1 is gone or was changed"),
+        ("secret@1", Scope.VIEWER, "the file hostname of secret@1 is gone, was changed, or is not below the folder"),
         (LIVE, Scope.RUNNER, "this needs viewer"),
     ],
 )
@@ -111,9 +115,10 @@ def test_a_file_that_was_changed_is_not_given_away(run: Path, tmp_path: Path, mo
 
 
 def test_a_file_that_comes_otherwise_is_not_kept(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "lightning.server.weight_files.WeightFiles._file", lambda self, resource, name: run / "lightning.db"
-    )
+    async def opened(*_: object) -> int:
+        return os.open(run / "lightning.db", os.O_RDONLY)
+
+    monkeypatch.setattr("lightning.server.weight_files.WeightFiles._opened", opened)
 
     def act(url: str) -> None:
         with pytest.raises(DataError, match="came with the SHA-256"):
@@ -121,6 +126,80 @@ def test_a_file_that_comes_otherwise_is_not_kept(run: Path, tmp_path: Path, monk
 
     through_server(run, monkeypatch, act)
     assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("place", ["a link to the file", "a link to its folder", "elsewhere", "a pipe"])
+def test_a_server_gives_only_files_of_its_folder(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Each has the digest that the version says, so that the place alone is why it is refused."""
+    elsewhere = tmp_path / "elsewhere"
+    (run / "model").rename(elsewhere)
+    content = weights_content(elsewhere) | {"path": str(run / "model")}
+    if place == "a link to its folder":
+        (run / "model").symlink_to(elsewhere)
+    elif place == "elsewhere":
+        content["path"] = str(run / ".." / "elsewhere")
+    else:
+        (run / "model").mkdir()
+        make = os.mkfifo if place == "a pipe" else lambda path: path.symlink_to(elsewhere / path.name)
+        for name in FILES:
+            make(run / "model" / name)
+    store = plugins().store(sqlite_url(run / "lightning.db"))
+
+    async def fill() -> None:
+        await store.open()
+        await store.put_resource(Resource("theirs", content, ResourceKind.WEIGHTS))
+        await store.close()
+
+    asyncio.run(fill())
+
+    def act(url: str) -> None:
+        with pytest.raises(ConfigError, match="is not below the folder from which this server gives files"):
+            pull(f"{url}#theirs@1", tmp_path / "there")
+
+    through_server(run, monkeypatch, act)
+
+
+async def test_a_file_that_is_put_in_another_ones_place_is_not_sent(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the moment at which a file was found to be the right one and that at which it is sent."""
+    store = plugins().store(sqlite_url(run / "lightning.db"))
+    await store.open()
+    files = WeightFiles(store, Authenticator(store), run)
+    weights = run / "model" / "model.safetensors"
+    hashed = WeightFiles._digest
+
+    async def swapped(self: WeightFiles, file: int) -> str:
+        digest = await hashed(self, file)
+        weights.unlink()
+        weights.symlink_to(run / "lightning.db")
+        return digest
+
+    monkeypatch.setattr(WeightFiles, "_digest", swapped)
+    resource = await store.get_resource(WEIGHTS_NAME, 1)
+    assert resource is not None
+    file = await files._opened(resource, weights.name)
+    assert os.pread(file, 1 << 30, 0) == FILES[weights.name]
+    os.close(file)
+    await store.close()
+
+
+async def test_a_file_without_end_keeps_nobody_waiting(run: Path) -> None:
+    """Nor the server from ending: it has holes, takes no room on the disk, and would be read for hours."""
+    with (run / "model" / "config.json").open("wb") as file:
+        file.truncate(1 << 42)
+    async with serve_store(sqlite_url(run / "lightning.db"), Config(), run) as server:
+        token, plain = issue_token(Scope.VIEWER)
+        await server.store.put_token(token)
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {plain}"}) as client:
+            one = f"{server.url}/weights/{WEIGHTS_NAME.replace('/', '%2F')}@1"
+            endless = [asyncio.create_task(client.get(URL(f"{one}/config.json", encoded=True))) for _ in range(10)]
+            async with client.get(URL(f"{one}/model.safetensors", encoded=True)) as reply:
+                assert await reply.read() == FILES["model.safetensors"]
+            assert await asyncio.to_thread(int, "1") == 1, "the threads of everybody else are free"
+            for each in endless:
+                each.cancel()
+            await asyncio.wait(endless)
 
 
 def test_without_a_token_or_a_server_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from starlette.types import Receive, Send
 
+from lightning.gateway.http import client_left
 from lightning.store import json_codec
 from lightning.store.messages import Changed
 
@@ -28,7 +29,7 @@ async def stream(
     headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await _send(send, _event(first))
-    gone = asyncio.create_task(_gone(receive))
+    gone = asyncio.create_task(client_left(receive))
     try:
         since = first.since
         while not gone.done() and not stopped.is_set():
@@ -56,8 +57,3 @@ def _event(changed: Changed) -> bytes:
 
 async def _send(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
