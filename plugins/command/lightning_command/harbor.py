@@ -1,7 +1,8 @@
 """Tasks in Harbor's format: a folder with task.toml, instruction.md, environment/ and tests/, run in a sandbox.
 
-The invariant: the program never sees the tests: its sandbox hides the task's folder, and the tests are there only when the
-program and all that it started have ended. Outside of /app, /logs, /tmp and its home it can write nothing.
+The invariant: the program never sees the tests: its sandbox hides the folder of all tasks, and the tests are there only when
+the program and all that it started have ended. It can write nothing but /app, /logs, its home and a /tmp of its own, which are
+gone with the rollout, and sees no other rollout's; what the tests write lies outside of all that it is shown.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +30,14 @@ KEY = "harbor"
 """Under which `Task.metadata` has the folder of a task."""
 WORK, TESTS, LOGS = "/app", "/tests", "/logs"
 IMAGES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
-OWN = frozenset({"proc", "dev", "app", "tests", "logs", "tmp"})
-"""Folders of the root that are a sandbox's own."""
+OWN = frozenset({"proc", "dev", "run", "app", "tests", "logs", "tmp"})
+"""Folders of the root that are a sandbox's own: in /run are sockets of the machine's services."""
+RESOLVER = "/run/systemd/resolve"
+"""What /etc/resolv.conf may be a link to."""
+RUNS = "runs"
+"""The folder of runs in the project: their databases have the secret that signs agents' keys."""
+LARGEST_TMP = 1 << 30
+"""Bytes of a sandbox's /tmp, which is memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,16 +188,16 @@ class Place:
         (self.verdict / "logs" / "verifier").mkdir(parents=True)
 
     def inside(self, argv: Sequence[str]) -> list[str]:
-        """The command line that runs another one in the sandbox, which hides the task."""
-        return [*self._sandbox(), "--bind", str(self._logs), LOGS, "--", *argv]
+        """The command line that runs another one in the sandbox, which hides the tasks."""
+        return [*self._sandbox(argv[0]), "--bind", str(self._logs), LOGS, "--", *argv]
 
     def inside_with_tests(self) -> list[str]:
         """The command line that runs the tests in such a sandbox."""
         bound = ["--bind", str(self.verdict / "logs"), LOGS, "--bind", str(self._tests), TESTS]
         bound += ["--unshare-net"] if self.task.offline else []
-        return [*self._sandbox(), *bound, "--", "bash", f"{TESTS}/test.sh"]
+        return [*self._sandbox("bash"), *bound, "--", "bash", f"{TESTS}/test.sh"]
 
-    def _sandbox(self) -> list[str]:
+    def _sandbox(self, program: str) -> list[str]:
         command = [bubblewrap(), "--unshare-user", "--unshare-pid", "--unshare-ipc", "--die-with-parent"]
         command += ["--proc", "/proc", "--dev", "/dev"]
         for entry in sorted(Path("/").iterdir()):
@@ -199,9 +207,22 @@ class Place:
                 command += ["--symlink", str(entry.readlink()), str(entry)]
             elif entry.is_dir():
                 command += ["--ro-bind-try", str(entry), str(entry)]
-        command += ["--bind", "/tmp", "/tmp", "--bind", str(self.root), str(self.root)]  # noqa: S108 — the system's
-        command += ["--tmpfs", str(self.task.folder), "--bind", str(self.work), WORK, "--chdir", WORK]
+        command += ["--tmpfs", "/run", "--ro-bind-try", RESOLVER, RESOLVER]
+        command += ["--size", str(LARGEST_TMP), "--tmpfs", "/tmp"]  # noqa: S108 — one of its own
+        needed = [Path.cwd(), Path(sys.prefix), Path(program).parent]
+        for path in sorted(path for path in needed if path.is_relative_to("/tmp")):  # noqa: S108 — compared
+            command += ["--ro-bind", str(path), str(path)]
+        for folder in (*self._hidden(needed), *filter(Path.is_dir, [Path.cwd() / RUNS])):
+            command += ["--tmpfs", str(folder)]
+        command += ["--bind", str(self.home), str(self.home), "--bind", str(self.work), WORK, "--chdir", WORK]
         return command
+
+    def _hidden(self, needed: Sequence[Path]) -> list[Path]:
+        """The folder of all tasks, or where what is `needed` lies in it, each task's: other tasks have solutions, too."""
+        dataset = self.task.folder.parent
+        if not any(path.is_relative_to(dataset) for path in needed):
+            return [dataset]
+        return sorted({self.task.folder, *(file.parent for file in dataset.glob("*/task.toml"))})
 
     def reward(self, tests: CommandResult) -> float | dict[str, float]:
         """What the tests wrote: reward.json or reward.txt below /logs/verifier. Raises `RunnerError` for what is no reward."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,6 +96,47 @@ def test_the_program_sees_neither_tests_nor_solution_and_writes_no_reward_of_its
     outcome = solve(folder, script)
     assert (outcome.reward, outcome.error) == (0.0, "")
     assert (folder / "solution" / "solve.sh").exists()
+
+
+NOTES = "/tmp/notes-of-a-rollout"
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["dataset elsewhere", "in the dataset's folder"])
+def test_other_tasks_rollouts_and_the_machine_s_tmp_are_not_there(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, inside: bool
+) -> None:
+    """Solutions of other tasks, a sibling's folder and verdict, what an earlier rollout left, sockets of services."""
+    other, folder = make("other"), make()
+    if inside:
+        monkeypatch.chdir(folder.parent)
+    else:
+        (tmp_path / "project").mkdir()
+        monkeypatch.chdir(tmp_path / "project")
+    secret = Path("runs", "lightning.db").absolute()
+    secret.parent.mkdir()
+    secret.write_text("the secret that signs keys")
+    sibling = Path(tempfile.mkdtemp(prefix="lightning-"))
+    try:
+        for theirs in (sibling / "work", sibling / "verdict" / "logs" / "verifier"):
+            theirs.mkdir(parents=True)
+        seen = " ".join(
+            f"[ -e {path} ] && echo {path};" for path in (other / "solution", folder / "tests", sibling, secret, NOTES)
+        )
+        script = (
+            f"{seen} ls /run | grep -v systemd; echo 1 > {sibling}/verdict/logs/verifier/reward.txt; echo left > {NOTES}; "
+            f'echo left > "$HOME/notes"; [ -s "$HOME/notes" ] && [ -s {NOTES} ] && cp question.txt answer.txt'
+        )
+        found = f"({script}) > said.txt 2>/dev/null"
+        tests = TESTS.replace("#!/bin/bash\n", "#!/bin/bash\n[ ! -s said.txt ] || exit 3\n")
+        (folder / "tests" / "test.sh").write_text(tests)
+        for _ in range(2):
+            assert solve(folder, found).reward == 1.0
+        assert not list((sibling / "verdict" / "logs" / "verifier").iterdir()), (
+            "a verdict was written by another rollout"
+        )
+        assert not Path(NOTES).exists()
+    finally:
+        shutil.rmtree(sibling)
 
 
 @pytest.mark.slow
