@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
+import tempfile
 import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -143,6 +147,19 @@ async def _serve(target: Target, port: int, browser: bool, seconds: float | None
         except ModuleNotFoundError as error:
             raise MissingExtraError("console", str(error.name)) from error
         say(f"{escape(redacted(target.where))} is shown at {running.url} (Ctrl-C ends it)")
-        if browser:
-            await asyncio.to_thread(webbrowser.open, running.url)
-        await (asyncio.Event().wait() if seconds is None else asyncio.sleep(seconds))
+        with leading_to(running.once) as file:
+            if browser:
+                await asyncio.to_thread(webbrowser.open, file.as_uri())
+            await (asyncio.Event().wait() if seconds is None else asyncio.sleep(seconds))
+
+
+@contextmanager
+def leading_to(url: str) -> Iterator[Path]:
+    """A file that only this user can read and whose page goes on to a URL: other users read a browser's command line."""
+    with tempfile.TemporaryDirectory(prefix="lightning-console-") as folder:
+        file = Path(folder, "open.html")
+        file.touch(0o600)
+        file.write_text(
+            f'<meta http-equiv="refresh" content="0; url={html.escape(url, quote=True)}">', encoding="utf-8"
+        )
+        yield file

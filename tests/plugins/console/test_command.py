@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from lightning.cli.app import build
 from lightning.errors import ConfigError, DataError
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Run
-from lightning_console.command import find
+from lightning_console.command import _serve, find
 from typer.testing import CliRunner
 
 
@@ -75,3 +77,26 @@ async def test_what_is_wrong_is_said_before_a_page_opens(
     result = await asyncio.to_thread(CliRunner().invoke, build("console"), ["console", *arguments])
     assert result.exit_code != 0
     assert said in str(result.exception)
+
+
+def test_a_browser_is_given_a_file_that_nobody_else_reads_and_a_token_for_one_use(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each user of a machine reads the command lines of all processes, and a browser's has what it opens."""
+    opened: list[tuple[str, int, int, str]] = []
+
+    def start(address: str) -> bool:
+        file = Path(unquote(urlsplit(address).path))
+        opened.append((address, file.stat().st_mode, file.parent.stat().st_mode, file.read_text()))
+        return True
+
+    monkeypatch.setattr("webbrowser.open", start)
+    asyncio.run(_serve(find(str(runs)), 0, browser=True, seconds=0.0))
+    ((address, mode, folder, page),) = opened
+    assert address.startswith("file:///")
+    assert (oct(mode & 0o777), oct(folder & 0o777)) == ("0o600", "0o700")
+    token = page.partition("token=")[2].partition('"')[0]
+    assert len(token) > 30
+    assert token not in address
+    assert token not in capsys.readouterr().out
+    assert not Path(unquote(urlsplit(address).path)).exists(), "it is gone with the console"

@@ -74,6 +74,19 @@ async def test_the_printed_address_opens_the_console_and_nothing_else_does() -> 
         assert "lightning.start" in (await client.get("/console/lightning/shell.js")).text
 
 
+async def test_a_token_for_one_use_opens_the_console_once_also_from_a_file() -> None:
+    """A redirect of what a file's page asked for would leave the cookie out, which is for requests of the same site."""
+    door = OwnDoor()
+    async with opened(door) as client:
+        link = f"/console/?token={door.once()}&page=run%2Fa"
+        let_in = await client.get(link, headers={"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"})
+        assert let_in.status_code == 200
+        assert 'content="0; url=/console/?page=run%2Fa"' in let_in.text
+        assert (await client.get("/console/?page=run%2Fa")).text == "hello , of None"
+        assert (await client.get(link)).status_code == 401
+        assert (await client.get(f"/console/?token={door.token}")).status_code == 303, "the printed one still does"
+
+
 async def test_a_page_of_another_site_and_of_another_port_does_nothing() -> None:
     door = OwnDoor()
     async with opened(door) as client:

@@ -162,7 +162,12 @@ class Gate:
             return self._login(request, error.message, error.status, page)
 
     def _admitted(self, request: Request, session: str, page: str) -> Response:
-        answer = RedirectResponse(f"{self._path}/" + (f"?page={quote(page, safe='')}" if page else ""), 303)
+        there = f"{self._path}/" + (f"?page={quote(page, safe='')}" if page else "")
+        answer: Response = RedirectResponse(there, 303)
+        if (
+            request.headers.get("sec-fetch-site") == "cross-site"
+        ):  # such as a file's: a redirect would not take the cookie along
+            answer = HTMLResponse(f'<meta http-equiv="refresh" content="0; url={html.escape(there, quote=True)}">')
         answer.set_cookie(
             _cookie(request), session, path=self._path, httponly=True, samesite="strict", secure=self._secure
         )

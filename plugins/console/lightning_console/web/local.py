@@ -28,9 +28,10 @@ PATH = "/console"
 
 @dataclass(frozen=True, slots=True)
 class LocalConsole:
-    """A running console. `url` opens it, with the token that nobody else on the machine knows."""
+    """A running console. `url` opens it, with the token that nobody else on the machine knows, and `once` does one time."""
 
     url: str
+    once: str
     ready: asyncio.Task[object]
     """Ends when Gradio has been imported; raises `MissingExtraError` where it is not installed."""
 
@@ -46,7 +47,8 @@ async def local_console(places: Places, *, port: int = 0, start: str = "runs") -
     await serving.start()
     ready: asyncio.Task[object] = asyncio.create_task(shell.app())
     try:
-        yield LocalConsole(f"{serving.url}{PATH}/?token={door.token}", ready)
+        address = f"{serving.url}{PATH}/?token="
+        yield LocalConsole(address + door.token, address + door.once(), ready)
     finally:
         ready.cancel()
         await asyncio.gather(ready, return_exceptions=True)

@@ -74,10 +74,18 @@ class OwnDoor:
 
     def __init__(self) -> None:
         self.token = secrets.token_urlsafe(32)
-        self._session = secrets.token_urlsafe(32)
+        self._session, self._once = secrets.token_urlsafe(32), ""
+
+    def once(self) -> str:
+        """A token that opens the door one time, and instead of the last such."""
+        self._once = secrets.token_urlsafe(32)
+        return self._once
 
     async def enter(self, token: str) -> str:
         """See `Door.enter`."""
+        if self._once and hmac.compare_digest(digest_of(token), digest_of(self._once)):
+            self._once = ""
+            return self._session
         if not hmac.compare_digest(digest_of(token), digest_of(self.token)):
             raise ApiError(
                 401, "invalid_token", "Open the address that `lightning console` has printed: it has a token."
