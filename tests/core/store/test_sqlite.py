@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import shutil
 import sqlite3
 import stat
 import subprocess
@@ -522,3 +523,48 @@ async def test_a_process_that_writes_all_the_time_does_not_starve_another(sqlite
         process.communicate()
         plain.close()
     assert sum(ours) < sum(sqlites) / 2, (ours, sqlites)
+
+
+@pytest.mark.parametrize("change", ["moved", "removed", "replaced"])
+async def test_nothing_is_acknowledged_into_a_file_that_is_not_at_its_place(tmp_path: Path, change: str) -> None:
+    folder = tmp_path / "run"
+    store = SqliteStore(folder / "lightning.db")
+    await store.open()
+    await store.put_run(Run("before", "here"))
+    if change == "removed":
+        shutil.rmtree(folder)
+    else:
+        folder.rename(tmp_path / "elsewhere")
+    if change == "replaced":
+        other = SqliteStore(folder / "lightning.db")
+        await other.open()
+        await other.close()
+    for attempt in range(2):
+        with pytest.raises(StoreError, match=r"lightning\.db was moved, removed or replaced while it was open"):
+            await store.put_run(Run(f"lost{attempt}", "nowhere"))
+    # A reader that was not there before would have made an empty file, and said that it has no tables.
+    read = await asyncio.gather(*(store.get_run("before") for _ in range(9)), return_exceptions=True)
+    assert all("was moved" in str(found) or isinstance(found, Run) for found in read), read
+    assert any("was moved" in str(found) for found in read)
+    assert folder.exists() == (change == "replaced")
+    await store.close()
+    if change == "moved":
+        kept = SqliteStore(tmp_path / "elsewhere" / "lightning.db")
+        await kept.open()
+        assert await kept.get_run("before") is not None
+        assert await kept.get_run("lost0") is None
+        await kept.close()
+
+
+async def test_a_store_stays_where_it_is_when_the_process_goes_to_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    store = SqliteStore.from_url("sqlite:///lightning.db")
+    await store.open()
+    monkeypatch.chdir(tmp_path / "there")
+    await store.put_run(Run("one", "here"))
+    assert await store.get_run("one") is not None
+    await store.close()
+    assert not list((tmp_path / "there").iterdir())

@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from lightning.errors import ConfigError, DataError, LightningError, SchemaError, StoreError, UnavailableError
 from lightning.store.relational.schema import MIGRATIONS
@@ -151,9 +151,41 @@ def drive(operation: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("an operation of a store awaits nothing but its transaction")
 
 
-def connect(settings: Settings, *, read_only: bool = False) -> sqlite3.Connection:
-    """Open the file in WAL mode, creating it and its folder. Raises `StoreError` or `SchemaError`."""
-    if not settings.in_memory:
+Identity: TypeAlias = tuple[int, int] | None
+"""Device and inode of the file that a store was opened with; None for one in memory."""
+
+
+def identity(settings: Settings) -> Identity:
+    """What tells the store's file from another at the same path. Raises `StoreError` where there is none."""
+    if settings.in_memory:
+        return None
+    try:
+        found = os.stat(settings.path)  # noqa: PTH116 — at each commit
+    except OSError as error:
+        raise moved(settings) from error
+    return found.st_dev, found.st_ino
+
+
+def check_identity(settings: Settings, opened: Identity) -> None:
+    """Raise `StoreError` where another file than the one that was opened is at the path, or none: a write would be lost."""
+    if identity(settings) != opened:
+        raise moved(settings)
+
+
+def moved(settings: Settings) -> StoreError:
+    """The error for a file that is not at its path any more."""
+    return StoreError(
+        f"store {settings.path} was moved, removed or replaced while it was open, and nothing is written to it any more: put "
+        "the file back together with the one that ends in -wal, or start again where they are now"
+    )
+
+
+def connect(settings: Settings, *, read_only: bool = False, opened: Identity = None) -> sqlite3.Connection:
+    """Open the file in WAL mode, creating it and its folder. One that the store has `opened` before is not created: it must
+    still be there. Raises `StoreError` or `SchemaError`."""
+    if opened is not None:
+        check_identity(settings, opened)
+    elif not settings.in_memory:
         try:
             Path(settings.path).parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -162,10 +194,11 @@ def connect(settings: Settings, *, read_only: bool = False) -> sqlite3.Connectio
             ) from error
     connection: sqlite3.Connection | None = None
     try:
-        if not settings.in_memory and not read_only:
+        if not settings.in_memory and not read_only and opened is None:
             _make(settings.path)
         connection = sqlite3.connect(
-            settings.path,
+            settings.path if opened is None else f"{Path(settings.path).as_uri()}?mode=rw",
+            uri=opened is not None,
             timeout=settings.busy_timeout,
             isolation_level=None,
             check_same_thread=False,

@@ -22,7 +22,7 @@ from lightning.store.protocol import RunWatch
 from lightning.store.relational.notify import Bell
 from lightning.store.relational.store import RelationalStore
 from lightning.store.relational.transaction import Again, Operation, Transaction
-from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, translate
+from lightning.store.sqlite.connection import MEMORY, Settings, SqliteTransaction, connect, drive, translate
 from lightning.store.sqlite.writer import Writer
 from lightning.store.threads import check_process, closed_error
 from lightning.store.url import StoreURL, parse
@@ -78,8 +78,8 @@ READERS: Final = 8
 class _Readers:
     """A few threads, each with its own connection, that read committed snapshots while the writer writes."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, writer: Writer) -> None:
+        self._settings, self._writer = settings, writer
         self._local = threading.local()
         self._lock = threading.Lock()
         self._connections: list[sqlite3.Connection] = []
@@ -106,7 +106,7 @@ class _Readers:
     def _connection(self) -> sqlite3.Connection:
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = self._local.connection = connect(self._settings, read_only=True)
+            connection = self._local.connection = connect(self._settings, read_only=True, opened=self._writer.identity)
             with self._lock:
                 self._connections.append(connection)
         return connection
@@ -127,7 +127,8 @@ class SqliteStore(RelationalStore):
     answers_get_lost = False
 
     def __init__(self, path: str | Path, *, sync: str = "normal", busy_timeout: float = 30.0) -> None:
-        self._settings = Settings(str(path), sync, busy_timeout)
+        place = str(path) if str(path) == MEMORY else str(Path(path).absolute())  # wherever the process goes
+        self._settings = Settings(place, sync, busy_timeout)
         self._lock = threading.Lock()
         self._writer: Writer | None = None
         self._readers: _Readers | None = None
@@ -139,7 +140,7 @@ class SqliteStore(RelationalStore):
         """`sqlite:///relative.db`, `sqlite:////absolute.db`, with `?sync=full` and `?busy_timeout=SECONDS`."""
         where = parse(url) if isinstance(url, str) else url
         where.check_options(("sync", "busy_timeout"))
-        if where.host or where.path in ("", ":memory:"):
+        if where.host or where.path in ("", MEMORY):
             raise ConfigError(
                 f"{url!r} names no file: write sqlite:///relative.db (three slashes) or sqlite:////absolute.db (four), "
                 "or memory:// for a store that is not kept"
@@ -161,7 +162,7 @@ class SqliteStore(RelationalStore):
                 self._writer, self._readers, self._bell = None, None, Bell()
             if self._writer is None:
                 self._writer = Writer(self._settings, self._bell)
-                self._readers = None if self._settings.in_memory else _Readers(self._settings)
+                self._readers = None if self._settings.in_memory else _Readers(self._settings, self._writer)
                 self._process = os.getpid()
             writer = self._writer
         try:

@@ -20,10 +20,13 @@ from lightning.store.relational.notify import Bell
 from lightning.store.relational.prefix_parents import ParentCache
 from lightning.store.relational.transaction import Operation
 from lightning.store.sqlite.connection import (
+    Identity,
     Settings,
     SqliteTransaction,
+    check_identity,
     connect,
     drive,
+    identity,
     is_busy,
     migrate,
     refuse_foreign,
@@ -75,6 +78,7 @@ class Writer:
         self._closed = False
         self._stop = False
         self._broken = False
+        self.identity: Identity = None
         self._parents = ParentCache()
         self._connection: sqlite3.Connection
         self.ready: Future[None] = Future()
@@ -109,6 +113,7 @@ class Writer:
         try:
             migrate(self._connection, self._settings)
             self._connection.execute(NEVER_WAIT)
+            self.identity = identity(self._settings)
         except Exception as error:  # noqa: BLE001 — likewise
             self._connection.close()
             self._refuse(translate(error, self._settings))
@@ -216,7 +221,7 @@ class Writer:
         """Begin a transaction. Raises SQLite's `busy` when others write until the deadline."""
         if self._broken:
             self._connection.close()
-            self._connection = connect(self._settings)
+            self._connection = connect(self._settings, opened=self.identity)
             self._connection.execute(NEVER_WAIT)
             self._broken = False
         while True:
@@ -231,6 +236,7 @@ class Writer:
         self._transaction = SqliteTransaction(self._connection, self._parents)
 
     def _commit(self) -> None:
+        check_identity(self._settings, self.identity)
         self._connection.execute("COMMIT")
         self._parents.keep()
         if self._transaction.changed_runs:
