@@ -38,6 +38,13 @@ STARTING_PAUSE = 2.0
 __all__ = ["AttemptCounts", "Client"]
 
 
+def _with_token(config: Config, token: str | Path | None) -> tuple[str, ...] | None:
+    """What agents in a sandbox may not read where the token, which leases any rollout, is in a file."""
+    if config.runner.sandbox == "none" or not isinstance(token, Path):
+        return None
+    return (*config.runner.sandbox_hidden, str(token.absolute()))
+
+
 class Client:
     """Runs an agent for the servers at `server` (one URL, or several that serve one database).
 
@@ -68,6 +75,7 @@ class Client:
         given = {
             "runner.concurrency": concurrency,
             "runner.adapters": tuple(adapters) if adapters is not None else None,
+            "runner.sandbox_hidden": _with_token(base, token),
         }
         self.config = with_settings(base, {key: value for key, value in given.items() if value is not None})
         if rollouts is not None and rollouts < 1:

@@ -26,7 +26,7 @@ from lightning.types import LLM, Task
 from lightning_command.environment import ALIAS, variables_of, write_settings
 from lightning_command.harbor import KEY, WORK, Place, check_sandbox, read_task, verifier_environment
 from lightning_command.running import CommandResult, run
-from lightning_command.template import argument, check_fields, fields_of, fill, values_of, words_of
+from lightning_command.template import arguments_of, check_fields, fields_of, fill, values_of, words_of
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Command:
                 return place.reward(tests)
 
     def _argv(self, values: Mapping[str, object]) -> list[str]:
-        return [self.find(), *(argument(word, values) for word in self.words[1:])]
+        return [self.find(), *arguments_of(self.words, values)]
 
     def _values(self, task: Task, llm: LLM, folder: str) -> dict[str, object]:
         return values_of(task, llm, f"{ALIAS}{self.name}", folder, self.project)

@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 
 from lightning.errors import ConfigError, DataError
@@ -22,8 +22,12 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 FIELDS = ("task.input", "task.id", "task.metadata", "llm.base_url", "llm.api_key", "llm.model", "folder", "project")
 """`task.input` and `task.metadata` may go on with keys: `{task.metadata.repository}`."""
 DEEP = ("task.input.", "task.metadata.")
+TASKS = ("{task.",)
+"""How a word begins that a task fills from its first character on."""
 OPERATORS = frozenset({"|", "||", "&&", ";", "&", ">", ">>", "<", "2>", "2>&1", "&>"})
 SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})
+SCRIPTED = (*sorted(SHELLS), "python")
+"""Programs that take no option any more after -c SCRIPT."""
 LONGEST_ARGUMENT = 128 * 1024 - 1
 """Bytes of one argument that Linux takes."""
 
@@ -104,8 +108,22 @@ def fill(text: str, values: Mapping[str, object]) -> str:
     return FIELD.sub(value_of, text)
 
 
-def argument(text: str, values: Mapping[str, object]) -> str:
-    """One argument with its fields filled. Raises `DataError` as `fill` does, and for one that is too long."""
+def arguments_of(words: Sequence[str], values: Mapping[str, object]) -> Iterator[str]:
+    """The arguments of a command's words (its program first) with their fields filled, without the program. Raises `DataError`
+    as `fill` does, for an argument that is too long, and for a task whose text the program would take for an option."""
+    program, ended = PurePath(words[0]).name, False
+    for before, word in itertools.pairwise(words):
+        filled = _argument(word, values)
+        ended = ended or before == "--" or (program.startswith(SCRIPTED) and bool(re.fullmatch(r"-\w*c", before)))
+        if filled.startswith("-") and not ended and word.startswith(TASKS):
+            raise DataError(
+                f"the task's text {filled[:40]!r} begins with '-', and {program} would take it for an option: write -- before "
+                f"{word} in the command, --option={word}, or give the text on standard input (stdin={word!r})"
+            )
+        yield filled
+
+
+def _argument(text: str, values: Mapping[str, object]) -> str:
     filled = fill(text, values)
     if len(filled.encode()) > LONGEST_ARGUMENT:
         raise DataError(

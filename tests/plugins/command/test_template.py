@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import ConfigError, DataError
 from lightning.types import LLM, Task
-from lightning_command.template import LONGEST_ARGUMENT, argument, fill, values_of, words_of
+from lightning_command.template import LONGEST_ARGUMENT, arguments_of, fill, values_of, words_of
 
 LLM_ = LLM("http://gateway/v1", "key", "policy")
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=60)
@@ -17,14 +17,15 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 
 def filled(command: str | list[str], task: Task) -> list[str]:
     values = values_of(task, LLM_, "policy:me", "/scratch", "/home/project")
-    return [argument(word, values) for word in words_of(command)]
+    words = words_of(command)
+    return [words[0], *arguments_of(words, values)]
 
 
 @given(TEXT, TEXT)
 def test_what_a_task_says_is_one_argument_as_it_is(said: str, more: str) -> None:
     task = Task(said, metadata={"repo": {"name": more}})
-    line = "prog -p {task.input} --name={task.metadata.repo.name} '{{}} {task.input}' {llm.model}"
-    assert filled(line, task) == ["prog", "-p", said, f"--name={more}", f"{{}} {said}", "policy:me"]
+    line = "prog -p -- {task.input} --name={task.metadata.repo.name} '{{}} {task.input}' {llm.model}"
+    assert filled(line, task) == ["prog", "-p", "--", said, f"--name={more}", f"{{}} {said}", "policy:me"]
 
 
 def test_what_is_no_text_is_json() -> None:
@@ -74,3 +75,17 @@ def test_what_is_too_long_for_an_argument_goes_to_standard_input() -> None:
     assert len(filled("p {task.input}", Task("x" * LONGEST_ARGUMENT))[1]) == LONGEST_ARGUMENT
     with pytest.raises(DataError, match=r"stdin='{task.input}'"):
         filled("p {task.input}", Task("x" * (LONGEST_ARGUMENT + 1)))
+
+
+@pytest.mark.parametrize("said", ["--version", "-", "- a list\n- of things", "-rf /"])
+@pytest.mark.parametrize("word", ["{task.input}", "{task.input}!", "{task.metadata.said}"])
+def test_a_task_gives_a_program_no_option(said: str, word: str) -> None:
+    """`git {task.input}` with the task `--version` earned 1.0."""
+    task = Task(said, metadata={"said": said})
+    values = values_of(task, LLM("http://h/v1", "k", "m"), "m", "/f", "/p")
+    with pytest.raises(DataError, match=r"begins with '-', and git would take it for an option: write -- before"):
+        list(arguments_of(words_of(f"git {word}"), values))
+    filled = word.replace("{task.input}", said).replace("{task.metadata.said}", said)
+    for before in (["git", "--"], ["sh", "-c", 'echo "$1"', "sh"], ["/usr/bin/python3.11", "-c", "pass"]):
+        assert list(arguments_of([*before, word], values))[-1] == filled
+    assert list(arguments_of(["git", f"--grep={word}"], values)) == [f"--grep={filled}"]
