@@ -1,7 +1,8 @@
 """Derives every trained batch of a run again from its store and says where it is not what was trained.
 
 The invariant: a clean audit means that each token id, logprob, reward, version and the order of each step are what the
-engine computed on; any single change to them is found and named.
+engine computed on; any single change to them is found and named. Weights and advantages are, too, but for the steps that it
+names as changed by a loop of somebody's own.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
 from lightning.store.rollout_state import Reuse, reuse_of
 from lightning.trainer.context import NUMERIC
+from lightning.trainer.own_loop import own_step
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.replay import policy_fault_of, train_agents_of
 from lightning.trainer.runs import rebuild_algorithm
 from lightning.trainer.teacher import recorded_teacher
-from lightning.trainer.training_data import all_rollouts, batch_digest, load_groups, recorded_values, rollout_digest
+from lightning.trainer.training_data import all_rollouts, is_batch_of, load_groups, recorded_values, rollout_digest
 from lightning.types import Rollout, StepRecord
 
 
@@ -42,7 +44,8 @@ class AuditReport:
     again, so that recorded data, but not advantages, could be compared. `warnings` say where steps of one config epoch were
     computed otherwise than those before them, so that they can be taken again but for rounding only. `rollouts` counts each
     once; `reused` is how often one was trained again by a step that declares it (a replay buffer), which `calls` and `tokens`
-    count, too."""
+    count, too. `changed` are the steps of a loop of somebody's own (`Trainer.session`) that were computed on other rows than
+    the run's algorithm made: some of them, or with other weights or advantages."""
 
     run: str
     steps: int
@@ -54,10 +57,11 @@ class AuditReport:
     epochs: int = 1
     warnings: tuple[str, ...] = ()
     reused: int = 0
+    changed: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether everything is as it was trained."""
+        """Whether nothing was found that is not as it was trained."""
         return not self.findings
 
 
@@ -83,6 +87,8 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
     declared, undeclared = _declared(records)
     findings.extend(undeclared)
     findings.extend(_repeated(records, declared, epochs))
+    changed, unreadable = _changed(records)
+    findings.extend(unreadable)
     committed = {record.step for record in records}
     everything = await all_rollouts(store, run, split=TRAIN)
     findings.extend(
@@ -109,6 +115,7 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
         max(1, len(used_epochs)),
         tuple(_rounded(records, epochs)),
         counts["reused"],
+        changed,
     )
 
 
@@ -190,17 +197,36 @@ def _compare(
 def _compare_batch(record: StepRecord, groups: Sequence[Group], algorithm: Algorithm) -> list[Finding]:
     try:
         batch = algorithm.batch(groups)
+        alike = is_batch_of(record, batch)
     except DataError as error:
         return [Finding(record.step, "", f"its batch cannot be built again: {error}")]
     findings = []
     if tuple((rollout.id, rollout.attempt) for rollout in batch.used) != record.rollouts:
         findings.append(Finding(record.step, "", "its rollouts, or their order, are not the trained ones"))
-    if batch_digest(batch) != record.digest:
+    if not alike:
         problem = "its training rows are not the ones the engine computed on"
         if batch.loss is not None:
             problem += ", or its loss was another (which pairs are compared, and how)"
         findings.append(Finding(record.step, "", problem))
     return findings
+
+
+def _changed(records: Sequence[StepRecord]) -> tuple[tuple[int, ...], list[Finding]]:
+    """The steps that a loop of somebody's own computed on other rows than the batch's, and where that cannot be told."""
+    changed, findings = [], []
+    for record in records:
+        try:
+            own = own_step(record.context)
+        except DataError as error:
+            findings.append(Finding(record.step, "", str(error)))
+            continue
+        if own is not None and own.digest != record.digest:
+            findings.append(
+                Finding(record.step, "", "its updates, their rates or their rows are not the recorded ones")
+            )
+        elif own is not None and own.changed:
+            changed.append(record.step)
+    return tuple(changed), findings
 
 
 def _declared(records: Sequence[StepRecord]) -> tuple[dict[int, Reuse], list[Finding]]:

@@ -32,6 +32,9 @@ def audit(
         for warning in report.warnings:
             console.print(f"[yellow]warning[/yellow] {warning}", highlight=False)
         verdict = "[green]as it was trained" if report.ok else f"[red]{len(report.findings)} findings"
+        if report.ok and report.changed:
+            steps = f"{len(report.changed)} step{'s' if len(report.changed) > 1 else ''}"
+            verdict = f"[yellow]as it was recorded, changed by the loop in {steps}"
         how = (
             "derived again" if report.rederived else "compared (its algorithm has arguments that only code can rebuild)"
         )

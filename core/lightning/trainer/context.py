@@ -6,7 +6,8 @@ weights bit for bit on a CPU; where the numeric context differs they are the sam
 Keys: `epoch`, the number of the config epoch · `weights`, SHA-256 (hex) of the weights that were served when the step was
 taken, which are those of version `step` (of the adapters, where these were handed over alone; `base` for the model's own) ·
 `base`, `base_digest` of the model's folder · `teacher`, where there is one: its `name` as it was asked for, its folder
-(`model`) and that one's `base_digest` (`sha256`) · and the numeric context, `NUMERIC`.
+(`model`) and that one's `base_digest` (`sha256`) · `own_loop`, where a loop of somebody's own took it: its updates
+(`lightning.trainer.own_loop`) · and the numeric context, `NUMERIC`.
 """
 
 from __future__ import annotations

@@ -30,9 +30,10 @@ from lightning.trainer.context import numeric_context
 from lightning.trainer.diagnosis import Diagnosis
 from lightning.trainer.held_out import HeldOut, compared_since
 from lightning.trainer.metrics import Remarks, UsageMeter, sampled_tokens, staleness, step_metrics
+from lightning.trainer.own_loop import OWN_LOOP, OwnStep
 from lightning.trainer.plan import VAL, val_rollouts
 from lightning.trainer.recorded import Record, RecordedSampler
-from lightning.trainer.replay import OWN_LOOP, take_again
+from lightning.trainer.replay import take_again
 from lightning.trainer.rollout_collection import Sampled, Sampler, TurnSampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import NAMED, Evaluation, Reporter, evaluate_rollouts, evaluations
@@ -168,9 +169,10 @@ class Loop:
         batch: Batch,
         result: StepResult,
         reused: Sequence[str] = (),
+        own: OwnStep | None = None,
     ) -> dict[str, float]:
         """Commit a step that the engine has taken, and make the policy server serve the result; returns its metrics. `reused`
-        are the rollouts that an earlier step has trained, `sampled` is what is new."""
+        are the rollouts that an earlier step has trained, `sampled` is what is new, `own` what a loop of somebody's own did."""
         metrics = step_metrics(sampled.rollouts, groups, batch, result) | staleness(step, batch) | sampled.metrics
         metrics |= await self.usage.step(groups)
         metrics |= {"reused": float(len(reused))} if reused else {}
@@ -187,6 +189,7 @@ class Loop:
         taught = bool(result.metrics.get("stepped", 1.0))
         with self.timed("checkpoint"):
             context = await self.context(step, result)
+            context |= {OWN_LOOP: own.to_json()} if own else {}
             if reused:
                 context[REUSE] = {"limit": self.stack.config.trainer.max_reuse, "rollouts": [*reused]}
             await self.commit(step, groups, batch, metrics, context, taught=taught)
@@ -218,7 +221,6 @@ class Loop:
         epoch, served = epoch_at(self.epochs, step).number, await self.publisher.digest() or self.base
         numeric = numeric_context(self.engine, settings, result.metrics)
         named: dict[str, Json] = {"epoch": epoch, "weights": served, "base": self.base}
-        named |= {OWN_LOOP: True} if self.own_loop else {}
         named |= {TEACHER: self.teacher.described()} if self.teacher else {}
         return named | numeric
 

@@ -24,9 +24,10 @@ from lightning.store.epochs import Epoch, epoch_at
 from lightning.store.protocol import Store
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import Numeric, machine
+from lightning.trainer.own_loop import OWN_LOOP
 from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm
 from lightning.trainer.teacher import Teacher, recorded_teacher, reference_of, teacher_again
-from lightning.trainer.training_data import PolicyFault, batch_digest, load_groups, recorded_values, rollouts_of
+from lightning.trainer.training_data import PolicyFault, is_batch_of, load_groups, recorded_values, rollouts_of
 from lightning.types import Json, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -34,9 +35,6 @@ logger = logging.getLogger(__name__)
 LORA_LR = 1e-4
 """The learning rate of adapters where none is set. At that of all weights twenty steps change one in a hundred weights of a
 sampler that computes in bfloat16."""
-
-OWN_LOOP: Final = "own_loop"
-"""The key in a step's context that says it was taken by a loop of somebody's own (`lightning.trainer.session`)."""
 
 MACHINE_SETTINGS: Final = ("device", "threads", "tokens_per_microbatch", "gradient_checkpointing", "verl")
 """Settings of the section `engine` that belong to the machine: a step is taken again with those of this one."""
@@ -66,7 +64,7 @@ async def batch_of(store: Store, record: StepRecord, epoch: Epoch, algorithm: Al
     if needs_critic(algorithm):
         groups = await recorded_values(store, record.run, record.step, groups)
     batch = algorithm.batch(groups)
-    if batch_digest(batch) != record.digest:
+    if not is_batch_of(record, batch):
         raise AuditError(
             f"step {record.step} of {record.run} cannot be replayed, since the same rollouts make another batch now "
             f"(another release, or a function that was edited?): run `lightning audit {record.run}`"

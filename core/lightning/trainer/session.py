@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
 from lightning.algorithms.protocol import Batch
 from lightning.asyncio_utils import in_thread
 from lightning.batch.sample import Sample
@@ -37,10 +35,11 @@ from lightning.gateway.replay.recorded import prefix_of, read_rollout
 from lightning.losses.protocol import check_updates
 from lightning.store.protocol import Store
 from lightning.trainer.loop import Loop
+from lightning.trainer.own_loop import OwnStep
 from lightning.trainer.plan import TRAIN, as_tasks, branch_rollouts, newest_generation, train_rollouts
 from lightning.trainer.rollout_collection import Sampled
 from lightning.trainer.summary import Evaluation
-from lightning.trainer.training_data import all_rollouts, load_groups
+from lightning.trainer.training_data import all_rollouts, load_groups, row_digests, rows_digest
 from lightning.trainer.tree_sampling import warn_of_credit
 from lightning.types import Json, Rollout, Task, Transition
 
@@ -60,7 +59,20 @@ class _Step:
     result: StepResult | None = None
     pending: bool = False
     rows: set[int] = field(default_factory=set)
+    given: list[tuple[int, tuple[str, str]]] = field(default_factory=list)
+    """The rows of the gradient at hand, each by its place in the batch and by its digests as it was given."""
     updates: list[StepResult] = field(default_factory=list)
+    computed: list[tuple[float, str]] = field(default_factory=list)
+    """The rate of each update, and the digest of the rows that it was computed on."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A batch that `Session.batch` made, of which groups, and its rows' digests as they were then."""
+
+    batch: Batch
+    groups: Sequence[Group]
+    rows: Sequence[tuple[str, str]]
 
 
 class Session:
@@ -76,8 +88,8 @@ class Session:
         """In how many steps each group was."""
         self._trained: set[str] = set()
         """The rollouts of `_groups` that a step has trained."""
-        self._batches: dict[int, tuple[Batch, Sequence[Group]]] = {}
-        """This step's batches by their identity, with what they are of."""
+        self._batches: dict[int, _Made] = {}
+        """This step's batches by their identity."""
         self._branched = False
         """Whether there were branches."""
         self._turn = asyncio.Lock()
@@ -185,9 +197,9 @@ class Session:
 
     def _forget_batches_of(self, group: Group, now: _Step) -> None:
         """A group is about to change: batches of it are none any more. Raises `DataError` where one is being trained on."""
-        for name, (batch, groups) in list(self._batches.items()):
-            if any(each.id == group.id for each in groups):
-                if now.batch is batch and (now.updates or now.pending):
+        for name, made in list(self._batches.items()):
+            if any(each.id == group.id for each in made.groups):
+                if now.batch is made.batch and (now.updates or now.pending):
                     raise DataError(f"{group.id} is in the batch that this step trains on: branch before that")
                 del self._batches[name]
 
@@ -216,13 +228,15 @@ class Session:
                 )
         async with self._turn:
             batch = await in_thread(self._loop.schedule.at(self.step).batch, groups)
-            self._batches[id(batch)] = (batch, [*groups])
+            rows = await asyncio.to_thread(lambda: [row_digests(row) for row in batch.samples])
+            self._batches[id(batch)] = _Made(batch, [*groups], rows)
             return batch
 
     async def forward_backward(self, batch: Batch, samples: Sequence[Sample] | None = None) -> Mapping[str, float]:
-        """Add the gradient of a batch of this session, or of some of its rows, whose weights you may scale; returns what all
-        rows since the last update were. Raises `DataError` for another batch in a step that has updates, and for rows that
-        are not the batch's; `ConfigError` for a loss that several updates, or parts, would make another."""
+        """Add the gradient of a batch of this session, or of some of its rows; returns what all rows since the last update
+        were. You may change weights and advantages: the step's record then says that its rows were changed. Raises `DataError`
+        for another batch in a step that has updates, and for rows that are not the batch's; `ConfigError` for a loss that
+        several updates, or parts, would make another."""
         async with self._turn:
             loop, now = self._loop, await self._present()
             if id(batch) not in self._batches:
@@ -239,16 +253,16 @@ class Session:
                 )
             loss = batch.loss_for(loop.schedule.at(loop.done))
             check_updates(loss, several=bool(now.updates), parts=samples is not None)
-            places = _places(rows, batch)
+            given = await asyncio.to_thread(_given, rows, self._batches[id(batch)])
             await loop.writer.training()
             if now.batch is not batch:
                 now.batch, now.rows = batch, set()
-            now.pending = False
+            before, now.given, now.pending = now.given if now.pending else [], [], False
             with loop.timed("train"):
                 async with loop.stack.resting():
                     result = await asyncio.to_thread(loop.engine.forward_backward, rows, loss)
-            now.pending = True
-            now.rows |= places
+            now.pending, now.given = True, before + given
+            now.rows |= {place for place, _ in given}
             if not now.updates:
                 now.result = result
             return result.metrics
@@ -265,6 +279,9 @@ class Session:
                 async with loop.stack.resting():
                     result = await asyncio.to_thread(loop.engine.optim_step, lr)
             now.updates.append(result)
+            assert now.batch is not None, "the gradient is of a batch"
+            rows = rows_digest((row for _, row in sorted(now.given)), now.batch)
+            now.computed.append((float(result.metrics["lr"]), rows))
             return result.metrics
 
     async def publish(self) -> Mapping[str, float]:
@@ -283,12 +300,12 @@ class Session:
                     f"{missed} rows of the batch were in no gradient, and the record would say they were: call "
                     "forward_backward() with all of them, or make a batch of fewer groups"
                 )
-            _, groups = self._batches[id(now.batch)]
-            batch, step = now.batch, loop.done
+            made, batch, step = self._batches[id(now.batch)], now.batch, loop.done
+            groups, own = made.groups, OwnStep(rows_digest(made.rows, batch), tuple(now.computed))
             sampled = Sampled(now.rollouts, [group for group in groups if not self._taken[group.id]], now.seconds)
             reused = [rollout.id for rollout in batch.used if rollout.id in self._trained]
             try:
-                metrics = await loop.take(step, sampled, groups, batch, _summed(now.result, now.updates), reused)
+                metrics = await loop.take(step, sampled, groups, batch, _summed(now.result, now.updates), reused, own)
             finally:
                 if loop.done > step:  # committed, whatever failed then
                     self._committed(groups, batch)
@@ -326,18 +343,19 @@ class Session:
         self._trained = trained.intersection(kept)
 
 
-def _places(rows: Sequence[Sample], batch: Batch) -> set[int]:
-    """Which of the batch's rows these are. Raises `DataError` for one that is none of them: the record would not say so."""
-    known = {_spans(row): place for place, row in enumerate(batch.samples)}
-    places = set()
+def _given(rows: Sequence[Sample], made: _Made) -> list[tuple[int, tuple[str, str]]]:
+    """Which of the batch's rows these are, with their digests as they are now. Raises `DataError` for one that is none of them:
+    the record would not say so."""
+    known = {_spans(row): place for place, row in enumerate(made.batch.samples)}
+    given = []
     for row in rows:
-        place = known.get(_spans(row))
-        own = None if place is None else batch.samples[place]
-        alike = own is not None and np.array_equal(own.ids, row.ids)
-        if own is None or place is None or not alike or not np.array_equal(own.logprobs, row.logprobs, equal_nan=True):
-            raise DataError("a row is none of the batch's: give rows of batch.samples, with other weights at most")
-        places.add(place)
-    return places
+        place, digests = known.get(_spans(row)), row_digests(row)
+        if place is None or made.rows[place][0] != digests[0]:
+            raise DataError(
+                "a row is none of the batch's: give rows of batch.samples, with other weights or advantages at most"
+            )
+        given.append((place, digests))
+    return given
 
 
 def _spans(row: Sample) -> tuple[tuple[str, int, int, int, int], ...]:

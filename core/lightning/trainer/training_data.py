@@ -29,6 +29,7 @@ from lightning.losses.custom_loss import GivenLoss
 from lightning.store.exchanges import parents_of
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
+from lightning.trainer.own_loop import own_step
 from lightning.trainer.plan import TRAIN
 from lightning.types import TOO_LONG, Caller, CallStatus, Fault, Json, Rollout, Status, StepRecord, Transition
 
@@ -225,10 +226,49 @@ def batch_digest(batch: Batch) -> str:
             digest.update(struct.pack("<qqqq", span.attempt, span.seq, span.start, span.stop))
             if span.value_weight:
                 digest.update(struct.pack("<dd", span.value_target, span.value_weight))
+    _loss(digest, batch)
+    return digest.hexdigest()
+
+
+def row_digests(sample: Sample) -> tuple[str, str]:
+    """SHA-256 (hex) of a row: of what was sampled, and of what is to be learned from it (weights and advantages)."""
+    what, how = hashlib.sha256(struct.pack("<qd", len(sample), sample.temperature)), hashlib.sha256()
+    for span in sample.spans:
+        _text(what, span.rollout)
+        what.update(struct.pack("<qqqq", span.attempt, span.seq, span.start, span.stop))
+        how.update(struct.pack("<dd", span.value_target, span.value_weight))
+    for digest, values, kind in (
+        (what, sample.ids, "<i4"),
+        (what, sample.logprobs, "<f4"),
+        (what, sample.versions, "<i4"),
+        (how, sample.weights, "<f4"),
+        (how, sample.advantages, "<f4"),
+    ):
+        digest.update(np.ascontiguousarray(values, dtype=kind).tobytes())
+    return what.hexdigest(), how.hexdigest()
+
+
+def rows_digest(rows: Iterable[tuple[str, str]], batch: Batch) -> str:
+    """SHA-256 (hex) of rows by their own digests, which are those of a batch in its order or what became of them, and of the
+    batch's loss."""
+    digest = hashlib.sha256("".join(part for row in rows for part in row).encode())
+    _loss(digest, batch)
+    return digest.hexdigest()
+
+
+def is_batch_of(record: StepRecord, batch: Batch) -> bool:
+    """Whether a batch is the one that a step's algorithm made, by the digests in its record. What a loop of somebody's own did
+    with its rows is another question (`changed_by_loop`)."""
+    own = own_step(record.context)
+    if own is None:
+        return batch_digest(batch) == record.digest
+    return own.digest == record.digest and own.batch == rows_digest(map(row_digests, batch.samples), batch)
+
+
+def _loss(digest: hashlib._Hash, batch: Batch) -> None:
     if batch.loss is not None:
         loss = batch.loss.given if isinstance(batch.loss, GivenLoss) else batch.loss
         _text(digest, type(loss).__qualname__, *_fields(loss))
-    return digest.hexdigest()
 
 
 def _fields(loss: object) -> Iterator[str]:
@@ -259,13 +299,14 @@ def record_step(
 ) -> StepRecord:
     """The proof of a step: what was trained, in which order, and the digests an audit compares with."""
     trajectories = {member.rollout.id: member for group in groups for member in group.trajectories}
+    own = own_step(context)
     return StepRecord(
         run=run,
         step=step,
         policy_version=step + 1,
         rollouts=tuple((rollout.id, rollout.attempt) for rollout in batch.used),
         digests=tuple(rollout_digest(trajectories[rollout.id]) for rollout in batch.used),
-        digest=batch_digest(batch),
+        digest=batch_digest(batch) if own is None else own.digest,
         checkpoint=checkpoint,
         metrics=metrics,
         groups=tuple(group.id for group in groups),

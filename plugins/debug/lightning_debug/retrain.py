@@ -25,7 +25,8 @@ from lightning.store.protocol import Store
 from lightning.trainer.beginning import FORKED, MODEL
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import NUMERIC, Numeric, base_digest, machine
-from lightning.trainer.replay import OWN_LOOP, Rewinder
+from lightning.trainer.own_loop import OWN_LOOP
+from lightning.trainer.replay import Rewinder
 from lightning.types import Json, Run, StepRecord
 
 WEIGHTS: Final = "weights.safetensors"

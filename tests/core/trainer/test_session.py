@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
+from lightning.algorithms.protocol import Batch
 from lightning.audit import audit
+from lightning.batch.sample import Sample
+from lightning.cli.app import build
 from lightning.config import Config, with_settings
 from lightning.engines.failures import NonFiniteError
 from lightning.errors import AuditError, ConfigError, DataError, RunnerError
 from lightning.losses.correction import Correction
 from lightning.trainer.session import Session
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import Status, Task
+from lightning.types import Status, StepRecord, Task
+from typer.testing import CliRunner
 
 Open = Callable[..., AbstractAsyncContextManager[Any]]
 TASKS = [Task("one"), Task("two")]
@@ -48,6 +53,78 @@ async def test_steps_of_ones_own_are_recorded_served_and_audited(bench: Open, tm
         assert all(record.context["own_loop"] and record.checkpoint for record in records)
         report = await audit(made.store, "run")
         assert (report.steps, report.ok) == (3, True)
+
+
+def _negated(batch: Batch) -> list[Sample]:
+    return [replace(row, weights=-row.weights) for row in batch.samples]
+
+
+def _other_advantages(batch: Batch) -> list[Sample]:
+    return [replace(row, advantages=row.advantages + 1) for row in batch.samples]
+
+
+def _twice(batch: Batch) -> list[Sample]:
+    return [*batch.samples, *batch.samples]
+
+
+def _in_place(batch: Batch) -> list[Sample]:
+    batch.samples[0].weights[:] *= -1
+    return list(batch.samples)
+
+
+def _as_made(batch: Batch) -> list[Sample]:
+    return list(reversed(batch.samples))
+
+
+@pytest.mark.parametrize("rows", [_negated, _other_advantages, _twice, _in_place, _as_made])
+async def test_an_audit_says_whether_the_loop_changed_the_rows(
+    rows: Callable[[Batch], list[Sample]], bench: Open, tmp_path: Path
+) -> None:
+    async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
+        await take(session)
+        batch = await session.batch(await session.rollout(TASKS))
+        await session.forward_backward(batch)
+        await session.optim_step(lr=0.5)
+        await session.forward_backward(batch, rows(batch))
+        await session.optim_step(lr=0.25)
+        await session.publish()
+        report = await audit(made.store, "run")
+        assert report.ok, report.findings
+        said = await asyncio.to_thread(CliRunner().invoke, build("audit"), ["audit", str(tmp_path / "run")])
+        assert ("as it was trained" if rows is _as_made else "changed by the loop in 1 step") in said.output
+        assert ("as it was trained" in said.output) == (rows is _as_made)
+        assert report.changed == (() if rows is _as_made else (1,))
+        updates = (await made.store.last_step("run")).context["own_loop"]["updates"]
+        assert [update["lr"] for update in updates] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("what", ["a rate", "an update", "the rows"])
+async def test_an_audit_finds_updates_that_are_not_the_recorded_ones(what: str, bench: Open, tmp_path: Path) -> None:
+    async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
+        await take(session, updates=2)
+        (record,) = await made.store.steps("run")
+        own = record.context["own_loop"]
+        first, second = own["updates"]
+        changed = {
+            "a rate": {**own, "updates": [first, {**second, "lr": 0.125}]},
+            "an update": {**own, "updates": [first]},
+            "the rows": {"batch": "0" * 64, "updates": [{**each, "rows": "0" * 64} for each in (first, second)]},
+        }[what]
+
+        async def steps(run: str) -> list[StepRecord]:
+            return [replace(record, context={**record.context, "own_loop": changed})]
+
+        made.store.steps = steps
+        problems = [finding.problem for finding in (await audit(made.store, "run")).findings]
+        assert "its updates, their rates or their rows are not the recorded ones" in problems
+
+
+async def test_a_row_whose_tokens_were_changed_in_place_is_refused(bench: Open, tmp_path: Path) -> None:
+    async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
+        batch = await session.batch(await session.rollout(TASKS))
+        batch.samples[0].logprobs[:] -= 1
+        with pytest.raises(DataError, match="a row is none of the batch's"):
+            await session.forward_backward(batch)
 
 
 async def test_it_goes_on_where_it_was_killed(bench: Open, tmp_path: Path) -> None:

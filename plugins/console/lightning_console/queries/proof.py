@@ -19,14 +19,15 @@ from lightning.algorithms.protocol import Algorithm, Batch, needs_critic
 from lightning.batch import Group, Sample, TokenSpan, Trajectory
 from lightning.credit import call_rewards
 from lightning.credit.protocol import rollout_return
-from lightning.errors import LightningError
+from lightning.errors import DataError, LightningError
 from lightning.maintenance.prune import PRUNED
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
+from lightning.trainer.own_loop import changed_by_loop
 from lightning.trainer.replay import policy_fault_of, train_agents_of
 from lightning.trainer.runs import rebuild_algorithm
 from lightning.trainer.training_data import (
-    batch_digest,
+    is_batch_of,
     load_groups,
     recorded_values,
     rollout_digest,
@@ -47,6 +48,7 @@ UNTRAINED: Final = {
     "branch": "branches that were made by a command are not trained on",
 }
 """Why a rollout was not trained, by its split."""
+CHANGED: Final = "the run's own loop trained on changed rows: with other weights or advantages, or on some of them"
 ASKS: Final = "its credit function has rewards of its own (a judge), which is not asked for a page"
 
 
@@ -156,12 +158,8 @@ def _derived(record: StepRecord, epoch: Epoch, groups: Sequence[Group], algorith
             why = f"its batch cannot be derived again: {type(error).__name__}: {error}"
     if batch is not None:
         used = tuple((rollout.id, rollout.attempt) for rollout in batch.used)
-        proved = used == record.rollouts and batch_digest(batch) == record.digest
-        why = (
-            ""
-            if proved
-            else "the rows that are derived now are not those that the step recorded: run `lightning audit`"
-        )
+        why = _doubt(record, batch, used)
+        proved = not why
     rewarded = [_rewarded(group, algorithm) for group in groups]
     given = _credits(batch.samples if batch else ())
     members, spreads = {}, {}
@@ -177,6 +175,16 @@ def _derived(record: StepRecord, epoch: Epoch, groups: Sequence[Group], algorith
             )
     skipped = {} if batch is None or algorithm is None else _skipped(groups, batch, algorithm)
     return StepProof(record, epoch, algorithm, proved, why, members, spreads, skipped)
+
+
+def _doubt(record: StepRecord, batch: Batch, used: Sequence[tuple[str, int]]) -> str:
+    """Why a derived batch does not prove what a step computed on; empty where it does."""
+    try:
+        if used == record.rollouts and is_batch_of(record, batch):
+            return CHANGED if changed_by_loop(record) else ""
+    except DataError as error:
+        return str(error)
+    return "the rows that are derived now are not those that the step recorded: run `lightning audit`"
 
 
 def _rewarded(group: Group, algorithm: Algorithm | None) -> Group:
