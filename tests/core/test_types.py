@@ -6,15 +6,22 @@ import dataclasses
 import json
 import sys
 from array import array
+from collections.abc import Callable
 from types import MappingProxyType
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
+import lightning
 import lightning.types
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.errors import DataError
-from lightning.types import Task
+from lightning.client import Client
+from lightning.config import Config, load_config, with_settings
+from lightning.errors import ConfigError, DataError
+from lightning.plugins import plugins
+from lightning.testing import FakeVLLM, rollout
+from lightning.types import Caller, Task
+from lightning.types.values import as_texts
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -88,3 +95,50 @@ def test_the_type_hints_of_every_noun_resolve(noun: type) -> None:
     assert set(hints) >= {item.name for item in dataclasses.fields(noun)}
     if noun is lightning.Transition:
         assert (hints["prompt_ids"], hints["logprobs"]) == (array[int], array[float])
+
+
+def _subclass(**attributes: Any) -> object:
+    from lightning.testing import AdapterContract
+
+    return type("TestAcme", (AdapterContract,), attributes)
+
+
+def _adapters_of(names: Any) -> object:
+    return plugins().install_adapters(lambda event: None, names)
+
+
+SEQUENCES: dict[str, Callable[[Any], object]] = {
+    "train_agents": lambda names: lightning.Trainer("model", train_agents=names),
+    "adapters": lambda names: lightning.Trainer("model", adapters=names),
+    "adapters of install_adapters": _adapters_of,
+    "adapters of rollout": lambda names: rollout(lambda task, llm: 1.0, "x", [], adapters=names),
+    "adapters of Client": lambda names: Client("http://127.0.0.1:1", print, adapters=names),
+    "runs": lambda names: Client("http://127.0.0.1:1", lambda task, llm: 1.0, runner="inline", runs=names),
+    "aliases": lambda names: FakeVLLM(aliases=names),
+    "Caller.path": lambda names: Caller("writer", path=names),
+    "overrides": lambda names: load_config(None, names, {}),
+    "TestAcme.capabilities": lambda names: _subclass(capabilities=names),
+    "runner.adapters": lambda names: with_settings(Config(), {"runner.adapters": names}),
+    "engine.lora.target_modules": lambda names: with_settings(Config(), {"engine.lora.target_modules": names}),
+    "runner.preload": lambda names: load_config(None, [f"runner.preload={names}"], {}),
+    "policy_server.args": lambda names: load_config(None, (), {"LIGHTNING_POLICY_SERVER__ARGS": names}),
+}
+
+
+@pytest.mark.parametrize("what", SEQUENCES)
+def test_a_text_in_the_place_of_several_is_refused_by_name(what: str) -> None:
+    """Its letters would be globs and names: `*` in `*/writer` trains every agent."""
+    with pytest.raises(ConfigError, match=rf"(?s){what.partition(' ')[0]}.*\*/writer"):
+        SEQUENCES[what]("*/writer")
+
+
+def test_texts_are_taken_from_any_collection_and_nothing_else_is_one() -> None:
+    assert as_texts((name for name in ("a", "b")), "names") == ("a", "b")
+    for wrong in (None, 3, b"a", [1], ["a", None]):
+        with pytest.raises(ConfigError, match=r"names.* not a"):
+            as_texts(wrong, "names")  # type: ignore[arg-type]
+
+
+def test_a_script_that_is_one_text_is_refused() -> None:
+    with pytest.raises(DataError, match=r"script is the text 'yes', not a list of replies"):
+        rollout(lambda task, llm: 1.0, "x", "yes")

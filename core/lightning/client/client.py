@@ -28,6 +28,7 @@ from lightning.runner.lease_loop import deliver
 from lightning.runner.protocol import Agent
 from lightning.store.http import HttpStore
 from lightning.types import new_id
+from lightning.types.values import as_texts
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +72,11 @@ class Client:
         rollouts: int | None = None,
         idle: float | None = None,
     ) -> None:
+        named = as_texts(runs, "runs")
         base = config if isinstance(config, Config) else load_config(Path(config) if config else None)
         given = {
             "runner.concurrency": concurrency,
-            "runner.adapters": tuple(adapters) if adapters is not None else None,
+            "runner.adapters": as_texts(adapters, "adapters") if adapters is not None else None,
             "runner.sandbox_hidden": _with_token(base, token),
         }
         self.config = with_settings(base, {key: value for key, value in given.items() if value is not None})
@@ -86,7 +88,7 @@ class Client:
             raise ConfigError(
                 f"the runner {runner!r} runs no agents itself: a client needs one that does, such as process"
             )
-        self._given = (tuple(runs), rollouts, idle)
+        self._given = (named, rollouts, idle)
 
     def run(self) -> AttemptCounts:
         """Work until there is a reason to end: `rollouts` or `idle`, SIGTERM, or Ctrl-C; return what was done.

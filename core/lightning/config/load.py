@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 from lightning.config.fields import accepts, did_you_mean, find, section_of, settings, toml_value
 from lightning.config.sections import Config
 from lightning.errors import ConfigError
+from lightning.types.values import as_texts
 
 ENV_PREFIX = "LIGHTNING_"
 NOT_SETTINGS = ("LIGHTNING_DISABLE_PLUGINS", "LIGHTNING_TOKEN", "LIGHTNING_VLLM_SECRET")
@@ -48,7 +49,7 @@ def load_config(
     """
     given = list(_from_file(file)) if file is not None else []
     given += _from_env(os.environ if env is None else env)
-    given += [_from_override(text) for text in overrides]
+    given += [_from_override(text) for text in as_texts(overrides, "overrides")]
     return _build(base.model_dump(mode="json", exclude_unset=True) if base else {}, given)
 
 

@@ -22,6 +22,7 @@ from lightning.plugins.attached_adapters import Adapters, Installation
 from lightning.plugins.discovery import DISABLE, GROUP, KINDS, Kind, PluginInfo, RegisteredNames, discover, near, one
 from lightning.plugins.importing import imported, on_import
 from lightning.types import Caller, StepState, Task, ToolEvent
+from lightning.types.values import as_texts
 
 if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
@@ -220,6 +221,7 @@ class Plugins:
         (None: all). An adapter that fails is logged and left out. Raises `PluginError` for one that was asked for by name
         and is unknown or could not be loaded: training without it would silently be another training.
         """
+        names = None if names is None else as_texts(names, "adapters")
         self._load()
         self._require(names or ())
         with self._locked():

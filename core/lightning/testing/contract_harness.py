@@ -28,6 +28,7 @@ from lightning.testing.contract_house import LIMIT, House, Ran
 from lightning.testing.contract_script import ANSWER, ReplyFormat
 from lightning.testing.network import hold_network
 from lightning.types import LLM, Caller, StepState, ToolEvent
+from lightning.types.values import as_texts
 
 CAPABILITIES = {
     "tools": "reports each run of a tool with its status",
@@ -108,7 +109,7 @@ class ContractHarness:
     # the runner's part --------------------------------------------------------------------------------------------
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        unknown = sorted(set(cls.capabilities) - set(CAPABILITIES))
+        unknown = sorted({*as_texts(cls.capabilities, f"{cls.__name__}.capabilities")} - set(CAPABILITIES))
         if unknown:
             raise DataError(f"{cls.__name__}.capabilities has {unknown}; the kit knows {sorted(CAPABILITIES)}")
 

@@ -34,6 +34,7 @@ from lightning.testing.vllm_replies import (
     tokenize_reply,
 )
 from lightning.testing.vllm_shapes import ChatShape, CompletionShape, Shape, compact, error_object, too_long
+from lightning.types.values import as_texts
 
 __all__ = ["FakeVLLM", "Recorded", "Reply", "ToolCall"]
 
@@ -68,6 +69,7 @@ class FakeVLLM:
     aborted: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        as_texts(self.aliases, "aliases")
         self._queue: deque[Reply] = deque()
         self._jobs: set[Job] = set()
         self._running = asyncio.Event()

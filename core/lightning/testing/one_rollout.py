@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from lightning.asyncio_utils import outside_of_loops
+from lightning.errors import DataError
 from lightning.instrument import emit, install_tap
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent
@@ -85,6 +86,8 @@ def _run(agent: Agent, task: Task, llm: LLM) -> Outcome:
 
 
 def _in_order(replies: Sequence[Reply | ToolCall | str]) -> Script:
+    if isinstance(replies, str):
+        raise DataError(f"script is the text {replies!r:.200}, not a list of replies: write script=[...]")
     left = list(replies)
 
     def script(body: Mapping[str, object]) -> Reply:

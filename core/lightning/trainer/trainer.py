@@ -38,6 +38,7 @@ from lightning.trainer.session import Session
 from lightning.trainer.summary import Reporter, Summary, summarize
 from lightning.trainer.tree_sampling import check_tree, warn_of_credit
 from lightning.types import Json, Run, Task
+from lightning.types.values import as_texts
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class Trainer(RunOpening):
         concurrency: int | None = None,
         progress: bool = True,
     ) -> None:
+        self.train_agents = as_texts(train_agents, "train_agents")
         base = config if isinstance(config, Config) else load_config(Path(config) if config else None)
         shortcuts: dict[str, object] = {
             "trainer.steps": steps,
@@ -91,7 +93,7 @@ class Trainer(RunOpening):
             "trainer.seed": seed,
             "engine.lr": lr,
             "runner.concurrency": concurrency,
-            "runner.adapters": tuple(adapters) if adapters is not None else None,
+            "runner.adapters": as_texts(adapters, "adapters") if adapters is not None else None,
             "policy_server.attach": policy_server,
         }
         schedule = resolve_schedule(algorithm)
@@ -114,7 +116,6 @@ class Trainer(RunOpening):
         if recorded is not None and self.config.trainer.order == "learnable":
             raise ConfigError("a record has no tasks to choose from: set trainer.order to 'shuffled' or 'given'")
         self._steps_set = "steps" in base.trainer.model_fields_set or "trainer.steps" in given
-        self.train_agents = tuple(train_agents)
         self.engine = engine
         self._make_engine, self._make_runner = plugins().engine(engine), plugins().runner(runner)
         for tracker in self.config.trainer.trackers:

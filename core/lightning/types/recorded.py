@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence  # noqa: F401 — type hints resol
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from lightning.types.values import Json, LogProbs, TokenIds
+from lightning.types.values import Json, LogProbs, TokenIds, as_texts
 
 
 class CallStatus(StrEnum):
@@ -53,6 +53,10 @@ class Caller:
     span_id: str = ""
     parent_id: str = ""
     framework: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.path, str):  # its letters would be names
+            as_texts(self.path, "Caller.path")
 
     @property
     def name(self) -> str:

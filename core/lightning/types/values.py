@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
+
+from lightning.errors import ConfigError
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 TokenIds: TypeAlias = "array[int]"
@@ -19,6 +21,20 @@ LogProbs: TypeAlias = "array[float]"
 
 MAX_DEPTH = 100
 """Lists and mappings inside one another in a task or a resource."""
+
+
+def as_texts(given: Iterable[str], what: str) -> tuple[str, ...]:
+    """What somebody gave as several texts: each place where a sequence of texts is taken asks here.
+
+    Raises `ConfigError`, naming `what` it is, for one text, whose letters nobody means, and for what is no text.
+    """
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise ConfigError(f"{what} is {given!r:.200}, not a list of texts: write {what}=[...]")
+    texts = tuple(given)
+    for place, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ConfigError(f"{what}[{place}] is {text!r:.200}, not a text: give a list of texts")
+    return texts
 
 
 def token_ids(values: Sequence[int] = ()) -> TokenIds:
