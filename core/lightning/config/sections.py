@@ -317,7 +317,7 @@ class EngineConfig(Section):
     """Steps of linear warm-up of the learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up: it stays, or falls until the last of `trainer.steps`, in a line or by half a
-    cosine."""
+    cosine. Steps are counted, whatever their number of updates."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of `lr` that a falling rate ends with."""
     minibatches: int = Field(default=1, ge=1)

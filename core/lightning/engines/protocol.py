@@ -19,7 +19,8 @@ from lightning.policy_server.weight_transfer import Sender
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
     """AdamW, its schedule (`engines.lr_schedule`), and how many updates a step takes: one for each of `minibatches` parts of
-    the rows, in each of `epochs` passes. A critic has its own rate, `critic_lr`, with the same schedule."""
+    the rows, in each of `epochs` passes. A critic has its own rate, `critic_lr`, with the same schedule. The run takes
+    `total_steps` after the `begun` ones of the run that it was forked from."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
@@ -33,6 +34,7 @@ class OptimizerConfig:
     total_steps: int = 0
     minibatches: int = 1
     epochs: int = 1
+    begun: int = 0
 
 
 @dataclass(frozen=True, slots=True)

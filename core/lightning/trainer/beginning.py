@@ -30,7 +30,7 @@ from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import base_digest, weight_files
 from lightning.trainer.model import resolve_model
-from lightning.trainer.replay import Rewinder
+from lightning.trainer.replay import FORKED, MODEL, Rewinder
 from lightning.trainer.runs import changes_of, describe_algorithm, not_loadable, plan_epochs
 from lightning.trainer.summary import Reporter
 from lightning.trainer.teacher import (
@@ -46,10 +46,6 @@ from lightning.types import Json, Run, StepRecord
 logger = logging.getLogger(__name__)
 
 
-FORKED = "forked_from"
-"""The key of a run's configuration that names the run and the step whose weights it began with."""
-MODEL = "forked"
-"""The folder, in the run's own, of the model that a forked run begins with where it could not take the training state."""
 BETWEEN = "between"
 """That of the training state at the end of a config epoch of the other run, while its steps are taken again."""
 

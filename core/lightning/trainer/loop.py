@@ -33,7 +33,7 @@ from lightning.trainer.metrics import Remarks, UsageMeter, sampled_tokens, stale
 from lightning.trainer.own_loop import OWN_LOOP, OwnStep
 from lightning.trainer.plan import VAL, val_rollouts
 from lightning.trainer.recorded import Record, RecordedSampler
-from lightning.trainer.replay import take_again
+from lightning.trainer.replay import begun_with, take_again
 from lightning.trainer.rollout_collection import Sampled, Sampler, TurnSampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import NAMED, Evaluation, Reporter, evaluate_rollouts, evaluations
@@ -95,7 +95,13 @@ class Loop:
     async def run(self, started: Mapping[str, float]) -> Evaluation | None:
         """Restore, evaluate, train to the configured number of steps, evaluate, export. `started` is logged as it is. Returns
         the evaluation whose model was exported, where `trainer.keep` is `best`."""
-        config = self.stack.config.trainer
+        config, warmup = self.stack.config.trainer, self.stack.config.engine.warmup_steps
+        if warmup > begun_with(self.stack.run.config, self.stack.folder) + config.steps:
+            logger.warning(
+                "engine.warmup_steps = %d is more than trainer.steps = %d: the learning rate never comes up to engine.lr",
+                warmup,
+                config.steps,
+            )
         await self.restore()
         await self.stack.store.log_metrics(self.stack.run.id, self.done, started)
         self.reporter.begin(self.done, config.steps)

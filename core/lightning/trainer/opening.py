@@ -37,7 +37,7 @@ from lightning.trainer.loop import Loop
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.prompts import Prompts, resolve_prompts
 from lightning.trainer.recorded import RECORDED, Record, check_record, record_of, steps_of_pass
-from lightning.trainer.replay import optimizer_of
+from lightning.trainer.replay import begun_with, optimizer_of
 from lightning.trainer.runs import AGENT, check_run, claim_folder, describe_algorithm, name_folder
 from lightning.trainer.stack import Stack, open_stack
 from lightning.trainer.summary import Evaluation, Reporter, Summary, summarize
@@ -250,7 +250,7 @@ class RunOpening:
             self._open_stack(
                 made.resources, self.out, run, store, made.runner, made.prompts, restores=restores, sender=sender
             ),
-            asyncio.to_thread(self._open_engine, engine, made.teacher, critic=critic),
+            asyncio.to_thread(self._open_engine, engine, made, critic=critic),
         )
 
     async def _open_stack(
@@ -289,10 +289,11 @@ class RunOpening:
             raise ConfigError("there is no agent: give one, or runner='remote' and start `lightning runner` elsewhere")
         return runner
 
-    def _open_engine(self, engine: Engine, teacher: Teacher | None, *, critic: bool) -> str:
+    def _open_engine(self, engine: Engine, made: Prepared, *, critic: bool) -> str:
         """Open it, and return the digest of the model's folder, which is read while the policy server starts."""
-        other = reference_of(engine, teacher)
-        engine.open(self._base, optimizer_of(self.config), seed=self.config.trainer.seed, critic=critic, **other)
+        other = reference_of(engine, made.teacher)
+        optimizer = optimizer_of(self.config, begun_with(made.run.config, self.out))
+        engine.open(self._base, optimizer, seed=self.config.trainer.seed, critic=critic, **other)
         return base_digest(self._base, self.out / "base.json")
 
     @property

@@ -36,6 +36,12 @@ LORA_LR = 1e-4
 """The learning rate of adapters where none is set. At that of all weights twenty steps change one in a hundred weights of a
 sampler that computes in bfloat16."""
 
+FORKED: Final = "forked_from"
+"""The key of a run's configuration that names the run and the step whose weights it began with."""
+
+MODEL: Final = "forked"
+"""The folder, in the run's own, of the model that a forked run begins with where it could not take the training state."""
+
 MACHINE_SETTINGS: Final = ("device", "threads", "tokens_per_microbatch", "gradient_checkpointing", "verl")
 """Settings of the section `engine` that belong to the machine: a step is taken again with those of this one."""
 
@@ -86,8 +92,15 @@ def policy_fault_of(epoch: Epoch) -> PolicyFault:
     return float(found) if isinstance(found, (int, float)) else "exclude"
 
 
-def optimizer_of(config: Config) -> OptimizerConfig:
-    """The optimizer of the settings."""
+def begun_with(config: Mapping[str, Json], folder: Path) -> int:
+    """How many steps another run had taken on the training state that this one began with (a fork); `config` is what the run's
+    record says, `folder` its own. A fork that could take only the weights has begun anew."""
+    forked = config.get(FORKED)
+    return int(str(forked).rpartition("@")[2]) if forked and not (folder / MODEL).is_dir() else 0
+
+
+def optimizer_of(config: Config, begun: int = 0) -> OptimizerConfig:
+    """The optimizer of the settings; `begun` as of `begun_with`."""
     engine = config.engine
     return OptimizerConfig(
         engine.lr or (LORA_LR if engine.lora else OptimizerConfig().lr),
@@ -102,6 +115,7 @@ def optimizer_of(config: Config) -> OptimizerConfig:
         config.trainer.steps,
         engine.minibatches,
         engine.epochs,
+        begun,
     )
 
 
@@ -164,7 +178,8 @@ class Rewinder:
             critic = needs_critic(algorithm_of(self.epochs[0], self.given))
         run = self.folder or self.checkpoints.folder.parent
         other = reference_of(engine, recorded and teacher_again(recorded, self.teacher, run))
-        engine.open(self.model, optimizer_of(config), seed=config.trainer.seed, critic=bool(critic), **other)
+        optimizer = optimizer_of(config, begun_with(self.epochs[0].config, run))
+        engine.open(self.model, optimizer, seed=config.trainer.seed, critic=bool(critic), **other)
         if state is not None:
             engine.load(state)
 

@@ -29,6 +29,7 @@ from lightning.algorithms.protocol import Batch
 from lightning.asyncio_utils import in_thread
 from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group
+from lightning.engines.lr_schedule import lr_factor
 from lightning.engines.protocol import Engine, StepResult
 from lightning.errors import DataError
 from lightning.gateway.replay.recorded import prefix_of, read_rollout
@@ -37,6 +38,7 @@ from lightning.store.protocol import Store
 from lightning.trainer.loop import Loop
 from lightning.trainer.own_loop import OwnStep
 from lightning.trainer.plan import TRAIN, as_tasks, branch_rollouts, newest_generation, train_rollouts
+from lightning.trainer.replay import begun_with, optimizer_of
 from lightning.trainer.rollout_collection import Sampled
 from lightning.trainer.summary import Evaluation
 from lightning.trainer.training_data import all_rollouts, load_groups, row_digests, rows_digest
@@ -268,12 +270,13 @@ class Session:
             return result.metrics
 
     async def optim_step(self, lr: float | None = None) -> Mapping[str, float]:
-        """Clip the gradient and update, at this rate or that of the schedule, which counts the updates of such a loop. Raises
-        `DataError` without a gradient."""
+        """Clip the gradient and update, at this rate or that of the schedule, which counts steps: all updates of one have the
+        same. Raises `DataError` without a gradient, and after `trainer.steps` where the schedule has fallen to 0."""
         async with self._turn:
             loop, now = self._loop, await self._present()
             if not now.pending:
                 raise DataError("there is no gradient: call forward_backward() with a batch before optim_step()")
+            lr = self._scheduled() if lr is None else lr
             now.pending = False
             with loop.timed("train"):
                 async with loop.stack.resting():
@@ -283,6 +286,17 @@ class Session:
             rows = rows_digest((row for _, row in sorted(now.given)), now.batch)
             now.computed.append((float(result.metrics["lr"]), rows))
             return result.metrics
+
+    def _scheduled(self) -> float:
+        """The rate of the present step. Raises `DataError` where it is 0, at which a step would teach nothing."""
+        stack = self._loop.stack
+        optimizer = optimizer_of(stack.config, begun_with(stack.run.config, stack.folder))
+        if not (rate := optimizer.lr * lr_factor(optimizer, optimizer.begun + self.step)):
+            raise DataError(
+                f"engine.lr_schedule = {optimizer.schedule} has fallen to 0, since trainer.steps = {optimizer.total_steps} "
+                "steps are over: set trainer.steps to the steps of your loop, or give optim_step() a rate"
+            )
+        return rate
 
     async def publish(self) -> Mapping[str, float]:
         """Commit the step and make the policy server serve its weights; returns the step's metrics. Raises `DataError` when

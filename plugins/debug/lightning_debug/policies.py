@@ -26,11 +26,10 @@ from lightning.store.epochs import Epoch, is_over, read_epochs
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import ResourceReference, existing_store, find, parse_reference, run_id_of, store_in
 from lightning.store.url import redacted
-from lightning.trainer.beginning import FORKED, MODEL
 from lightning.trainer.checkpoints import WEIGHTS_NAME, Checkpoints, checked_weights
 from lightning.trainer.held_out import BEST
 from lightning.trainer.model import resolve_model
-from lightning.trainer.replay import Rewinder
+from lightning.trainer.replay import FORKED, MODEL, Rewinder
 from lightning.types import ResourceKind, Run, StepRecord
 
 logger = logging.getLogger(__name__)

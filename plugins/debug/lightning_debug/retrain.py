@@ -22,11 +22,10 @@ from lightning.policy_server.model_folder import hash_weights
 from lightning.policy_server.weight_transfer import BACKENDS
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
-from lightning.trainer.beginning import FORKED, MODEL
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import NUMERIC, Numeric, base_digest, machine
 from lightning.trainer.own_loop import OWN_LOOP
-from lightning.trainer.replay import Rewinder
+from lightning.trainer.replay import FORKED, MODEL, Rewinder
 from lightning.types import Json, Run, StepRecord
 
 WEIGHTS: Final = "weights.safetensors"

@@ -40,6 +40,17 @@ def test_rates_rise_then_fall_to_the_lowest_share(warmup: int, left: int, lowest
     assert shares[-1] == pytest.approx(1.0 if kind == "constant" else lowest)
 
 
+@pytest.mark.parametrize(("begun", "warmup"), [(40, 0), (40, 3), (2, 5)])
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_the_rate_of_a_fork_falls_over_its_own_steps(kind: str, begun: int, warmup: int) -> None:
+    config = OptimizerConfig(schedule=kind, warmup_steps=warmup, total_steps=10, begun=begun)  # type: ignore[arg-type]
+    shares = [lr_factor(config, begun + step) for step in range(10)]
+    rising = max(0, warmup - begun)  # the rest of the other run's warm-up
+    assert shares[rising] == 1.0
+    assert all(one > other > 0.0 for one, other in itertools.pairwise(shares[rising:]))
+    assert lr_factor(config, begun + 10) == pytest.approx(0.0)
+
+
 def test_half_way_a_cosine_is_at_the_middle() -> None:
     config = OptimizerConfig(schedule="cosine", total_steps=10, min_lr_ratio=0.1)
     assert lr_factor(config, 5) == pytest.approx(0.55)

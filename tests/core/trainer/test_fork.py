@@ -70,6 +70,10 @@ def model(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
+async def _rates(store: Store) -> list[float]:
+    return [record.metrics["lr"] for record in await store.steps("copied")]
+
+
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
@@ -82,7 +86,8 @@ def test_a_fork_begins_with_the_weights_and_the_optimizer_bit_for_bit(train: Any
     assert not equal(second, third)
     for step in (1, 2, 3):  # now it has to take two steps of one epoch and one of the next again
         shutil.rmtree(checkpoints / f"step-0000000{step}")
-    copied = train("copied", 1, from_run="parent@4")
+    copied = train("copied", 1, from_run="parent@4", engine__lr_schedule="linear")
+    assert asyncio.run(with_store(store_in(copied), _rates)) == [1e-3], "a rate falls over the fork's own steps"
     assert equal(state(copied / "checkpoints" / "step-00000000"), state(checkpoints / "step-00000004"))
     replayed = train("replayed", 1, from_run="parent@3", engine__lr=5e-3)
     assert equal(state(replayed / "checkpoints" / "step-00000000"), third)

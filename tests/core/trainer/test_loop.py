@@ -37,9 +37,10 @@ async def assert_finished(made: Any) -> None:
     assert report.rederived
 
 
-async def test_a_run_from_start_to_end(bench: Any, tmp_path: Path) -> None:
-    async with bench(tmp_path) as made:
+async def test_a_run_from_start_to_end(bench: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with bench(tmp_path, engine__warmup_steps=STEPS + 1) as made:
         await made.loop.run({"seconds/start": 1.0})
+        assert "engine.warmup_steps = 4 is more than trainer.steps = 3" in caplog.text
         await assert_finished(made)
         digest = hashlib.sha256(json.dumps(made.policy.ledger).encode()).hexdigest()
         assert await made.loop.publisher.digest() == digest, "that of the weights which are served"

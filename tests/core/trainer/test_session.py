@@ -55,6 +55,25 @@ async def test_steps_of_ones_own_are_recorded_served_and_audited(bench: Open, tm
         assert (report.steps, report.ok) == (3, True)
 
 
+async def test_a_falling_rate_counts_steps_and_is_never_silently_0(bench: Open, tmp_path: Path) -> None:
+    settings = {"engine__lr_schedule": "linear", "engine__lr": 0.5, "trainer__steps": 2}
+    async with bench(tmp_path / "run", own_loop=True, **settings) as made, Session(made.loop) as session:
+        rates = []
+        for _ in range(2):
+            batch = await session.batch(await session.rollout(TASKS))
+            for _ in range(3):
+                await session.forward_backward(batch)
+                rates.append((await session.optim_step())["lr"])
+            await session.publish()
+        assert rates == [0.5] * 3 + [0.25] * 3
+        batch = await session.batch(await session.rollout(TASKS))
+        await session.forward_backward(batch)
+        with pytest.raises(DataError, match=r"fallen to 0, since trainer.steps = 2 steps are over: set trainer.steps"):
+            await session.optim_step()
+        await session.optim_step(lr=0.125)
+        assert (await session.publish())["lr"] == 0.125
+
+
 def _negated(batch: Batch) -> list[Sample]:
     return [replace(row, weights=-row.weights) for row in batch.samples]
 
