@@ -42,16 +42,21 @@ class Intake:
 
     def __init__(self) -> None:
         self._skipped: Counter[str] = Counter()
+        self._idle = 0
         self._flawed: dict[str, list[tuple[Transition, Flaw]]] = {}
 
     def sound(self, group: Group) -> Group:
-        """The group without the rollouts that have a flawed call (`lightning.batch.find_flaw`), which are noted.
+        """The group without the rollouts that have a flawed call (`lightning.batch.find_flaw`) or none at all, which are noted:
+        what an idle rollout earned is no doing of any policy, so it is in no baseline either.
 
         Raises `DataError` for a reward that no store accepts.
         """
         kept = []
         for trajectory in group.trajectories:
             _check_reward(trajectory)
+            if not trajectory.transitions and trajectory.rollout.parent is None:
+                self._idle += 1
+                continue
             found = first_flaw(trajectory)
             if found is None:
                 kept.append(trajectory)
@@ -100,6 +105,7 @@ class Intake:
         trained = {span.rollout for sample in samples for span in sample.spans}
         used = tuple(trajectory.rollout for trajectory in trajectories if trajectory.rollout.id in trained)
         dropped = {reason: len(calls) for reason, calls in self._flawed.items()}
+        dropped |= {"idle": self._idle} if self._idle else {}
         own = None if loss is None else as_loss(loss, "Intake.batch(loss=...)")
         return Batch(samples, used, dict(self._skipped), dropped, own)
 
@@ -112,12 +118,14 @@ def trains(trajectory: Trajectory) -> bool:
 def reason_to_skip(found: Group, whole: Group, *, least: int = 2) -> str:
     """Why a group teaches nothing, or "". `whole` is what `Intake.sound` left of `found`, with all that counts as reward.
 
-    `too_few_succeeded` and `too_few_trainable`: fewer than `least` rollouts, before and after flawed ones were dropped ·
+    `too_few_succeeded` and `too_few_trainable`: fewer than `least` rollouts, before and after flawed or idle ones are out ·
     `return_not_finite` · `all_rewards_equal`, unless `least` is 1: then rollouts are not compared (credit on single calls may
     still tell them apart: `are_rounding`) · `nothing_to_train`: no call of the component of interest.
     """
     if len(whole.trajectories) < least:
-        return "too_few_succeeded" if len(found.trajectories) < least else "too_few_trainable"
+        if len(found.trajectories) < least:
+            return "too_few_succeeded"
+        return "too_few_trainable" if any(map(trains, found.trajectories)) else "nothing_to_train"
     with np.errstate(over="ignore", invalid="ignore"):
         returns = group_returns(whole)
         if not np.isfinite(returns).all():

@@ -30,9 +30,10 @@ from lightning.algorithms.intake import (
 from lightning.algorithms.presets import PRESETS, LowLevel, estimator_of, unrounded, whiten
 from lightning.algorithms.protocol import Batch
 from lightning.batch.build import Normalization
-from lightning.batch.trajectory import Group, Trajectory
+from lightning.batch.trajectory import Group
+from lightning.credit.advantage import all_equal
 from lightning.credit.intermediate import ToolReward, check_tool_reward
-from lightning.credit.protocol import Credit, GroupAdvantage
+from lightning.credit.protocol import Credit, GroupAdvantage, group_returns
 from lightning.errors import ConfigError
 from lightning.losses.correction import Correction, CorrectionKind
 from lightning.losses.protocol import KlEstimator, Loss
@@ -96,8 +97,8 @@ class LightningRL:
     overlong_penalty: float = 1.0
 
     zero_advantage_teaches: ClassVar[bool] = False
-    """Whether the surrogate has a gradient where the advantage is 0, so that such calls need rows. Groups in which every
-    advantage is 0 are skipped all the same, as with an entropy bonus or a KL penalty."""
+    """Whether the surrogate has a gradient where the advantage is 0, so that such calls need rows, as an entropy bonus and a
+    KL penalty do."""
 
     def __post_init__(self) -> None:
         _one_of("low_level", self.low_level, get_args(LowLevel))
@@ -197,59 +198,45 @@ class LightningRL:
         """Whether a group is worth a place in a batch (dynamic sampling asks): enough rollouts that can be trained on, and,
         where rollouts are compared, returns or advantages that differ. Needs no critic's values.
 
-        They have to differ without what overlong answers lose as well: DAPO's constraint (arXiv 2503.14476, equation 11) is
-        on right and wrong answers, not on their lengths. For the same reason returns that are all equal teach only where step
-        rewards tell the calls apart, whatever a discount makes of lengths. A credit function with rewards of its own is not
-        asked here, since that may take long: with one, equal returns are taken to teach.
+        They have to differ without what overlong answers lose as well (`_rewarded`). For the same reason returns that are all
+        equal teach only where step rewards tell the calls apart, whatever a discount makes of lengths. A credit function with
+        rewards of its own is not asked here, since that may take long: with one, equal returns are taken to teach.
         """
-        whole, least = Intake().sound(group), self._least()
-        for overlong in dict.fromkeys((None, self._overlong())):
-            rewarded = with_rules(whole, self.tool_reward, overlong)
-            reason = reason_to_skip(group, rewarded, least=least)
-            if reason == "all_rewards_equal" and getattr(self._credit(), "rewards", False):
-                reason = ""
-            elif reason == "all_rewards_equal" and any(member.step_rewards for member in rewarded.trajectories):
-                reason, _ = self._told_apart(rewarded)
-            if reason:
-                return False
-        return True
+        rewarded = self._rewarded(Intake().sound(group))
+        reason = reason_to_skip(group, rewarded, least=self._least())
+        if reason == "all_rewards_equal" and self._adds_rewards():
+            return True
+        if reason == "all_rewards_equal" and any(member.step_rewards for member in rewarded.trajectories):
+            reason, _ = self._told_apart(rewarded)
+        return not reason
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The step's rows. Raises `DataError` for a reward that no store accepts, and for a credit function that does not
         give one advantage for each call."""
-        preset, intake, least, critic = PRESETS[self.low_level], Intake(), self._least(), self.critic
-        every = critic or self.entropy_coefficient or self.kl_coefficient or self.zero_advantage_teaches
-        trajectories: list[Trajectory] = []
-        advantages: list[npt.NDArray[np.float64]] = []
-        targets: list[npt.NDArray[np.float64]] = []
-        taught = 0
+        intake, critic = Intake(), self.critic
+        every = bool(critic or self.entropy_coefficient or self.kl_coefficient or self.zero_advantage_teaches)
+        credited: list[_Credited] = []
         self._prefetch(groups)
         for group in groups:
             whole = intake.sound(group)
-            rewarded = self._rewarded(whole)
-            reason = reason_to_skip(group, rewarded, least=least)
-            values: list[npt.NDArray[np.float64]] = []
-            states: list[npt.NDArray[np.float64]] = []
-            if reason == "all_rewards_equal":
-                reason, values = self._told_apart(rewarded)
-            elif not reason:
-                values = self._credited(rewarded, estimator_of(preset, self.advantage_eps))
-                reason = reason_to_doubt(rewarded, values)
-            if not reason and critic:
-                states = self._value_targets(rewarded)
-                reason = reason_to_doubt(rewarded, states, "value_target")
+            reason, found = self._weighed(group, whole)
             if reason:
                 intake.skip(reason)
-                continue
-            taught += 1
-            trajectories.extend(whole.trajectories)
-            advantages.extend(values)
-            targets.extend(states)
-        if preset.whiten:
-            advantages = whiten(trajectories, advantages, eps=self.advantage_eps)
-            if taught and not critic and not any(map(np.any, advantages)):
+            if not reason:
+                credited.append(found)
+            elif reason == "all_rewards_equal" and every and not self.dynamic_sampling:
+                credited.append(
+                    _level(whole)
+                )  # what a KL penalty or an entropy bonus says of them does not look at rewards
+        if PRESETS[self.low_level].whiten:
+            taught = sum(not group.level for group in credited)
+            credited = self._whitened(credited)
+            if taught and not critic and not any(np.any(values) for group in credited for values in group.advantages):
                 intake.skip("all_rewards_equal", taught)
-                trajectories, advantages = [], []
+                credited = credited if every else []
+        trajectories = [member for group in credited for member in group.group.trajectories]
+        advantages = [values for group in credited for values in group.advantages]
+        targets = [values for group in credited for values in group.targets]
         made = intake.batch(
             trajectories,
             advantages,
@@ -263,6 +250,49 @@ class LightningRL:
         # a batch gets its loss with it.
         return replace(made, algorithm=self)
 
+    def _weighed(self, found: Group, whole: Group) -> tuple[str, _Credited]:
+        """Why a group teaches nothing, or "", and what its calls are credited with; `whole` is what `Intake.sound` left."""
+        rewarded = self._rewarded(whole)
+        reason = reason_to_skip(found, rewarded, least=self._least())
+        plain: list[npt.NDArray[np.float64]] = []
+        if reason == "all_rewards_equal":
+            reason, values = self._told_apart(rewarded)
+            return reason, _Credited(whole, values)
+        if not reason and self._overlong() is not None and not self.critic:
+            bare = with_rules(whole, self.tool_reward)
+            if self._adds_rewards() and self._compares() and all_equal(group_returns(bare)):
+                reason, _ = self._told_apart(bare)
+            plain = [] if self._compares() else self._credited(bare, self._estimator())
+        if reason:
+            return reason, _Credited(whole, [])
+        values = self._credited(rewarded, self._estimator())
+        reason = reason_to_doubt(rewarded, values)
+        targets: list[npt.NDArray[np.float64]] = []
+        if self.critic and not reason:
+            targets = self._value_targets(rewarded)
+            reason = reason_to_doubt(rewarded, targets, "value_target")
+        return reason, _Credited(whole, values, targets, plain)
+
+    def _whitened(self, credited: Sequence[_Credited]) -> list[_Credited]:
+        """The advantages normalised over the groups that teach. What overlong answers lose counts only where something differs
+        without it."""
+        taught = [group for group in credited if not group.level]
+        members = [member for group in taught for member in group.group.trajectories]
+
+        def over(parts: Sequence[Sequence[npt.NDArray[np.float64]]]) -> list[npt.NDArray[np.float64]]:
+            own = [values for part in parts for values in part]
+            return whiten(members, own, eps=self.advantage_eps, trained_alone=self.critic)
+
+        found = over([group.advantages for group in taught])
+        if taught and all(group.plain for group in taught):
+            plain = over([group.plain for group in taught])
+            found = found if any(map(np.any, plain)) else plain
+        left = iter(found)
+        return [
+            group if group.level else replace(group, advantages=[next(left) for _ in group.group.trajectories])
+            for group in credited
+        ]
+
     def _prefetch(self, groups: Sequence[Group]) -> None:
         """Tell a credit function that wants to know which groups it will be called with."""
         prefetch = getattr(self._credit(), "prefetch", None)
@@ -274,9 +304,8 @@ class LightningRL:
     def _told_apart(self, group: Group) -> tuple[str, list[npt.NDArray[np.float64]]]:
         """Why a group whose returns are all equal teaches nothing, or "" where the credit function tells its calls apart; and
         the advantages."""
-        estimator = estimator_of(PRESETS[self.low_level], self.advantage_eps)
         try:
-            values = self._credited(group, unrounded(estimator, reward_scale(group)))
+            values = self._credited(group, unrounded(self._estimator(), reward_scale(group)))
         except ZeroDivisionError:  # by the deviation of equal rewards, in a function that numpy does not help
             return "all_rewards_equal", []
         return "all_rewards_equal" if are_rounding(group, values) else reason_to_doubt(group, values), values
@@ -299,7 +328,17 @@ class LightningRL:
         return per_call(group, given, f"{self._credit_name()} (value_targets)", "value target")
 
     def _rewarded(self, group: Group) -> Group:
-        """The group with all that counts as reward."""
+        """The group with all that counts as reward.
+
+        What overlong answers lose counts where rollouts that are compared differ without it. Otherwise the smallest penalty
+        would be divided by its own deviation, and be as large as any advantage. So DAPO's constraint (arXiv 2503.14476,
+        equation 11) is on right and wrong answers, not on their lengths, and verl filters groups by the unshaped score. A
+        credit function with rewards of its own is asked what differs (`_weighed`).
+        """
+        plain = with_rules(group, self.tool_reward)
+        told_by_rewards = self._compares() and not self._adds_rewards()
+        if self._overlong() is None or (told_by_rewards and all_equal(group_returns(plain))):
+            return plain
         return with_rules(group, self.tool_reward, self._overlong())
 
     def _overlong(self) -> Overlong | None:
@@ -309,7 +348,18 @@ class LightningRL:
 
     def _least(self) -> int:
         """How many rollouts teach something. Where rollouts are not compared, one does."""
-        return 1 if PRESETS[self.low_level].equal_teaches or self.critic else 2
+        return 2 if self._compares() else 1
+
+    def _compares(self) -> bool:
+        """Whether rollouts are compared within their group."""
+        return not (PRESETS[self.low_level].equal_teaches or self.critic)
+
+    def _adds_rewards(self) -> bool:
+        """Whether the credit function has rewards of its own."""
+        return bool(getattr(self._credit(), "rewards", False))
+
+    def _estimator(self) -> GroupAdvantage:
+        return estimator_of(PRESETS[self.low_level], self.advantage_eps)
 
     def _credit(self) -> Credit:
         if not isinstance(self.credit, str):
@@ -323,6 +373,24 @@ class LightningRL:
         if isinstance(self.credit, str):
             return repr(self.credit)
         return getattr(self.credit, "__qualname__", repr(self.credit))
+
+
+@dataclass(frozen=True, slots=True)
+class _Credited:
+    """A group with what its calls are credited with: for each trajectory an array of shape (calls,). `targets` are a critic's.
+    `plain` are the advantages without what overlong answers lose, where a step's normalisation has to know. One that is `level`
+    teaches nothing by its rewards."""
+
+    group: Group
+    advantages: Sequence[npt.NDArray[np.float64]]
+    targets: Sequence[npt.NDArray[np.float64]] = ()
+    plain: Sequence[npt.NDArray[np.float64]] = ()
+    level: bool = False
+
+
+def _level(group: Group) -> _Credited:
+    """A group whose rollouts earned the same: every advantage is 0."""
+    return _Credited(group, [np.zeros(len(member.transitions)) for member in group.trajectories], level=True)
 
 
 def of_record(arguments: Mapping[str, Json]) -> dict[str, Json]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.build import Normalization
-from lightning.batch.trajectory import Trajectory, is_trained
+from lightning.batch.trajectory import Trajectory, is_trained, turns
 from lightning.credit.advantage import all_equal, centre, grpo, rloo
 from lightning.credit.protocol import GroupAdvantage, Returns
 
@@ -91,15 +91,24 @@ def _as_they_are(returns: Returns) -> Returns:
 
 
 def whiten(
-    trajectories: Sequence[Trajectory], advantages: Sequence[npt.NDArray[np.float64]], *, eps: float
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[npt.NDArray[np.float64]],
+    *,
+    eps: float,
+    trained_alone: bool = False,
 ) -> list[npt.NDArray[np.float64]]:
     """(A - mean) / (std + `eps`) over the step (REINFORCE++, arXiv 2501.03262: global advantage normalisation).
 
-    Mean and standard deviation are those over rollouts of the mean over a rollout's trained calls, so that a rollout of many
-    calls weighs no more than one of few; with one advantage for all calls of a rollout they are those of the rollouts.
-    Advantages that do not differ become 0.
+    Mean and standard deviation are those over rollouts of the mean over a rollout's turns, so that a rollout of many calls
+    weighs no more than one of few; with one advantage for all calls of a rollout they are those of the rollouts. Rollouts that
+    are compared and not trained (`trainer.policy_fault` = mask) count as they do in a group's baseline, unless `trained_alone`:
+    a critic has said nothing of them. Advantages that do not differ become 0.
     """
-    own = [_of_trained(member, values) for member, values in zip(trajectories, advantages, strict=True)]
+    own = [
+        values[turns(member)]
+        for member, values in zip(trajectories, advantages, strict=True)
+        if not trained_alone or any(map(is_trained, member.transitions, member.trainable))
+    ]
     own = [values for values in own if len(values)]
     if not own:
         return list(advantages)
@@ -110,8 +119,3 @@ def whiten(
     mean = float(share @ every)
     deviation = float(np.sqrt(share @ np.square(every - mean)))
     return [(np.asarray(values, dtype=np.float64) - mean) / (deviation + eps) for values in advantages]
-
-
-def _of_trained(trajectory: Trajectory, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    calls = zip(trajectory.transitions, trajectory.trainable, values, strict=False)
-    return np.array([value for call, trainable, value in calls if is_trained(call, trainable)], dtype=np.float64)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning.store.exchanges import Parent
 from lightning.types import CallStatus, Rollout, StepReward, ToolEvent, Transition
@@ -110,6 +111,14 @@ class Flaw:
 def is_trained(call: Transition, trainable: bool) -> bool:
     """Whether a call of the component of interest (`trainable`) gives tokens to train on: only such a call can be flawed."""
     return trainable and call.status is CallStatus.OK and len(call.response_ids) > 0
+
+
+def turns(trajectory: Trajectory) -> npt.NDArray[np.bool_]:
+    """Which calls are the rollout's turns, shape (calls,): those that are trained, and every one where none is (masked, or of
+    other agents alone). Discounts count turns, and a rollout's own mean is over its turns: what other agents call between two
+    of them belongs to the environment."""
+    trained = np.array(list(map(is_trained, trajectory.transitions, trajectory.trainable)), dtype=bool)
+    return trained if trained.any() else np.ones(len(trajectory.transitions), dtype=bool)
 
 
 def find_flaw(call: Transition) -> Flaw | None:

@@ -1,6 +1,7 @@
 """Credit from a rollout's place in its group: one comparison for the rollout, or one for each state, place or agent in it.
 
 The invariant: rollouts are compared, never calls: a rollout counts once in every mean and deviation, however often it called.
+Time is counted in turns (`lightning.batch.trajectory.turns`), so calls of agents that are not trained discount nothing.
 Two calls have the same state exactly when their prompts are the same token ids, whoever made them and whenever. So the
 states of a group are a tree: siblings stand in one state until their histories differ, and meet again where an agent's
 prompt forgets how it came there.
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning.batch.trajectory import Group, Trajectory, inherited
+from lightning.batch.trajectory import Group, Trajectory, inherited, is_trained, turns
 from lightning.credit.intermediate import call_rewards
 from lightning.credit.protocol import GroupAdvantage, group_returns
 from lightning.errors import ConfigError
@@ -38,15 +39,16 @@ def state_ids(group: Group) -> list[npt.NDArray[np.int64]]:
 
 
 def returns_to_go(trajectory: Trajectory, gamma: float = 1.0) -> npt.NDArray[np.float64]:
-    """What was earned from each call on, shape (calls,): its step rewards, `gamma` times those of the next call, and so on.
+    """What was earned from each call on, shape (calls,): the step rewards of the calls up to the next turn, `gamma` times those
+    from there on, and so on.
 
     The reward that the agent returned comes with the last call. What a branch earned before its own calls is in none of them.
     """
-    returns = call_rewards(trajectory)
+    returns, own = call_rewards(trajectory), turns(trajectory)
     if len(returns):
         returns[-1] += trajectory.reward
     for call in range(len(returns) - 2, -1, -1):
-        returns[call] += gamma * returns[call + 1]
+        returns[call] += (gamma if own[call + 1] else 1.0) * returns[call + 1]
     return returns
 
 
@@ -60,7 +62,7 @@ def identical(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.fl
 
 @dataclass(frozen=True, slots=True)
 class Decayed:
-    """A call that k others followed gets gamma^k of its rollout's advantage: early calls are blamed and praised less.
+    """A call that k turns followed gets gamma^k of its rollout's advantage: early calls are blamed and praised less.
 
     The rollouts are compared as with `identical`, so where the low level compares them (REINFORCE++ does not) a constant added
     to every reward changes nothing. Scaling by the
@@ -75,20 +77,20 @@ class Decayed:
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
         """One array of advantages, shape (calls,), for each trajectory."""
         return [
-            value * self.gamma ** np.arange(len(trajectory.transitions) - 1, -1, -1, dtype=np.float64)
+            value * self.gamma ** _turns_after(trajectory)
             for trajectory, value in zip(group.trajectories, advantage(group_returns(group)), strict=True)
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class Discounted:
-    """The discounted return from each call on, compared with the group's at the same place.
+    """The discounted return from each turn on, compared with the group's at the same place.
 
-    G_k = r_k + gamma G_(k+1), where r_k are the step rewards of call k and the outcome comes with the last call; the
-    advantage of call k is the estimator's for G_k among the G_k of the group, as MAGRPO compares turns (arXiv 2508.04652).
-    So no call answers for rewards before it. A rollout that has ended by call k stands there with its last call. With
-    gamma = 1 and no step rewards this is `identical`. The calls of a branch stand at the places that they have in the whole
-    rollout, and at those before them it is not compared.
+    G_k = r_k + gamma G_(k+1), where r_k are the step rewards from turn k up to the next and the outcome comes with the last
+    call; the advantage of turn k is the estimator's for G_k among the G_k of the group, as MAGRPO compares turns
+    (arXiv 2508.04652). So no turn answers for rewards before it. A rollout that has ended by turn k stands there with its last.
+    With gamma = 1 and no step rewards this is `identical`. The turns of a branch stand at the places that they have in the
+    whole rollout, and at those before them it is not compared. Calls that are no turns get 0.
     """
 
     gamma: float = 0.9
@@ -98,7 +100,11 @@ class Discounted:
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
         """One array of advantages, shape (calls,), for each trajectory."""
-        returns = [returns_to_go(trajectory, self.gamma) for trajectory in group.trajectories]
+        own_turns = [turns(trajectory) for trajectory in group.trajectories]
+        returns = [
+            returns_to_go(trajectory, self.gamma)[own]
+            for trajectory, own in zip(group.trajectories, own_turns, strict=True)
+        ]
         starts = _first_places(group)
         found = [np.zeros(len(own)) for own in returns]
         for place in range(max((start + len(own) for start, own in zip(starts, returns, strict=True)), default=0)):
@@ -111,14 +117,27 @@ class Discounted:
             for index, value in zip(there, advantage(np.array(here)), strict=True):
                 if place - starts[index] < len(found[index]):
                     found[index][place - starts[index]] = value
-        return found
+        return [_spread(values, own) for values, own in zip(found, own_turns, strict=True)]
+
+
+def _turns_after(trajectory: Trajectory) -> npt.NDArray[np.float64]:
+    """How many turns follow each call, shape (calls,)."""
+    own = turns(trajectory).astype(np.float64)
+    return own.sum() - own.cumsum()
+
+
+def _spread(values: npt.NDArray[np.float64], own: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    """Numbers of turns as those of calls, shape (calls,)."""
+    found = np.zeros(len(own))
+    found[own] = values
+    return found
 
 
 def _first_places(group: Group) -> list[int]:
-    """How many calls came before the first one of each trajectory: none but for branches."""
+    """How many turns came before the first one of each trajectory: none but for branches."""
     before = inherited(group.trajectories)
     return [
-        len(before[member.rollout.id])
+        sum(is_trained(call, trainable) for call, trainable in before[member.rollout.id])
         if member.rollout.id in before
         else member.rollout.parent[2]
         if member.rollout.parent

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lightning.batch.trajectory import Group, Trajectory
+from lightning.batch.trajectory import Group, Trajectory, turns
 from lightning.credit.protocol import GroupAdvantage
 from lightning.errors import ConfigError, DataError
 from lightning.types import StepReward, ToolEvent, Transition
@@ -145,10 +145,10 @@ def call_rewards(trajectory: Trajectory) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class Intermediate:
-    """The outcome's advantage for every call, and to each call alone what it earned itself, above the group's mean per call.
+    """The outcome's advantage for every call, and to each call alone what it earned itself, above the group's mean per turn.
 
     So a call is praised or blamed for its own tools, and the rest of its rollout only for the outcome: (advantage of the
-    returned rewards) + `weight` · (the call's step rewards - their mean over all calls of the group).
+    returned rewards) + `weight` · (the call's step rewards - their mean over all turns of the group).
     """
 
     weight: float = 1.0
@@ -157,7 +157,8 @@ class Intermediate:
         """One array of advantages, shape (calls,), for each trajectory."""
         outcomes = advantage(np.array([member.reward for member in group.trajectories], dtype=np.float64))
         own = [call_rewards(member) for member in group.trajectories]
-        every = np.concatenate(own) if own else np.zeros(0)
+        counted = [rewards[turns(member)] for member, rewards in zip(group.trajectories, own, strict=True)]
+        every = np.concatenate(counted) if counted else np.zeros(0)
         mean = every.mean() if len(every) else 0.0
         return [
             np.full(len(rewards), outcome) + self.weight * (rewards - mean)

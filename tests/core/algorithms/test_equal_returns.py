@@ -157,26 +157,48 @@ def test_only_trained_calls_tell_a_group_apart() -> None:
 
 
 def test_a_loss_of_ones_own_is_shown_the_same_groups() -> None:
-    """As an entropy bonus or a KL penalty is; calls with the advantage 0 have rows beside others of their group."""
+    """As an entropy bonus or a KL penalty is; calls with the advantage 0 have rows."""
 
     @from_loss
     def plain(tokens):
         return -tokens.advantages * tokens.logprobs
 
-    assert plain().batch([make_group([1.0, 1.0])]).skipped == {"all_rewards_equal": 1}
+    equal = plain().batch([make_group([1.0, 1.0])])
+    assert (equal.skipped, [row.advantages[-1] for row in equal.samples]) == ({"all_rewards_equal": 1}, [0.0, 0.0])
     batch = plain(credit=Intermediate()).batch([group([[0.25], [-0.25]], [[], []])])
     assert trained(batch.samples) == {("g/0", 0): 0.25, ("g/0", 1): -0.25, ("g/1", 0): 0.0, ("g/1", 1): 0.0}
     assert not plain("dapo").teaches(make_group([1.0, 1.0]))
 
 
+@pytest.mark.parametrize("term", ["entropy_coefficient", "kl_coefficient"])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "ppo"])
+def test_rows_are_kept_where_a_term_needs_them(name: LowLevel, term: str) -> None:
+    """A KL penalty and an entropy bonus do not look at rewards. The equal group is in no normalisation of the others."""
+    equal = Group("e", tuple(member(index, [[]], group="e") for index in range(2)))
+    mixed = make_group([1.0, 0.0])
+    plain, kept = LightningRL(name), LightningRL(name, dynamic_sampling=False, **{term: 0.1})  # type: ignore[arg-type]
+    alone = kept.batch([equal])
+    assert [row.advantages[-1] for row in alone.samples] == [0.0, 0.0]
+    assert alone.skipped == {"all_rewards_equal": 1}
+    assert plain.batch([equal]).samples == ()
+    assert not kept.teaches(equal) or name == "reinforce++"
+    found = kept.batch([equal, mixed])
+    assert [row.spans[0].rollout for row in found.samples] == ["e/0", "e/1", "group-0/0", "group-0/1"]
+    if name != "reinforce++":  # which compares over the step
+        own = [row.advantages[-1] for row in plain.batch([mixed]).samples]
+        assert [row.advantages[-1] for row in found.samples] == [0.0, 0.0, *own]
+    asked = replace(kept, dynamic_sampling=True)
+    assert asked.batch([equal]).samples == () or name == "reinforce++", "such groups were replaced by others"
+
+
 def test_dynamic_sampling_does_not_count_what_differs_in_length_alone() -> None:
-    """DAPO's equation 11 is on right and wrong answers; the batch still learns from the lengths."""
+    """DAPO's equation 11 is on right and wrong answers, in a batch as for dynamic sampling."""
     short = make_trajectory([((1,), (2, 3))], rollout="g/0", reward=0.0)
     long = make_trajectory([((1,), tuple(range(2, 12)))], rollout="g/1", reward=0.0)
     algorithm = LightningRL("dapo", group_size=2, overlong_tokens=10, overlong_buffer=4)
     wrong = Group("g", (short, long))
     assert not algorithm.teaches(wrong)
-    assert [row.advantages[-1] > 0 for row in algorithm.batch([wrong]).samples] == [True, False]
+    assert algorithm.batch([wrong]).skipped == {"all_rewards_equal": 1}
     right = replace(short, rollout=replace(short.rollout, reward=1.0))
     assert algorithm.teaches(Group("g", (right, long)))
     made_equal = replace(long, rollout=replace(long.rollout, reward=1.0))

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
+from lightning.algorithms.presets import PRESETS, LowLevel
 from lightning.batch.trajectory import Group
 from lightning.credit import GroupAdvantage
 from lightning.errors import ConfigError, DataError, PluginError
@@ -291,7 +292,29 @@ def test_failed_rollouts_are_absent_not_zero() -> None:
     assert [float(row.advantages[-1]) for row in with_failure.samples] == [0.25, -0.25]
 
 
-def test_rollouts_without_calls_still_count_in_the_group() -> None:
-    group = Group("g", (make_trajectory([], rollout="g/x", reward=0.0), *make_group([1.0, 0.5]).trajectories))
-    batch = LightningRL("dr_grpo").batch([group])
+@pytest.mark.parametrize("low_level", PRESETS)
+def test_an_idle_rollout_is_in_no_baseline_and_counted(low_level: LowLevel) -> None:
+    """One that called no model at all: what it earned is no policy's doing."""
+    if low_level == "ppo":
+        return  # a critic compares no rollouts
+    idle, others = make_trajectory([], rollout="g/x", reward=100.0), make_group([1.0, 0.5])
+    algorithm = LightningRL(low_level)
+    batch, alone = algorithm.batch([Group("g", (idle, *others.trajectories))]), algorithm.batch([others])
+    assert [row.advantages.tolist() for row in batch.samples] == [row.advantages.tolist() for row in alone.samples]
+    assert (batch.dropped, alone.dropped) == ({"idle": 1}, {})
+
+
+def test_where_all_are_idle_nothing_is_trained_and_said_so() -> None:
+    idle = tuple(make_trajectory([], rollout=f"g/{index}", reward=float(index)) for index in range(2))
+    batch = LightningRL("grpo", group_size=2).batch([Group("g", idle)])
+    assert (batch.skipped, batch.dropped) == ({"nothing_to_train": 1}, {"idle": 2})
+    one = (idle[0], make_group([1.0]).trajectories[0])
+    assert LightningRL("grpo").batch([Group("g", one)]).skipped == {"too_few_trainable": 1}
+
+
+def test_calls_of_other_agents_are_calls() -> None:
+    """A rollout in which the trained agent was not asked is compared with; `per_agent` compares an agent with itself."""
+    other = make_trajectory(rollout="g/x", reward=0.0, trainable=(False,))
+    batch = LightningRL("dr_grpo").batch([Group("g", (other, *make_group([1.0, 0.5]).trajectories))])
     assert [float(row.advantages[-1]) for row in batch.samples] == [0.5]
+    assert not batch.dropped

@@ -115,3 +115,46 @@ def test_equal_rewards_teach_nothing(group: Group, reward: float, advantage: Gro
     tied = Group("g", tuple(plus(member, reward - member.reward) for member in group.trajectories))
     for name, credit in {**COMPARING, **WEIGHTED}.items():
         assert all((part == 0.0).all() for part in credit(tied, advantage)), name
+
+
+@few
+@given(group=groups(), advantage=ESTIMATORS, data=st.data())
+def test_calls_of_agents_that_are_not_trained_change_nothing(group: Group, advantage: GroupAdvantage, data) -> None:  # type: ignore[no-untyped-def]
+    """Time is counted in turns: a discount does not shrink through what another agent calls."""
+    members, places = [], []
+    for member in group.trajectories:
+        calls, flags, values = [], [], []
+        for place in range(len(member.transitions) + 1):
+            for _ in range(data.draw(st.integers(0, 2)) if member.transitions else 0):
+                seq = len(calls)
+                other = make_trajectory([((90, seq), (3,))], rollout=member.rollout.id).transitions[0]
+                calls.append(replace(other, id=f"other-{seq}", caller=Caller("other"), started_at=9.0, ended_at=9.0))
+                flags.append(False)
+                values.append(float("nan"))
+            if place < len(member.transitions):
+                calls.append(member.transitions[place])
+                flags.append(True)
+                values.append(member.values[place])
+        numbered = tuple(replace(call, seq=seq) for seq, call in enumerate(calls))
+        places.append(np.flatnonzero(flags))
+        members.append(replace(member, transitions=numbered, trainable=tuple(flags), values=tuple(values)))
+    for name, credit in EVERY.items():
+        alone, beside = credit(group, advantage), credit(Group("g", tuple(members)), advantage)
+        for own, found, place in zip(alone, beside, places, strict=True):
+            np.testing.assert_allclose(found[place], own, atol=1e-9, err_msg=name)
+
+
+@few
+@given(group=groups(), advantage=ESTIMATORS, masked=st.integers(0, 5))
+def test_a_rollout_that_is_not_trained_counts_for_the_others_as_if_it_were(
+    group: Group, advantage: GroupAdvantage, masked: int
+) -> None:
+    """`trainer.policy_fault` = mask."""
+    members = list(group.trajectories)
+    index = masked % len(members)
+    members[index] = replace(members[index], trainable=(False,) * len(members[index].transitions))
+    for name, credit in EVERY.items():
+        before, after = credit(group, advantage), credit(Group("g", tuple(members)), advantage)
+        for place, (own, found) in enumerate(zip(before, after, strict=True)):
+            if place != index:
+                np.testing.assert_allclose(found, own, atol=1e-9, err_msg=name)

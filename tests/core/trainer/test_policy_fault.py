@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
+from lightning.algorithms.presets import PRESETS, LowLevel
 from lightning.audit import audit
+from lightning.batch.trajectory import Group
 from lightning.config import Config
 from lightning.engines.protocol import StepResult
 from lightning.errors import ConfigError
 from lightning.store.memory import MemoryStore
+from lightning.testing.trajectories import make_trajectory
 from lightning.trainer.metrics import step_metrics
 from lightning.trainer.plan import is_lost, train_rollouts
 from lightning.trainer.runs import describe_algorithm
@@ -76,6 +80,45 @@ async def test_an_audit_knows_the_setting_of_the_run() -> None:
     batch = ALGORITHM.batch(groups)
     await store.commit_step(record_step("run", 0, groups, batch, checkpoint="", metrics={}, context={}))
     assert (await audit(store, "run")).findings != ()
+
+
+def _rows(group: str, rewards: list[float], masked: int | None = None) -> Group:
+    return Group(
+        group,
+        tuple(
+            make_trajectory(rollout=f"{group}/{index}", reward=reward, trainable=(index != masked,))
+            for index, reward in enumerate(rewards)
+        ),
+    )
+
+
+@pytest.mark.parametrize("low_level", [name for name in PRESETS if name != "ppo"])
+def test_a_masked_rollout_counts_in_mean_and_deviation(low_level: LowLevel) -> None:
+    """It is compared with, and not trained: the others get what they would get if it were."""
+    rewards, other = [1.0, 1.0, 1.0, 0.0], _rows("h", [1.0, 0.0, 1.0, 0.0])
+    for groups in ([], [other]):
+        found = LightningRL(low_level).batch([_rows("g", rewards, masked=3), *groups])
+        whole = LightningRL(low_level).batch([_rows("g", rewards), *groups])
+        kept = {row.spans[0].rollout: row.advantages.tolist() for row in whole.samples}
+        del kept["g/3"]
+        assert {row.spans[0].rollout: row.advantages.tolist() for row in found.samples} == kept
+        assert len(kept) == 3 + 4 * len(groups)
+
+
+def test_by_hand_under_reinforce_plus_plus() -> None:
+    groups = [_rows("g", [1.0, 1.0, 1.0, 0.0], masked=3), _rows("h", [1.0, 0.0, 1.0, 0.0])]
+    found = [float(row.advantages[-1]) for row in LightningRL("reinforce++").batch(groups).samples]
+    assert found == pytest.approx([0.774, 0.774, 0.774, 0.774, -1.291, 0.774, -1.291], abs=1e-3)
+
+
+def test_a_critic_says_nothing_of_a_masked_rollout() -> None:
+    """Its advantage is not known, so it is in no normalisation."""
+    valued = [
+        Group(group.id, tuple(replace(member, values=(0.25,)) for member in group.trajectories))
+        for group in (_rows("g", [1.0, 0.5, 0.0], masked=2), _rows("g", [1.0, 0.5]))
+    ]
+    masked, without = ([row.advantages.tolist() for row in LightningRL("ppo").batch([one]).samples] for one in valued)
+    assert masked == without
 
 
 async def test_two_solved_and_the_rest_never_ended_is_no_group_of_equals() -> None:
