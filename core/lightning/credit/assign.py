@@ -122,8 +122,8 @@ class Discounted:
 
 def _turns_after(trajectory: Trajectory) -> npt.NDArray[np.float64]:
     """How many turns follow each call, shape (calls,)."""
-    own = turns(trajectory).astype(np.float64)
-    return own.sum() - own.cumsum()
+    own: npt.NDArray[np.float64] = np.cumsum(turns(trajectory)[::-1], dtype=np.float64)[::-1]
+    return own - turns(trajectory)
 
 
 def _spread(values: npt.NDArray[np.float64], own: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:

@@ -14,6 +14,9 @@ import torch
 from lightning.losses.correction import Correction
 from lightning.losses.protocol import KlEstimator, LossOutput
 
+ROUNDING = float(torch.finfo(torch.float32).eps) ** 2
+"""The variance of what differs in its last float32 digits alone, as a part of its square."""
+
 MAX_LOG_RATIO = 20.0
 """exp of more would overflow a sum in float32; such a token is far outside any clip range (verl clamps the same)."""
 
@@ -90,36 +93,37 @@ def value_loss(values: torch.Tensor, targets: torch.Tensor, weights: torch.Tenso
     """sum_i w_i * (V_i - target_i)^2 / 2, all of shape (M,): L^VF of PPO (arXiv 1707.06347, section 5).
 
     Left out: clipping of V to its old value, which did not help where it was measured (arXiv 2006.05990, section 3.2).
-    `metrics` are the weighted sums that `value_metrics` takes.
+    `metrics` are the weighted sums that `value_metrics` takes. They are made in float64, on the CPU, since some devices have
+    none: a variance is the small difference of two of them, which float32 would lose where targets are nearly equal.
     """
     loss = (weights * (values - targets).square()).sum() / 2
-    with torch.no_grad():
-        errors = targets - values
-        sums = torch.stack([
-            weights.sum(),
-            (weights * values).sum(),
-            (weights * targets).sum(),
-            (weights * targets.square()).sum(),
-            (weights * errors).sum(),
-            (weights * errors.square()).sum(),
-        ])  # fmt: skip
-    names = ("weight", "value", "target", "target_squared", "error", "error_squared")
-    return LossOutput(loss, dict(zip(names, sums.tolist(), strict=True)))
+    value, target, weight = (part.detach().to("cpu", torch.float64) for part in (values, targets, weights))
+    error = target - value
+    powers = {
+        "weight": torch.ones_like(weight),
+        "value": value,
+        "target": target,
+        "target_squared": target.square(),
+        "error": error,
+        "error_squared": error.square(),
+    }
+    return LossOutput(loss, {name: float((weight * power).sum()) for name, power in powers.items()})
 
 
 def value_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """`value_loss` (mean squared error / 2), `value_mean`, `value_target` (the targets' mean) and
     `value_explained_variance`: 1 - Var(target - V) / Var(target), which is 1 for a perfect critic and 0 for a constant one;
-    0 where all targets are equal. Takes the added-up `metrics` of all of a step's states; empty without any."""
+    0 where all targets are equal, but for the rounding of float32. Takes the added-up `metrics` of all of a step's states;
+    empty without any."""
     weight = sums.get("weight", 0.0)
     if not weight:
         return {}
     mean = {name: value / weight for name, value in sums.items()}
     spread = mean["target_squared"] - mean["target"] ** 2
-    unexplained = mean["error_squared"] - mean["error"] ** 2
+    unexplained = max(0.0, mean["error_squared"] - mean["error"] ** 2)
     return {
         "value_loss": mean["error_squared"] / 2,
         "value_mean": mean["value"],
         "value_target": mean["target"],
-        "value_explained_variance": 1.0 - unexplained / spread if spread > 1e-12 * mean["target_squared"] else 0.0,
+        "value_explained_variance": 1.0 - unexplained / spread if spread > ROUNDING * mean["target_squared"] else 0.0,
     }

@@ -217,7 +217,8 @@ def _server(calls: Sequence[RecordedCall]) -> tuple[ServerCosts, float]:
     )
     found = _fit(table, seconds)
     spread = float(np.var(seconds))
-    fit = 1.0 - float(np.var(seconds - table @ found)) / spread if spread else 1.0
+    varies = spread > 1e-12 * float(seconds.mean()) ** 2  # not by rounding alone
+    fit = 1.0 - float(np.var(seconds - table @ found)) / spread if varies else 1.0
     latency, request, prompt_token, token, per_call = (float(value) for value in found)
     return ServerCosts(token, per_call, request, prompt_token, latency), fit
 

@@ -63,3 +63,19 @@ def test_equal_targets_and_no_states_are_no_division_by_zero() -> None:
     found = value_metrics(value_loss(*tensors([(0.3, 0.1, 1.0), (0.2, 0.1, 2.0)])).metrics)
     assert found["value_explained_variance"] == 0.0
     assert value_metrics({}) == {}
+
+
+@pytest.mark.parametrize("target", [0.95, 0.1, 1e4, -1 / 3])
+def test_targets_that_are_equal_in_float32_explain_nothing(target: float) -> None:
+    """Also where they differ by the last digit."""
+    targets = torch.full((1000,), target)
+    targets[::3] = torch.nextafter(targets[::3], torch.tensor(float("inf")))
+    values, weights = torch.linspace(-1, 1, 1000), torch.full((1000,), 1 / 1000)
+    assert value_metrics(value_loss(values, targets, weights).metrics)["value_explained_variance"] == 0.0
+
+
+def test_a_small_spread_far_from_0_is_not_lost() -> None:
+    targets = 100.0 + torch.linspace(-1, 1, 1000) * 1e-2
+    values = targets + 0.5 * (targets - 100.0) + 7.0  # an offset is forgiven
+    found = value_metrics(value_loss(values, targets, torch.full((1000,), 1e-3)).metrics)
+    assert found["value_explained_variance"] == pytest.approx(0.75, abs=0.01)
