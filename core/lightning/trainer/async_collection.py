@@ -15,10 +15,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+from lightning.store.epochs import Epoch, epoch_at
 from lightning.trainer.algorithm import AlgorithmSchedule, samples_dynamically
 from lightning.trainer.pacing import OpenGroup, Pacer
-from lightning.trainer.plan import TRAIN, is_lost, tasks_from, train_rollouts
+from lightning.trainer.plan import START, TRAIN, is_lost, place_after, tasks_from, train_rollouts
 from lightning.trainer.rollout_collection import Sampled, Sampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
@@ -61,15 +63,17 @@ class Pipeline(Sampler):
         agents: Sequence[str],
         reporter: Reporter,
         finished: Callable[[Rollout], None],
+        epochs: Sequence[Epoch] = (),
     ) -> None:
-        super().__init__(stack, schedule, tasks, agents, reporter, finished)
+        super().__init__(stack, schedule, tasks, agents, reporter, finished, epochs)
         self.changed = asyncio.Event()
         self._news = asyncio.Event()
         self._pacer = self._paced(0, [])
         self._members: dict[str, _Members] = {}
         self._unfinished: dict[str, Rollout] = {}
         self._places = Counter[int]()
-        self._begun = 0
+        self._begun = self._before = 0
+        self._order = START
         self._dropped: list[_Members] = []
         self._since = time.monotonic()
         self._worker: asyncio.Task[None] | None = None
@@ -141,7 +145,8 @@ class Pipeline(Sampler):
             waiting = {members.task for members in (*self._members.values(), *self._dropped)}
             return self.choice.ranked(f"group {self._begun}", size, without=waiting)[:1]
         assert self.config.order != "learnable"
-        return tasks_from(self.tasks, self._begun, 1, self.config.seed, self.config.order)
+        done = self._begun - self._before
+        return tasks_from(self.tasks, done, 1, self.config.seed, self.config.order, self._order)
 
     def _paced(self, step: int, open_groups: Sequence[OpenGroup]) -> Pacer:
         config = self.config
@@ -165,6 +170,7 @@ class Pipeline(Sampler):
         left = [members for group, members in by_group.items() if group not in taken]
         for members in left:
             self._open(members)
+        await self._find_place(len(records))
         groups = [OpenGroup(members[0].group, members[0].step) for members in left]
         self._pacer = self._paced(len(records), groups)
         for rollout in begun:
@@ -173,6 +179,18 @@ class Pipeline(Sampler):
         for waiting in self._members.values():
             # An earlier process may have given up because of these. They are not held against this one.
             waiting.hopeless = waiting.failed
+
+    async def _find_place(self, committed: int) -> None:
+        """Where the passes over the tasks begin in the present config epoch: groups begin ahead of the steps, so how many had
+        begun at each epoch's start is kept."""
+        store, run = self.stack.store, self.stack.run.id
+        until = self.epochs[: epoch_at(self.epochs, committed).number + 1]
+        begun = [0]
+        for epoch in until[1:]:
+            kept = await store.keep_state(run, f"begun/{epoch.number}", self._begun)
+            begun.append(int(str(kept)))
+        self._before = begun[-1]
+        self._order = place_after(until, [after - before for before, after in pairwise(begun)], self.tasks)
 
     def _open(self, rollouts: Sequence[Rollout]) -> None:
         """Expect the rollouts of a group."""

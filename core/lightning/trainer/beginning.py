@@ -30,6 +30,7 @@ from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import base_digest, weight_files
 from lightning.trainer.model import resolve_model
+from lightning.trainer.plan import task_ids
 from lightning.trainer.replay import FORKED, MODEL, Rewinder
 from lightning.trainer.runs import changes_of, describe_algorithm, not_loadable, plan_epochs
 from lightning.trainer.summary import Reporter
@@ -223,6 +224,27 @@ async def _teacher_folder(name: str, into: Path, config: Config, url: str, *, ke
         raise ConfigError(f"the teacher {name} is not there: {error}; a run's step is written RUN@STEP") from error
 
 
+def warn_of_tasks(before: Epoch, after: Epoch) -> None:
+    """Say that a run goes on with other training tasks."""
+    old, new = task_ids(before), task_ids(after)
+    given = after.setting("trainer", "order") == "given"
+    if not old or old == new or (not given and set(old) == set(new)):
+        return
+    moved = "" if set(old) != set(new) else ", and they stand in another order"
+    rule = (
+        "trainer.order = given goes on at its place in the list, so tasks that moved may come twice in a pass or not at all"
+        if given
+        else "what a pass has taken comes no second time in it, and new ones join it where their turn is still to come"
+    )
+    logger.warning(
+        "the training tasks are others than before: %d are new, %d are gone%s; %s",
+        len(set(new) - set(old)),
+        len(set(old) - set(new)),
+        moved,
+        rule,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Beginning:
     """What is known of a run before anything of it is started. `url` is that of its store where it is not in the folder."""
@@ -262,6 +284,7 @@ class Beginning:
             if committed and epoch.first == committed:
                 changed = "\n  ".join(changes_of(epochs, epoch.number))
                 self.reporter.say(f"config epoch {epoch.number} begins with step {committed}:\n  {changed}")
+                warn_of_tasks(epochs[epoch.number - 1], epoch)
         given = [algorithm for _, algorithm in phases]
         again = Rewinder(
             self.store,

@@ -147,7 +147,7 @@ class Loop:
             )
         ahead = self.stack.config.trainer.max_staleness and not self.own_loop
         make = Pipeline if ahead else TurnSampler
-        return make(self.stack, self.schedule, self.train, self.train_agents, self.reporter, self.finished)
+        return make(self.stack, self.schedule, self.train, self.train_agents, self.reporter, self.finished, self.epochs)
 
     async def step(self, step: int) -> dict[str, float]:
         """Sample the groups of a step, train on them once, and make the policy server serve the result."""

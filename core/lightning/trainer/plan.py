@@ -6,10 +6,11 @@ Where `trainer.order` is `learnable` the tasks are a function of the committed s
 from __future__ import annotations
 
 import functools
-import random
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +19,8 @@ from lightning.types import Fault, Json, Rollout, Status, Task, Transition
 
 if TYPE_CHECKING:
     from lightning.batch.trajectory import Trajectory
-    from lightning.config.sections import FixedOrder
+    from lightning.config.sections import FixedOrder, TaskOrder
+    from lightning.store.epochs import Epoch
 
 TRAIN, VAL = "train", "val"
 T = TypeVar("T")
@@ -80,47 +82,129 @@ def _row(item: Json) -> dict[str, Any]:
     return {name: value for name, value in item.items() if value is not None or name == "input"}
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in endless passes over tasks: in pass `over`, behind the task whose place in the order is `key`."""
+
+    over: int = 0
+    key: bytes = b""
+
+
+START = Place()
+
+
 def tasks_of_step(
-    tasks: Sequence[Task], step: int, count: int, seed: int, order: FixedOrder = "shuffled"
+    tasks: Sequence[Task], step: int, count: int, seed: int, order: FixedOrder = "shuffled", begin: Place = START
 ) -> list[Task]:
-    """The `count` tasks of a step: consecutive slices of endless passes over `tasks`, no state between steps."""
-    return tasks_from(tasks, step * count, count, seed, order)
+    """The `count` tasks of a step: consecutive slices of endless passes over `tasks`, no state between steps. `step` counts
+    from the place `begin` on."""
+    return tasks_from(tasks, step * count, count, seed, order, begin)
 
 
-def tasks_from(tasks: Sequence[T], first: int, count: int, seed: int | str, order: FixedOrder = "shuffled") -> list[T]:
-    """`count` tasks (or recorded groups) from position `first` on of endless passes over `tasks`: `shuffled`, each by itself,
-    or all as `given`."""
+def tasks_from(
+    tasks: Sequence[Task],
+    first: int,
+    count: int,
+    seed: int | str,
+    order: FixedOrder = "shuffled",
+    begin: Place = START,
+) -> list[Task]:
+    """`count` tasks from position `first` behind `begin` on of endless passes over `tasks`: `shuffled`, each by itself, or all
+    as `given`. Shuffled is the order of hashes of seed, pass and task, so that another task moves none of the others."""
     if not tasks:
         raise DataError("the list of training tasks is empty: give fit() at least one task in `train`")
-    places = [divmod(position, len(tasks)) for position in range(first, first + count)]
+    names = tuple(task.id for task in tasks)
+    return [tasks[index] for _, index in _taken(names, first, count, str(seed), order, begin)]
+
+
+def units_from(
+    units: Sequence[T], names: Sequence[str], first: int, count: int, seed: int, order: FixedOrder = "shuffled"
+) -> list[T]:
+    """As `tasks_from`, of things with these names, each its own."""
+    return [units[index] for _, index in _taken(tuple(names), first, count, str(seed), order, START)]
+
+
+def place_after(epochs: Sequence[Epoch], taken: Sequence[int], tasks: Sequence[Task]) -> Place:
+    """Where the passes of the last of these config epochs begin. `taken` says how many tasks each of those before it took, and
+    `tasks` are those of an epoch that does not name its own.
+
+    A task that a pass has taken comes no second time in it, whatever tasks were added or taken away; one that was added comes
+    in the present pass if its turn is still to come. Where the seed or the order is another one, the next pass begins.
+    """
+    place = START
+    for (before, after), count in zip(pairwise(epochs), taken, strict=True):
+        names, seed, order = _listed(before)
+        if count and order != "learnable":
+            names = names or tuple(task.id for task in tasks)
+            ((place, _),) = _taken(names, count - 1, 1, seed, order, place)
+        if _listed(after)[1:] != (seed, order):
+            place = Place(place.over + 1)
+    return place
+
+
+def task_ids(epoch: Epoch) -> tuple[str, ...]:
+    """The ids of the training tasks of a config epoch, in the order in which they were given."""
+    tasks = epoch.config.get("tasks")
+    found = tasks.get("train") if isinstance(tasks, Mapping) else None
+    return tuple(map(str, found)) if isinstance(found, (list, tuple)) else ()
+
+
+def _listed(epoch: Epoch) -> tuple[tuple[str, ...], str, TaskOrder]:
+    """The tasks, the seed and the order of a config epoch."""
+    order = epoch.setting("trainer", "order")
+    known: TaskOrder = "given" if order == "given" else "learnable" if order == "learnable" else "shuffled"
+    return task_ids(epoch), str(epoch.setting("trainer", "seed")), known
+
+
+def _taken(
+    names: tuple[str, ...], first: int, count: int, seed: str, order: FixedOrder, begin: Place
+) -> list[tuple[Place, int]]:
+    """The place behind each of `count` tasks from position `first` behind `begin` on, and its index."""
+    rest = [entry for entry in _order(names, f"{seed}/{begin.over}", order) if entry[0] > begin.key]
+    found = []
+    for position in range(first, first + count):
+        over, entries, offset = begin.over, rest, position
+        if position >= len(rest):
+            more, offset = divmod(position - len(rest), len(names))
+            over += 1 + more
+            entries = _order(names, f"{seed}/{over}", order)
+        key, index = entries[offset]
+        found.append((Place(over, key), index))
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _order(names: tuple[str, ...], seed: str, order: FixedOrder) -> list[tuple[bytes, int]]:
+    """The tasks of a pass, each as its key and its index."""
     if order == "given":
-        return [tasks[offset] for _, offset in places]
-    orders = {epoch: _order(len(tasks), f"{seed}/{epoch}") for epoch in {epoch for epoch, _ in places}}
-    return [tasks[orders[epoch][offset]] for epoch, offset in places]
+        return [(index.to_bytes(8), index) for index in range(len(names))]
+    keyed = (
+        (hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), index) for index, name in enumerate(names)
+    )
+    return sorted(keyed)
 
 
 def tasks_of_wave(
-    tasks: Sequence[Task], step: int, wave: int, count: int, seed: int, order: FixedOrder = "shuffled"
+    tasks: Sequence[Task],
+    step: int,
+    wave: int,
+    count: int,
+    seed: int,
+    order: FixedOrder = "shuffled",
+    begin: Place = START,
 ) -> list[Task]:
     """The tasks of one wave of a step. Wave 0 is the step's own; later ones are passes over the other tasks, shuffled, or as
     given from those on that follow the step's own (in a curriculum the nearest).
 
     They do not move the order that steps have without them.
     """
-    own = tasks_of_step(tasks, step, count, seed, order)
+    own = tasks_of_step(tasks, step, count, seed, order, begin)
     if wave == 0:
         return own
     used = {task.id for task in own}
-    following = (step + 1) * count % len(tasks) if order == "given" else 0
+    following = tasks.index(own[-1]) + 1 if order == "given" else 0
     others = [task for task in (*tasks[following:], *tasks[:following]) if task.id not in used]
     return tasks_from(others or tasks, (wave - 1) * count, count, f"{seed}/waves of {step}", order)
-
-
-@functools.lru_cache(maxsize=4)
-def _order(length: int, seed: str) -> list[int]:
-    order = list(range(length))
-    random.Random(seed).shuffle(order)  # noqa: S311 — an order, not a secret
-    return order
 
 
 def generation(rollouts: Sequence[Rollout], planned: Sequence[Rollout], later: Sequence[Rollout] = ()) -> int:

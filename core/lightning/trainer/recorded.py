@@ -26,7 +26,7 @@ from lightning.store.protocol import Store
 from lightning.store.resource_ref import existing_store
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule
-from lightning.trainer.plan import TRAIN, tasks_from
+from lightning.trainer.plan import TRAIN, units_from
 from lightning.trainer.rollout_collection import Sampled, TurnSampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
@@ -235,7 +235,8 @@ class RecordedSampler(TurnSampler):
         count = self.config.tasks_per_step
         over, place = divmod(step, steps_of_pass(len(groups), count))
         left = min(count, len(groups) - place * count)
-        return tasks_from(groups, over * len(groups) + place * count, left, self.config.seed, self.config.order)
+        names = [unit[0].id for unit in groups]
+        return units_from(groups, names, over * len(groups) + place * count, left, self.config.seed, self.config.order)
 
     def _share(self, step: int) -> float:
         while self._looked_at <= step:

@@ -12,13 +12,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import TracebackType
 from typing import Self
 
 from lightning.batch.trajectory import Group
 from lightning.errors import RunnerError
+from lightning.store.epochs import Epoch, epoch_at
 from lightning.trainer.algorithm import AlgorithmSchedule, samples_dynamically
-from lightning.trainer.plan import TRAIN, generation, is_lost, tasks_of_wave, train_rollouts
+from lightning.trainer.plan import TRAIN, generation, is_lost, place_after, tasks_of_wave, train_rollouts
 from lightning.trainer.reasons import grouped
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
@@ -57,7 +59,9 @@ class Sampler(ABC):
         agents: Sequence[str],
         reporter: Reporter,
         finished: Callable[[Rollout], None],
+        epochs: Sequence[Epoch] = (),
     ) -> None:
+        self.epochs = epochs or [Epoch(0, 0, stack.run.config)]
         self.stack, self.schedule, self.tasks, self.agents = stack, schedule, tasks, agents
         self.reporter, self.finished = reporter, finished
         self.config = stack.config.trainer
@@ -196,6 +200,16 @@ class TurnSampler(Sampler):
             tasks = self.choice.of_step(step, size, first, count)
         else:
             assert config.order != "learnable"
-            tasks = tasks_of_wave(self.tasks, step, wave, count, config.seed, config.order)
+            now = epoch_at(self.epochs, step)
+            until = self.epochs[: now.number + 1]
+            taken = [(after.first - before.first) * _per_step(before, count) for before, after in pairwise(until)]
+            begin = place_after(until, taken, self.tasks)
+            tasks = tasks_of_wave(self.tasks, step - now.first, wave, count, config.seed, config.order, begin)
         begun = size if self.trees is None else self.trees.trunks(size)
         return train_rollouts(self.stack.run.id, step, tasks, begun, attempts, generation=number, first=first)
+
+
+def _per_step(epoch: Epoch, otherwise: int) -> int:
+    """How many tasks a step of a config epoch takes."""
+    found = epoch.setting("trainer", "tasks_per_step")
+    return found if isinstance(found, int) else otherwise

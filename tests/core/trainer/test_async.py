@@ -115,8 +115,9 @@ async def test_tasks_come_as_given_also_after_a_crash(
         made.engine.crash_at = "step:1"
         with pytest.raises(made.Crash):
             await made.loop.run({})
-    async with bench(tmp_path, answering, **given) as made:
+    async with bench(tmp_path, answering, engine__lr=1e-5, **given) as made:  # a config epoch of its own
         await made.loop.run({})
+        assert len(made.loop.epochs) == 2
         train = [task.id for task in made.loop.train]
         begun = [
             rollout.task.id for rollout in await all_rollouts(made.store, "run", split="train") if not rollout.index

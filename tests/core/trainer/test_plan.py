@@ -3,15 +3,27 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError
-from lightning.trainer.plan import as_tasks, tasks_of_step, tasks_of_wave, train_rollouts, val_rollouts
+from lightning.store.epochs import Epoch
+from lightning.trainer.beginning import warn_of_tasks
+from lightning.trainer.plan import (
+    Place,
+    as_tasks,
+    place_after,
+    tasks_of_step,
+    tasks_of_wave,
+    train_rollouts,
+    val_rollouts,
+)
 from lightning.types import Task
 
 TASKS = [Task(f"question {number}") for number in range(7)]
+TASKS20 = [Task(f"question {number}") for number in range(20)]
 
 
 @given(step=st.integers(0, 50), count=st.integers(1, 20), seed=st.integers(0, 5))
@@ -29,6 +41,77 @@ def test_whole_passes_use_every_task_equally_often(count: int, passes: int, seed
 
 def test_seeds_give_different_orders() -> None:
     assert tasks_of_step(TASKS, 0, 7, 0) != tasks_of_step(TASKS, 0, 7, 1)
+
+
+def _epoch(number: int, first: int, tasks: list[Task], count: int, **settings: Any) -> Epoch:
+    trainer = {"tasks_per_step": count, "seed": 0, "order": "shuffled", **settings}
+    return Epoch(number, first, {"tasks": {"train": [task.id for task in tasks]}, "config": {"trainer": trainer}})
+
+
+@given(
+    size=st.integers(1, 20),
+    steps=st.integers(1, 12),
+    count=st.integers(1, 5),
+    then=st.integers(1, 5),
+    order=st.sampled_from(["shuffled", "given"]),
+    data=st.data(),
+)
+def test_other_tasks_train_none_of_the_old_ones_twice_or_never(
+    size: int, steps: int, count: int, then: int, order: Any, data: Any
+) -> None:
+    """As given that is so for tasks that are put behind the others."""
+    old, more = TASKS20[:size], [Task(f"new {number}") for number in range(data.draw(st.integers(0, 5)))]
+    new = [*old, *more]
+    if order == "shuffled":
+        gone = data.draw(st.sets(st.sampled_from(range(size)), max_size=size - 1))
+        new = data.draw(st.permutations([task for task in new if task not in [old[place] for place in gone]]))
+    before = [task.id for step in range(steps) for task in tasks_of_step(old, step, count, 0, order)]
+    epochs = [_epoch(0, 0, old, count, order=order), _epoch(1, steps, new, then, order=order)]
+    begin = place_after(epochs, [steps * count], new)
+    after = [task.id for step in range(2 * len(new)) for task in tasks_of_step(new, step, then, 0, order, begin)]
+    in_pass = set(before[begin.over * size :])
+    left, whole = {task.id for task in old if task in new} - in_pass, [task.id for task in new]
+    rest = next(
+        n for n in range(len(new) + 1) if sorted(after[n : n + len(new)]) == sorted(whole) and left <= {*after[:n]}
+    )
+    assert len(after[:rest]) == len({*after[:rest]}), "none comes twice in the rest of the pass"
+    assert in_pass.isdisjoint(after[:rest]), "nor one that it has taken"
+    assert left <= {*after[:rest]} <= left | {task.id for task in more}
+
+
+def test_one_more_of_a_thousand_at_half_a_pass() -> None:
+    old = [Task(f"question {number}") for number in range(1000)]
+    new = [*old, Task("one more")]
+    begin = place_after([_epoch(0, 0, old, 8), _epoch(1, 63, new, 16)], [63 * 8], new)
+    taken = [task.id for step in range(63) for task in tasks_of_step(old, step, 8, 0)]
+    taken += [task.id for step in range(31) for task in tasks_of_step(new, step, 16, 0, begin=begin)]
+    counts = Counter(taken)
+    assert sum(counts[task.id] for task in old) in (999, 1000)
+    assert max(counts.values()) == 1
+
+
+def test_the_tasks_keep_their_order_where_one_is_added() -> None:
+    more = [TASKS[0], Task("one more"), *TASKS[1:]]
+    kept = [task for task in tasks_of_step(more, 0, 8, 3) if task in TASKS]
+    assert kept == tasks_of_step(TASKS, 0, 7, 3)
+
+
+@pytest.mark.parametrize("order", ["shuffled", "given"])
+def test_a_run_that_goes_on_with_other_tasks_says_so(order: str, caplog: pytest.LogCaptureFixture) -> None:
+    before = _epoch(0, 0, TASKS, 2, order=order)
+    warn_of_tasks(before, _epoch(1, 3, TASKS, 4, order=order))
+    assert not caplog.text
+    warn_of_tasks(before, _epoch(1, 3, [*TASKS[1:], Task("one"), Task("two")], 2, order=order))
+    assert "others than before: 2 are new, 1 are gone; " in caplog.text
+    assert ("comes no second time in it" in caplog.text) == (order == "shuffled")
+    warn_of_tasks(before, _epoch(1, 3, TASKS[::-1], 2, order=order))
+    assert ("0 are new, 0 are gone, and they stand in another order" in caplog.text) == (order == "given")
+
+
+def test_another_seed_begins_the_next_pass() -> None:
+    begin = place_after([_epoch(0, 0, TASKS, 2), _epoch(1, 1, TASKS, 2, seed=1)], [2], TASKS)
+    assert begin == Place(1)
+    assert place_after([_epoch(0, 0, TASKS, 2), _epoch(1, 3, TASKS, 2, order="given")], [6], []) == Place(1)
 
 
 def test_the_given_order_is_that_of_every_pass_whatever_the_seed() -> None:
