@@ -128,7 +128,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.maintenance.prune",
             "lightning.policy_server.model_folder",
             "lightning.trainer.checkpoints",
-            "lightning.trainer.beginning",
+            "lightning.trainer.own_loop",
             "lightning.trainer.context",
             "lightning.trainer.replay",
         ),
