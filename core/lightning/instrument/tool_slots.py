@@ -81,6 +81,7 @@ class tool_slot:  # noqa: N801 — used as a verb: `with tool_slot("browser"):`
     def __init__(self, name: str) -> None:
         self.name = name
         self._file: int | None = None
+        self._process = os.getpid()
         self.loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -113,7 +114,10 @@ class tool_slot:  # noqa: N801 — used as a verb: `with tool_slot("browser"):`
                 _taken.discard(self)
             import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_UN)  # a process that the tool has forked may have the file as well
+            if (
+                self._process == os.getpid()
+            ):  # a process that the tool has forked has the same lock: it neither keeps nor ends it
+                fcntl.flock(file, fcntl.LOCK_UN)
             os.close(file)
             _around.set(tuple(slot for slot in _around.get() if slot is not self))
 

@@ -75,7 +75,7 @@ class Worker:
 
     async def ask(self, request: bytes, holder: Holder) -> bytes:
         """Send a request and return the reply, which `holder` has room for. Raises `WorkerDiedError`, or `ValueError` for bytes
-        that are no message."""
+        that are no message, or the answer to another request."""
         self.served += 1
         reading = asyncio.ensure_future(self._exchange(request, holder))
         both: set[asyncio.Future[Any]] = {reading, self.exited}
@@ -100,9 +100,10 @@ class Worker:
             self._network.close()
 
     async def _exchange(self, request: bytes, holder: Holder) -> bytes:
-        self._writer.write(socket_framing.pack(request))
+        name = self.served.to_bytes(socket_framing.NAME)
+        self._writer.write(socket_framing.pack(name + request))
         await self._writer.drain()
-        return await socket_framing.read_reply(self._reader, holder)
+        return await socket_framing.read_reply(self._reader, holder, name)
 
 
 class ForkServer:

@@ -29,6 +29,7 @@ from lightning.instrument.tool_slots import ToolLimits
 from lightning.plugins import plugins
 from lightning.runner import sandbox_network, socket_framing, worker
 from lightning.runner.agent_serialization import unpack_agent
+from lightning.runner.forks import flush, without_children
 from lightning.runner.warmth import Contexts, Stores, build_model
 
 _PR_SET_PDEATHSIG = 1
@@ -77,9 +78,11 @@ def _prepare(setup: dict[str, Any], shipped: bytes) -> tuple[str, str]:
     try:
         for module in setup["preload"] or ():
             doing = f"preloading module {module!r} (runner.preload)"
-            importlib.import_module(module)
+            with without_children():
+                importlib.import_module(module)
         doing = "loading the agent"
-        unpack_agent(shipped)
+        with without_children():
+            unpack_agent(shipped)
         threads = _started_since(before)
         doing = "installing the adapters"
         plugins().install_adapters(emit, setup["adapters"])()
@@ -95,7 +98,8 @@ def _import_all(names: Sequence[str]) -> list[str]:
     failed = []
     for name in names:
         try:
-            importlib.import_module(name)
+            with without_children():
+                importlib.import_module(name)
         except BaseException:  # noqa: BLE001 — isolates the user's modules; a rollout imports it again, and says what is wrong
             failed.append(name)
     return failed
@@ -216,7 +220,7 @@ class _Template:
         return bool(data)
 
     def _fork(self, request: int, descriptor: int, listen: list[list[str | int]]) -> None:
-        worker.flush()  # or both processes would write what is buffered
+        flush()  # or both processes would write what is buffered
         try:
             pid = os.fork()
         except OSError as error:
@@ -258,7 +262,7 @@ class _Template:
         except BaseException:  # noqa: BLE001 — nothing may return into the fork server's loop
             traceback.print_exc()
         finally:
-            worker.flush()
+            flush()
             os._exit(code)
 
     def _reap(self) -> None:

@@ -24,6 +24,7 @@ from lightning.instrument.tool_slots import limit_tools, unheld
 from lightning.plugins import plugins
 from lightning.runner.agent_serialization import check_agent
 from lightning.runner.branch_tools import NoBranchError, answered_with, recorded_runs
+from lightning.runner.forks import without_children
 from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
 from lightning.runner.tool_limits import LimitWatch, make_slots
@@ -125,13 +126,15 @@ class InlineRunner:
 
         def call() -> Reward | Awaitable[Reward]:
             attempt.calls.begin()
-            return agent(task, llm)
+            with without_children():
+                return agent(task, llm)
 
         result = call() if is_async(agent) else await _in_thread(call)
         if not inspect.isawaitable(result):
             return result
         attempt.calls.begin()  # after a thread, here
-        return await result
+        with without_children():
+            return await result
 
 
 async def _in_thread(function: Callable[[], Reward | Awaitable[Reward]]) -> Reward | Awaitable[Reward]:

@@ -2,7 +2,7 @@
 
 The invariant: a message is read whole or not at all; a peer that went away reads as the end, never as a short message. What an
 agent's process sends is held to a length and to a share of the memory before it is read, and to a number of JSON values before
-it is parsed.
+it is parsed. A request and its reply begin with one name, so that no reply is taken for that of another request.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ MOST_VALUES = 500_000
 """JSON values of it, counted by commas and brackets."""
 LONGEST_NEWS = 1024 * 1024
 """Bytes of what the fork server tells, which imports the agent's modules."""
+
+NAME = 8
+"""Bytes of the name that a request and its reply begin with."""
 
 _LENGTH = struct.Struct("!I")
 
@@ -56,13 +59,16 @@ def receive(sock: socket.socket) -> bytes | None:
     return None if head is None else _receive_exactly(sock, _length(head))
 
 
-async def read_reply(reader: asyncio.StreamReader, holder: Holder) -> bytes:
-    """The next message from a stream, sent by an agent's process. `holder` waits for the memory that it and its JSON take.
+async def read_reply(reader: asyncio.StreamReader, holder: Holder, name: bytes) -> bytes:
+    """The next message from a stream, sent by an agent's process in reply to the request `name`. `holder` waits for the memory
+    that it and its JSON take.
 
-    Raises `asyncio.IncompleteReadError` when the peer is gone, and `ValueError` for a message that is too long or has too many
-    values.
+    Raises `asyncio.IncompleteReadError` when the peer is gone, and `ValueError` for a message that is too long, has too many
+    values, or replies to another request.
     """
-    length = _length(await reader.readexactly(_LENGTH.size), LONGEST_REPLY)
+    length = _length(await reader.readexactly(_LENGTH.size), LONGEST_REPLY + NAME) - NAME
+    if length < 0 or await reader.readexactly(NAME) != name:
+        raise ValueError("a message that does not reply to this rollout's request")
     # All at once: who held the bytes and waited for the values could wait for another one that does the same.
     held = max(length, min(length + VALUE_BYTES * min(length, MOST_VALUES), holder.largest))
     if not await holder.wait(held, None):

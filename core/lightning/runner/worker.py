@@ -28,6 +28,7 @@ from lightning.plugins import plugins
 from lightning.runner import socket_framing
 from lightning.runner.agent_serialization import is_installed, unpack_agent
 from lightning.runner.branch_tools import NoBranchError, branch_tools
+from lightning.runner.forks import flush, without_children
 from lightning.runner.outcomes import decode_request, encode_outcome, failed, raised, returned
 from lightning.runner.protocol import Agent, Reward
 from lightning.runner.seeding import seed_process
@@ -44,22 +45,24 @@ def serve(
     limits: ToolLimits,
     needs: int | None = None,
 ) -> None:
-    """Answer requests until the parent closes the socket. After the first, what it has imported and built since the fork is
-    written to the descriptor `needs`, as a line of JSON."""
+    """Answer requests, each under its name, until the parent closes the socket. After the first, what it has imported and built
+    since the fork is written to the descriptor `needs`, as a line of JSON."""
     before, places = set(sys.modules), list(sys.path)
     seed_process(None)  # until a rollout has a seed of its own: what the agent's modules draw when they are imported
     contexts.install()
-    agent = unpack_agent(shipped)
+    with without_children():
+        agent = unpack_agent(shipped)
     install_tap(reroute)
     limit_tools(limits)
     plugins().install_adapters(emit, adapters)
     with asyncio.Runner() as loop:
         while (request := socket_framing.receive(sock)) is not None:
+            name, request = request[: socket_framing.NAME], request[socket_framing.NAME :]
             task, llm = decode_request(request)
             seed_process(llm.seed)
             outcome = run_agent(agent, task, llm, loop)
             flush()
-            socket_framing.send(sock, encode_outcome(outcome, unheld(outcome.tool_events)))
+            socket_framing.send(sock, name + encode_outcome(outcome, unheld(outcome.tool_events)))
             if needs is not None:
                 _tell_needs(needs, before, places, contexts)
                 needs = None
@@ -108,7 +111,8 @@ def _call(agent: Agent, task: Task, llm: LLM, attempt: ActiveAttempt, loop: asyn
     context = contextvars.copy_context()  # what the agent sets there ends with the rollout
     if is_async(agent):
         return loop.run(_started_in_loop(agent, task, llm, attempt), context=context)
-    result = context.run(agent, task, llm)
+    with without_children():
+        result = context.run(agent, task, llm)
     if inspect.isawaitable(result):
         return loop.run(_awaited(result, attempt), context=context)
     return result
@@ -121,13 +125,15 @@ def is_async(agent: Agent) -> bool:
 
 async def _started_in_loop(agent: Agent, task: Task, llm: LLM, attempt: ActiveAttempt) -> Reward:
     attempt.calls.begin()
-    result = agent(task, llm)
-    return await result if inspect.isawaitable(result) else result
+    with without_children():  # here, since a child shares the selector of the loop
+        result = agent(task, llm)
+        return await result if inspect.isawaitable(result) else result
 
 
 async def _awaited(result: Awaitable[Reward], attempt: ActiveAttempt) -> Reward:
     attempt.calls.begin()
-    return await result
+    with without_children():
+        return await result
 
 
 @contextlib.contextmanager
@@ -151,13 +157,6 @@ def _environment(llm: LLM) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def flush() -> None:
-    """Write out what the agent has printed."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the agent may have closed it, or nobody reads it any more
-            stream.flush()
 
 
 def without_proxy(environment: Mapping[str, str], url: str) -> dict[str, str]:

@@ -313,7 +313,7 @@ def make_bomber() -> Agent:
                 except OSError:
                     ended += 1
             return float(ended)
-        bomb = b'{"reward": [' + b"[]," * int(str(task.input)) + b"[]]}"
+        bomb = (1).to_bytes(8, "big") + b'{"reward": [' + b"[]," * int(str(task.input)) + b"[]]}"
         for descriptor in range(3, 64):
             try:
                 if stat.S_ISSOCK(os.fstat(descriptor).st_mode):

@@ -520,6 +520,31 @@ async def test_a_worker_that_writes_nonsense_is_not_believed(lease: Leases) -> N
     assert "sent no outcome" in outcome.error
 
 
+def make_forking() -> Agent:
+    def agent(task: Task, llm: LLM) -> float:
+        if not task.input:
+            return 0.5
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            return 0.25
+        if task.input == "returns":
+            return 9.0
+        raise SystemExit(0) if task.input == "exits" else RuntimeError("in the child")
+
+    return agent
+
+
+async def test_a_forked_child_gives_no_reward_to_its_rollout_nor_to_the_next(
+    lease: Leases, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with runner_of(make_forking(), concurrency=1, rollouts_per_process=3) as runner:
+        for how, said in (("returns", "returned from"), ("exits", "raised SystemExit"), ("raises", "in the child")):
+            outcomes = [await runner.run(lease(how if number == 0 else ""), NOWHERE) for number in range(3)]
+            assert [outcome.reward for outcome in outcomes] == [0.25, 0.5, 0.5]
+            assert said in capfd.readouterr().err
+
+
 async def test_an_agent_that_cannot_travel_is_refused() -> None:
     lock = threading.Lock()
     with pytest.raises(RunnerError, match=r"cannot be sent to a worker process.*runner='inline'"):

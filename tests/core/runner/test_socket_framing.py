@@ -41,13 +41,22 @@ async def test_a_length_that_cannot_be_is_an_error() -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(nonsense)
     with pytest.raises(ValueError, match="was announced"):
-        await socket_framing.read_reply(reader, Holder(Budget()))
+        await socket_framing.read_reply(reader, Holder(Budget()), ASKED)
 
 
-async def reply_of(payload: bytes, most: int = 1 << 20) -> bytes:
+ASKED = (7).to_bytes(socket_framing.NAME)
+
+
+async def reply_of(payload: bytes, most: int = 1 << 20, name: bytes = ASKED) -> bytes:
     reader = asyncio.StreamReader()
-    reader.feed_data(socket_framing.pack(payload))
-    return await socket_framing.read_reply(reader, Holder(Budget(most)))
+    reader.feed_data(socket_framing.pack(name + payload))
+    return await socket_framing.read_reply(reader, Holder(Budget(most)), ASKED)
+
+
+@pytest.mark.parametrize("name", [(6).to_bytes(8), (8).to_bytes(8), b"", b"{}"])
+async def test_a_reply_to_another_request_is_not_taken(name: bytes) -> None:
+    with pytest.raises(ValueError, match="does not reply to this rollout's request"):
+        await reply_of(b"9.0", name=name)
 
 
 async def test_what_an_agent_sends_is_held_to_a_length_a_number_of_values_and_the_memory(
@@ -58,7 +67,7 @@ async def test_what_an_agent_sends_is_held_to_a_length_a_number_of_values_and_th
     assert await reply_of(b"[" * 1000) == b"[" * 1000
     with pytest.raises(ValueError, match="1001 JSON values, more than 1000"):
         await reply_of(b"[" * 1001)
-    with pytest.raises(ValueError, match="10001 bytes was announced, more than 10000"):
+    with pytest.raises(ValueError, match="10009 bytes was announced, more than 10008"):
         await reply_of(b" " * 10_001)
     with pytest.raises(ValueError, match="needs 129000 bytes of memory"):
         await reply_of(b"[" * 1000, most=200_000)
@@ -69,8 +78,8 @@ async def test_a_reply_waits_for_the_memory_that_others_hold() -> None:
     other = Holder(budget)
     assert other.take(500)
     reader = asyncio.StreamReader()
-    reader.feed_data(socket_framing.pack(b" " * 400))
-    reading = asyncio.create_task(socket_framing.read_reply(reader, Holder(budget)))
+    reader.feed_data(socket_framing.pack(ASKED + b" " * 400))
+    reading = asyncio.create_task(socket_framing.read_reply(reader, Holder(budget), ASKED))
     await asyncio.sleep(0.01)
     assert not reading.done()
     other.give(500)
