@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
+import os
 import sys
 import threading
 import time
@@ -47,6 +49,7 @@ _current: ContextVar[ActiveAttempt | None] = ContextVar("lightning_session", def
 _active: list[ActiveAttempt] = []
 _lock = threading.RLock()
 _said: set[str] = set()
+_said_in_fork = mmap.mmap(-1, 1)  # shared by all processes that are forked from this one
 
 
 class ActiveAttempt:
@@ -66,6 +69,7 @@ class ActiveAttempt:
         self._sizes: dict[str, int] = {}
         self._unasked = set(llm.prompts)
         self._strangers: dict[int, threading.Thread] = {}
+        self._process = os.getpid()
         self._open = True
 
     @property
@@ -203,7 +207,9 @@ class ActiveAttempt:
     def _takes(self, what: str, count: int, size: int) -> bool:
         """Whether there is room for one more, of `size` characters, beside the `count` that are kept."""
         total = self._sizes.get(what, 0) + size
-        if not self._open:
+        if self._process != os.getpid():
+            _say_in_fork(what)
+        elif not self._open:
             log_once(f"late {what}", "%s reported after their rollout had ended were dropped", what)
         elif count >= MAX_REPORTS:
             log_once(f"many {what}", "a rollout reported more than %d %s; the rest were dropped", MAX_REPORTS, what)
@@ -216,8 +222,24 @@ class ActiveAttempt:
         return False
 
 
+def _say_in_fork(what: str) -> None:
+    """Say once, in whichever process, that reports do not come back from a forked one."""
+    if not _said_in_fork[0]:
+        _said_in_fork[0] = 1
+        logger.warning(
+            "%s reported in a process that the agent forked (multiprocessing, os.fork) were dropped, since nothing brings them "
+            "back to the rollout: report them in the agent's own process, from what the forked one returns",
+            what,
+        )
+
+
 def _may_be_one(one: ToolEvent, other: ToolEvent) -> bool:
-    """Whether two reports under one call id may be of one run: some policy servers give their ids again."""
+    """Whether two reports under one call id may be of one run: some policy servers give their ids again. A run has one status
+    in the end, and no framework tells it twice."""
+    if "unknown" not in (one.status, other.status):
+        tellers = {event.caller.framework if event.caller else "" for event in (one, other)}
+        if one.status != other.status or (len(tellers) == 1 and "" not in tellers):
+            return False
     return one.arguments == other.arguments or one.arguments is None or other.arguments is None
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import mmap
+import os
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType
 
 import httpx
@@ -132,6 +135,51 @@ def test_a_tool_run_that_is_reported_again_stays_one_event() -> None:
         *[("pay", "ok", "", "", "")] * 2,
     ]
     assert (session.tool_events[0].arguments, session.tool_events[0].caller) == ({"text": "a"}, Caller("boss"))
+
+
+PAYER = Caller("payer", framework="acme")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (ToolEvent("pay", "ok", "c", {"to": "a"}, "paid"), ToolEvent("pay", "error", "c", error="no money")),
+        (ToolEvent("pay", "error", "c", error="no money", caller=PAYER), ToolEvent("pay", "error", "c", caller=PAYER)),
+        (
+            ToolEvent("pay", "ok", "c", {"to": "a"}, caller=PAYER),
+            ToolEvent("pay", "ok", "c", {"to": "a"}, caller=PAYER),
+        ),
+    ],
+)
+def test_two_ends_under_one_call_id_are_two_runs(first: ToolEvent, second: ToolEvent) -> None:
+    with activate(ONE) as session:
+        emit(first)
+        emit(second)
+    found = [(event.status, event.arguments, event.output, event.error) for event in session.tool_events]
+    assert found == [(event.status, event.arguments, event.output, event.error) for event in (first, second)]
+
+
+def test_what_a_forked_process_reports_is_said_once_to_be_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "_said_in_fork", mmap.mmap(-1, 1))
+    log = logging.FileHandler(tmp_path / "log")
+    context.logger.addHandler(log)
+    try:
+        with activate(ONE) as session:
+            for _ in range(2):
+                child = os.fork()
+                if child == 0:
+                    try:
+                        reward(1.0)
+                        emit(ToolEvent("pay", "ok"))
+                    finally:
+                        os._exit(0)
+                os.waitpid(child, 0)
+    finally:
+        context.logger.removeHandler(log)
+        log.close()
+    assert (session.step_rewards, session.tool_events) == ((), ())
+    assert (tmp_path / "log").read_text().count("\n") == 1
+    assert "step rewards reported in a process that the agent forked" in (tmp_path / "log").read_text()
 
 
 async def test_concurrent_rollouts_do_not_mix() -> None:
