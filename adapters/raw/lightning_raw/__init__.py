@@ -7,9 +7,7 @@ It has no `lightning_install`, since there is nothing to attach to: `@lightning.
 from __future__ import annotations
 
 import lightning
-from lightning.instrument import by_type, component_path
-
-from lightning_raw.frames import user_functions
+from lightning.instrument import by_type, component_path, user_functions
 
 __all__ = ["lightning_identify"]
 
@@ -21,7 +19,7 @@ POLICY_FAULTS = {"openai.LengthFinishReasonError": "cut_off"}
 @lightning.hookimpl(trylast=True)
 def lightning_identify() -> lightning.Caller | None:
     """The innermost component; without any, the nearest function of the user's own code. None if there is neither."""
-    path = component_path() or user_functions()
+    path = component_path() or user_functions(above=2)
     return lightning.Caller(agent=path[-1], path=path, framework="raw") if path else None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from lightning.instrument.adapter_tools import by_type, check_supported, replace_method
 from lightning.instrument.components import ask, component, component_path, current_caller, tool
 from lightning.instrument.context import ActiveAttempt, activate, current_attempt, emit, label, reward, state
+from lightning.instrument.frames import user_functions
 from lightning.instrument.httpx_patch import install_tap
 from lightning.instrument.own_client import MarkedRequest, mark_request
 from lightning.instrument.scopes import ActiveScope, Scopes
@@ -36,4 +37,5 @@ __all__ = [
     "state",
     "tool",
     "tool_slot",
+    "user_functions",
 ]

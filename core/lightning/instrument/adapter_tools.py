@@ -58,12 +58,16 @@ def replace_method(
 
     A method is given as its class binds it: what another library has put there may need that to find its instance.
     """
-    original = vars(owner)[name]
+    inherited, original = name not in vars(owner), vars(owner).get(name)
     ours = wrap(getattr(owner, name))
     setattr(owner, name, ours)
 
     def undo() -> None:
-        if vars(owner)[name] is ours:  # else somebody else stands before it now
+        if vars(owner)[name] is not ours:
+            return  # somebody else stands before it now
+        if inherited:
+            delattr(owner, name)
+        else:
             setattr(owner, name, original)
 
     return undo

@@ -1,23 +1,26 @@
 """Names for the parts of an agent: `component("writer")` around its calls, `@tool` on its tools; and who is calling now.
 
 The invariant: a wrapped function behaves as before (same result, same exceptions, sync stays sync, streams stay streams)
-and a name never leaks to code outside the block or decorated function, not even between the items of a generator. Who is
-calling is asked first of what a user's own code registered, then of the adapters: nobody who is asked can cost the agent
-its call, and whoever raises is left out of this answer and named once.
+and a name never leaks to code outside the block or decorated function, not even between the items of a generator, nor from one
+that is never closed, or is closed in another task. Who is calling is asked first of what a user's own code registered, then of
+the adapters: nobody who is asked can cost the agent its call, and whoever raises is left out of this answer and named once.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import ParamSpec, Self, TypeVar, cast, overload
 
 from lightning.errors import DataError
 from lightning.instrument.context import calling_attempt, current_attempt, log_once
+from lightning.instrument.last_call import flow_ident
 from lightning.instrument.recorded_tools import recorded_run, replayed
 from lightning.instrument.starters import starter_here
 from lightning.instrument.texts import MAX_TEXT, error_text, named_arguments, result_of, signature_of, text_of
@@ -27,7 +30,47 @@ from lightning.types import Caller, Json, ToolEvent
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_path: ContextVar[tuple[str, ...]] = ContextVar("lightning_component_path", default=())
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+_MANAGERS = frozenset({"__enter__", "__aenter__", "__exit__", "__aexit__", "enter_context", "enter_async_context"})
+"""Methods in which a context manager enters and leaves others."""
+
+
+class Room:
+    """A component that was entered. One that a generator entered is there for what runs inside the generator, and for the tasks
+    that it starts, but not for whoever iterates it: both have one context."""
+
+    __slots__ = ("_flow", "generator", "name")
+
+    def __init__(self, name: str, generator: FrameType | None = None) -> None:
+        self.name, self.generator = name, generator
+        self._flow = 0 if generator is None else flow_ident()
+
+    def is_around(self) -> bool:
+        """Whether the code that asks runs inside."""
+        if not self._flow or self._flow != flow_ident():
+            return True
+        return (
+            self.generator is not None and self.generator.f_back is not None
+        )  # nobody calls one that waits at a `yield`
+
+
+def _generator_of(frame: FrameType | None) -> FrameType | None:
+    """The generator whose `with` block this is; None where it is a function's, or a context manager's that a generator makes,
+    which is there between its two items."""
+    while frame is not None:
+        managed = frame.f_code.co_name in _MANAGERS
+        if frame.f_code.co_flags & _GENERATORS:
+            managed = frame.f_back is not None and frame.f_back.f_code.co_name in _MANAGERS
+            if not managed:
+                return frame
+        if not managed:
+            return None
+        frame = frame.f_back
+    return None
+
+
+_nothing = nullcontext()
+_path: ContextVar[tuple[Room, ...]] = ContextVar("lightning_component_path", default=())
 
 
 _prompts: dict[str, str | None] = {}
@@ -40,17 +83,22 @@ def declared_prompts() -> dict[str, str | None]:
 
 def component_path() -> tuple[str, ...]:
     """The names of the components this code runs in, outermost first; empty outside any."""
-    starter = starter_here()
-    return _path.get() if starter is None else starter.components + _path.get()
+    starter, here = starter_here(), tuple(room.name for room in _path.get() if room.is_around())
+    return here if starter is None else starter.components + here
+
+
+def only_around() -> AbstractContextManager[object]:
+    """A task that is started in the block has the components that are around here: not those of a generator that waits."""
+    rooms = _path.get()
+    around = tuple(room for room in rooms if room.is_around())
+    return _nothing if len(around) == len(rooms) else _Scope(around)
 
 
 class component:  # noqa: N801 — used as a verb: `with component("writer"):` and `@component("writer")`
     """Name the agent that makes the model calls inside: a context manager and a decorator. Components nest into a path.
 
-    Decorates functions, coroutines, generators and async generators. To name a generator, decorate it: a `with` block
-    around a `yield` stays open while the generator waits, so the consumer's own calls get the name as well (Python's
-    generators share the context of whoever iterates them). Raises `DataError` for an empty name or one with a slash, since
-    slashes separate the names of a path in `train_agents`.
+    Decorates functions, coroutines, generators and async generators. Raises `DataError` for an empty name or one with a slash,
+    since slashes separate the names of a path in `train_agents`.
 
     `prompt` makes a prompt template part of the component: the agent reads it back from `.prompt`, which in a rollout is the
     template under trial (`runner.prompts`, or the optimizer's), and the given one everywhere else.
@@ -61,6 +109,7 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
             name, "component({!r}): a name is a non-empty string without '/'; nest two components instead"
         )
         self._prompt = prompt
+        self._rooms: list[Room] = []  # of generators: they may be closed in another context than they were entered in
         if prompt is not None:
             _prompts[self.name] = prompt if _prompts.get(self.name, prompt) == prompt else None
 
@@ -75,37 +124,47 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
         return self._prompt if attempt is None else attempt.prompt(self.name, self._prompt)
 
     def __enter__(self) -> Self:
-        _path.set(_path_in(self.name))
+        generator = _generator_of(sys._getframe(1))  # noqa: SLF001 — the one way to the frame
+        room = Room(self.name, generator)
+        if generator is not None:
+            self._rooms.append(room)
+        _path.set(_path_in(room))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # No token: a generator may be closed in another context than it was opened in, where a reset would raise.
-        # Not always the last name: a generator may be closed inside a block that its consumer opened.
-        path = _path.get()
-        for index in reversed(range(len(path))):
-            if path[index] == self.name:
-                _path.set(path[:index] + path[index + 1 :])
-                return
+        generator, path = _generator_of(sys._getframe(1)), _path.get()  # noqa: SLF001
+        rooms = path if generator is None else self._rooms
+        # Not always the last one: a generator may be closed inside a block that its consumer opened.
+        room = next((each for each in reversed(rooms) if (each.name, each.generator) == (self.name, generator)), None)
+        if room is None:
+            return
+        _path.set(tuple(each for each in path if each is not room))
+        if generator is not None:
+            self._rooms.remove(room)
+            room.generator = None
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Run every call of `function` in this component."""
-        return _wrap(function, lambda _: _Scope(_path_in(self.name)))
+        return _wrap(function, lambda _: _Scope(_path_in(Room(self.name))))
 
 
-def _path_in(name: str) -> tuple[str, ...]:
+def _path_in(room: Room) -> tuple[Room, ...]:
     """The path inside a component that begins here. Its calls are told from those of components beside it from now on."""
     attempt = calling_attempt()
     if attempt is not None:
         attempt.calls.open()
-    return (*_path.get(), name)
+    path = _path.get()
+    around = [each for each in path if each.is_around()]
+    waiting = [each for each in path if each not in around and each.generator is not None]  # it goes on inside this one
+    return (*around, room, *waiting)
 
 
 class _Scope:
     """One call of a wrapped function: entered while, and only while, the wrapped code is on the stack."""
 
-    def __init__(self, path: tuple[str, ...]) -> None:
+    def __init__(self, path: tuple[Room, ...]) -> None:
         self.path = path
         self._before = path
 
@@ -135,7 +194,7 @@ class _Scope:
 class _ToolScope(_Scope):
     def __init__(self, name: str, caller: Caller | None, arguments: Json) -> None:
         path = _path.get()
-        super().__init__((*path, name) if component_path() else path)
+        super().__init__((*path, Room(name)) if component_path() else path)
         self.name, self.caller, self.arguments = name, caller, arguments
         self._session = current_attempt()
         # Now, not at its end: the calls that it makes itself are not what it runs for.

@@ -75,7 +75,7 @@ class Trail:
     """
 
     def __init__(self) -> None:
-        self._first = Flow(self, _ident())
+        self._first = Flow(self, flow_ident())
         self._adrift = Flow(self, NOBODY, self._first, 1)  # around all flows that were given no context
         self._answered = 0
 
@@ -90,11 +90,11 @@ class Trail:
 
     def begin(self) -> None:
         """This thread or task is the agent's own: whatever the rollout calls is called by it, or by what it started."""
-        self._first.ident = _ident()
+        self._first.ident = flow_ident()
 
     def open(self) -> Flow:
         """The flow that this code runs in; what it makes from now on is told from what others make."""
-        flow, ident = _here.get(), _ident()
+        flow, ident = _here.get(), flow_ident()
         if flow is None or flow.trail is not self:
             flow = self._first if self._first.ident == ident else self._adrift
         if flow.ident != ident:
@@ -146,7 +146,7 @@ def _latest(calls: dict[str, AnsweredCall]) -> AnsweredCall | None:
     return next(reversed(calls.values()), None)
 
 
-def _ident() -> int:
+def flow_ident() -> int:
     """What tells the running flow from all others that are alive."""
     try:
         task = asyncio.current_task()

@@ -1,4 +1,5 @@
-"""Threads know who started them: `threading.Thread`, `ThreadPoolExecutor.submit`, and with it `loop.run_in_executor`.
+"""Threads and tasks know who started them: `threading.Thread`, `ThreadPoolExecutor.submit`, and with it `loop.run_in_executor`;
+`loop.create_task`, and with it `asyncio.gather`, `wait_for` and task groups.
 
 The invariant: of a thread's context only lightning's own variables are set, so the user's and the framework's are what they
 would be without us. Outside a rollout a thread and a pool's work begin as ever, and the undo puts the very functions back. The
@@ -7,6 +8,7 @@ starter's context is kept aside: who called there is asked only where a model ca
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import sys
 import threading
@@ -16,8 +18,9 @@ from contextvars import copy_context
 from typing import ParamSpec, TypeVar
 
 from lightning.instrument.adapter_tools import replace_method
-from lightning.instrument.components import component_path
+from lightning.instrument.components import component_path, only_around
 from lightning.instrument.context import attempt_in_context
+from lightning.instrument.frames import start_task, thread_started_by, user_functions
 from lightning.instrument.last_call import started_in
 from lightning.instrument.starters import Starter, starter
 
@@ -31,12 +34,13 @@ def _carried(function: Callable[P, R]) -> Callable[P, R]:
     if attempt is None:
         return function
     here = Starter(copy_context(), attempt, component_path(), left_behind=not attempt.open)
+    functions = user_functions()
 
     @functools.wraps(function, updated=())
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         token = starter.set(here)
         try:
-            with started_in(here.context):
+            with started_in(here.context), thread_started_by(functions):
                 return function(*args, **kwargs)
         finally:
             starter.reset(token)
@@ -71,12 +75,26 @@ def _wrap_submit(original: Callable[..., Future[object]]) -> Callable[..., Futur
     return submit
 
 
+def _wrap_create_task(original: Callable[P, R]) -> Callable[P, R]:
+    @functools.wraps(original)
+    def create_task(*args: P.args, **kwargs: P.kwargs) -> R:
+        if attempt_in_context() is None:
+            return original(*args, **kwargs)
+        with only_around():
+            return start_task(original, *args, **kwargs)
+
+    return create_task
+
+
 def carry_names() -> Callable[[], None]:
-    """Carry the rollout and the names into threads that begin from now on; returns the undo."""
+    """Carry the rollout and the names into threads and tasks that begin from now on; returns the undo."""
     undos = [
         replace_method(threading.Thread, "start", _wrap_start),
         replace_method(ThreadPoolExecutor, "submit", _wrap_submit),
+        replace_method(asyncio.BaseEventLoop, "create_task", _wrap_create_task),
     ]
+    if (uvloop := sys.modules.get("uvloop")) is not None:  # on which agents run beside the trainer
+        undos.append(replace_method(uvloop.Loop, "create_task", _wrap_create_task))
 
     def undo() -> None:
         for each in undos:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+import functools
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import lightning
 import openai
 import pytest
+import uvloop
 from lightning.config import RunnerConfig
 from lightning.instrument import ActiveAttempt, activate, emit, install_tap
+from lightning.instrument.frames import MAX_DEPTH
 from lightning.plugins import plugins
 from lightning.runner.inline import InlineRunner
 from lightning.testing.chat_server import ChatServer
 from lightning.types import LLM, Lease, Outcome, Rollout, Task
-from lightning_raw.frames import MAX_DEPTH
 
 
 @pytest.fixture
@@ -105,6 +108,70 @@ async def test_async_agents_are_named(server: ChatServer, session: ActiveAttempt
     assert named.path == ("solver",)
     assert framed is not None
     assert framed.path[-2:] == ("plain", "say_async")
+
+
+async def gathered(ask: Callable[[], Awaitable[object]]) -> None:
+    await asyncio.gather(ask())
+
+
+async def waited_for(ask: Callable[[], Awaitable[object]]) -> None:
+    await asyncio.wait_for(ask(), 60)
+
+
+async def in_a_group(ask: Callable[[], Awaitable[object]]) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(ask())  # type: ignore[arg-type]
+
+
+async def in_a_task_of_a_task(ask: Callable[[], Awaitable[object]]) -> None:
+    await asyncio.gather(asyncio.wait_for(ask(), 60))
+
+
+@pytest.mark.parametrize(
+    "planner", [gathered, waited_for, in_a_group, in_a_task_of_a_task], ids=lambda way: way.__name__
+)
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_call_alone_in_a_task_is_that_of_the_function_which_started_it(
+    planner: Callable[[Callable[[], Awaitable[object]]], Awaitable[None]],
+    loop: Callable[[], asyncio.AbstractEventLoop],
+    server: ChatServer,
+    session: ActiveAttempt,
+) -> None:
+    async def agent() -> None:
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {session.llm.api_key}"}) as client:
+            url, body = f"{session.llm.base_url}/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}
+            await planner(functools.partial(client.post, url, json=body))
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(agent())
+    caller = server.calls[0].caller
+    assert caller is not None
+    assert (caller.agent, caller.path[-2:]) == (planner.__name__, ("agent", planner.__name__))
+
+
+async def test_a_call_alone_in_a_thread_is_that_of_the_function_which_started_it(
+    server: ChatServer, session: ActiveAttempt
+) -> None:
+    url, body = f"{session.llm.base_url}/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}
+
+    def planner(pool: ThreadPoolExecutor, client: httpx.Client) -> None:
+        pool.submit(client.post, url, json=body).result()
+        list(pool.map(functools.partial(client.post, json=body), [url]))
+        thread = threading.Thread(target=client.post, args=(url,), kwargs={"json": body})
+        thread.start()
+        thread.join()
+
+    async def writer(client: httpx.Client) -> None:
+        await asyncio.to_thread(client.post, url, json=body)
+
+    key = {"authorization": f"Bearer {session.llm.api_key}"}
+    with ThreadPoolExecutor(1) as pool, httpx.Client(headers=key) as client:
+        planner(pool, client)
+        await writer(client)
+        pool.submit(client.post, url, json=body).result()
+    names = [call.caller.agent for call in server.calls if call.caller]
+    here = "test_a_call_alone_in_a_thread_is_that_of_the_function_which_started_it"
+    assert names == ["planner", "planner", "planner", "writer", here]
 
 
 async def test_parallel_sub_agents_keep_their_names(server: ChatServer, session: ActiveAttempt) -> None:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError
 from lightning.instrument import ActiveAttempt, activate, component, component_path, tool
+from lightning.instrument.threads import carry_names
 from lightning.types import LLM
 
 
 @pytest.fixture
 def session() -> Iterator[ActiveAttempt]:
+    undo = carry_names()
     with activate(LLM("http://127.0.0.1:1/v1", "key", "policy")) as active:
         yield active
+    undo()
 
 
 # component ------------------------------------------------------------------------------------------------------------
@@ -299,6 +303,107 @@ def test_a_generator_that_is_closed_inside_a_block_of_its_consumer_takes_its_nam
         stream.close()  # type: ignore[attr-defined]
         assert component_path() == ("consumer",)
     assert component_path() == ()
+
+
+def inner() -> Iterator[tuple[str, ...]]:
+    with component("inner"):
+        yield component_path()
+        yield component_path()
+
+
+async def inner_async() -> AsyncIterator[tuple[str, ...]]:
+    await asyncio.sleep(0)
+    with component("inner"):
+        yield component_path()
+        await asyncio.sleep(0)
+        yield component_path()
+
+
+async def inner_of_a_stack() -> AsyncIterator[tuple[str, ...]]:
+    with ExitStack() as stack:
+        stack.enter_context(component("inner"))
+        yield component_path()
+        yield component_path()
+
+
+def test_a_block_around_a_yield_is_not_around_whoever_iterates() -> None:
+    for inside in inner():
+        assert (inside, component_path()) == (("inner",), ())
+    left = inner()
+    next(left)
+    with component("outer"):
+        assert (next(left), component_path()) == (("outer", "inner"), ("outer",))
+    assert component_path() == ()
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.parametrize("make", [inner_async, inner_of_a_stack])
+async def test_an_async_generator_that_is_left_or_closed_elsewhere_leaves_no_name(
+    make: Callable[[], AsyncGenerator[tuple[str, ...]]],
+) -> None:
+    async def path() -> tuple[str, ...]:
+        return component_path()
+
+    async for inside in make():
+        assert inside == ("inner",)
+        assert component_path() == ()
+        assert await asyncio.create_task(path()) == ()
+        break
+    assert component_path() == await asyncio.create_task(path()) == ()
+    kept = make()
+    assert await anext(kept) == ("inner",)
+    assert component_path() == ()
+    await asyncio.create_task(kept.aclose())  # type: ignore[arg-type]
+    assert component_path() == ()
+    with component("inner"):
+        assert component_path() == ("inner",)
+    assert component_path() == ()
+
+
+async def test_a_context_manager_made_of_a_generator_is_around_its_block() -> None:
+    @contextmanager
+    def named() -> Iterator[None]:
+        with component("inner"):
+            yield
+
+    @asynccontextmanager
+    async def named_async() -> AsyncIterator[None]:
+        with named():
+            await asyncio.sleep(0)
+            yield
+
+    async def items() -> AsyncIterator[tuple[str, ...]]:
+        async with named_async():
+            yield component_path()
+
+    with named():
+        assert component_path() == ("inner",)
+    async with named_async():
+        assert component_path() == ("inner",)
+        assert await asyncio.create_task(asyncio.to_thread(component_path)) == ("inner",)  # type: ignore[arg-type]
+    async for inside in items():
+        assert (inside, component_path()) == (("inner",), ())
+    assert component_path() == ()
+
+
+async def test_tasks_of_a_generator_keep_its_name_when_it_waits_or_has_ended() -> None:
+    async def path(until: asyncio.Event) -> tuple[str, ...]:
+        await until.wait()
+        return component_path()
+
+    async def items() -> AsyncIterator[tuple[asyncio.Event, asyncio.Task[tuple[str, ...]]]]:
+        with component("inner"):
+            for _ in range(2):
+                until = asyncio.Event()
+                yield until, asyncio.create_task(path(until))
+
+    stream = items()
+    first, second = await anext(stream), await anext(stream)
+    first[0].set()
+    assert await first[1] == ("inner",)
+    await stream.aclose()  # type: ignore[attr-defined]
+    second[0].set()
+    assert (await second[1], component_path()) == (("inner",), ())
 
 
 @pytest.mark.parametrize("name", ["a/b", "/", 3])
