@@ -7,6 +7,8 @@ another server, so that a debugger and a test's patches reach the agent.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,6 +24,9 @@ from lightning.store.exchanges import Exchange
 from lightning.testing.contract_house import House
 from lightning.testing.fake_vllm import FakeVLLM, Reply, Script, ToolCall
 from lightning.types import LLM, Json, Outcome, Rollout, StepReward, StepState, Task, ToolEvent, Transition
+
+_loop, _free = asyncio.Runner(loop_factory=asyncio.new_event_loop), threading.Lock()
+atexit.register(_loop.close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ def rollout(
     `script` is what the model says: a function from a chat request's body to a `Reply`, or the replies in order, where a text
     or a `ToolCall` is short for a reply. A call after the last is refused (400). `adapters` are the names of those to install;
     None installs all that are found. What the agent raises is in `rollout.error`. The agent runs in this thread, or in another
-    one while an event loop runs here; random numbers are not seeded.
+    one while an event loop runs here; async ones on one loop for all rollouts of this process. Random numbers are not seeded.
     """
     asked = task if isinstance(task, Task) else Task(task)
     house = House(FakeVLLM(script=script if callable(script) else _in_order(script)))
@@ -81,8 +86,14 @@ def rollout(
 
 
 def _run(agent: Agent, task: Task, llm: LLM) -> Outcome:
-    with asyncio.Runner() as loop:
-        return run_agent(agent, task, llm, loop)
+    """On one loop for all rollouts, as in a worker: clients that an agent keeps belong to the loop they began in."""
+    if not _free.acquire(blocking=False):  # a rollout inside another one, or in a thread beside it
+        with asyncio.Runner() as loop:
+            return run_agent(agent, task, llm, loop)
+    try:
+        return run_agent(agent, task, llm, _loop)
+    finally:
+        _free.release()
 
 
 def _in_order(replies: Sequence[Reply | ToolCall | str]) -> Script:
