@@ -60,7 +60,14 @@ def forks(task: Task, llm: LLM) -> float:
 
 def forks_in_a_thread(task: Task, llm: LLM) -> float:
     found: list[float] = []
-    thread = threading.Thread(target=lambda: found.append(forks(task, llm)))
+
+    def run() -> None:
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+        found.append(0.25 if child else 9.0)
+
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     return found[0]
