@@ -21,7 +21,7 @@ from lightning.errors import StaleAttemptError, StoreError
 from lightning.gateway.answers import Answer, Call, pass_on, read_whole, shown_to_agent
 from lightning.gateway.body_limits import parsed
 from lightning.gateway.conversations import Conversations, mark_of
-from lightning.gateway.dialects import Capture, Dialect
+from lightning.gateway.dialects import Capture, Dialect, offered_tools
 from lightning.gateway.dialects.base import why_no_ids
 from lightning.gateway.exchanges import Shown
 from lightning.gateway.history import Entry, History
@@ -178,6 +178,7 @@ class CallEndpoint:
         if branch is not None and isinstance(body.get("seed"), int):
             body["seed"] = branch.own_seed(claims, body["seed"])
         plan = self._dialect.plan(body)
+        capture.offered = offered_tools(body)
         plan.temperature, plan.constrained, plan.media = temperature_of(body), is_constrained(body), has_media(body)
         plan.requested_model = model[:LONGEST_NAME] if isinstance(model, str) else ""
         live = LiveCall(request_id, plan.choices, plan.n, policy.book.current, capture)

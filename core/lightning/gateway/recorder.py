@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 from collections import OrderedDict
@@ -16,14 +17,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning.errors import ConflictError, StaleAttemptError
-from lightning.gateway.dialects import Choice, Plan
+from lightning.gateway.dialects import Capture, Choice, Plan
 from lightning.gateway.exchanges import Asked, Exchanges, PackedExchange, Shown
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
 from lightning.gateway.policy import LiveCall
-from lightning.gateway.redaction import printable, redacted
+from lightning.gateway.redaction import printable, redacted, redacted_span
+from lightning.spans.attributes import (
+    AGENT_NAME,
+    ERROR_TYPE,
+    EXECUTE_TOOL,
+    OPERATION,
+    RESPONSE_ID,
+    TOOL_ARGUMENTS,
+    TOOL_CALL_ID,
+    TOOL_NAME,
+    UNKNOWN_TOOL,
+)
 from lightning.store.protocol import Store
-from lightning.types import EXPIRED, UNSERVED, Caller, CallStatus, Conversation, Transition, logprobs, token_ids
+from lightning.types import EXPIRED, UNSERVED, Caller, CallStatus, Conversation, Span, Transition, logprobs, token_ids
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +133,8 @@ class Recorder:
         """Make a call's transitions durable. Raises `StoreError`; a number that was taken meanwhile is replaced."""
         attempt = (ticket.rollout, ticket.attempt)
         packed = None if ticket.asked is None else await self._packed(attempt, ticket.asked, shown)
+        if status.answered and (spans := invented_tools(ticket, live.capture)):
+            await self._store.append_spans(spans)
         first = await ticket.counter.first() + ticket.offset
         built = build(ticket, first, plan, live, status, said)
         if packed is None:
@@ -207,6 +221,42 @@ def build(
             requested_model=plan.requested_model,
         )
         for offset, (index, choice) in enumerate(choices)
+    ]
+
+
+def invented_tools(ticket: Ticket, capture: Capture) -> list[Span]:
+    """The tools that an answer calls and its request does not offer, each as the span of a run that failed: no framework tells
+    of a tool that it does not know."""
+    called = [call for _, choice in sorted(capture.choices.items()) for call in choice.invented]
+    if not called:
+        return []
+    trace = hashlib.sha256(f"{ticket.rollout} {ticket.attempt}".encode()).hexdigest()[:32]
+    offered, now = ", ".join(sorted(capture.offered)), time.time()
+    return [
+        redacted_span(
+            Span(
+                ticket.rollout,
+                ticket.attempt,
+                trace,
+                hashlib.sha256(f"{capture.id} {place}".encode()).hexdigest()[:16],
+                name=f"{EXECUTE_TOOL} {call.name}",
+                started_at=now + place * 1e-6,  # in their order
+                ended_at=now + place * 1e-6,
+                status="error",
+                error=f"the model called a tool that its request does not offer; it offers {offered}"[:LONGEST_ERROR],
+                service="lightning",
+                attributes={
+                    OPERATION: EXECUTE_TOOL,
+                    AGENT_NAME: ticket.caller.name,
+                    RESPONSE_ID: capture.id,
+                    TOOL_NAME: call.name,
+                    TOOL_CALL_ID: call.id,
+                    TOOL_ARGUMENTS: call.arguments,
+                    ERROR_TYPE: UNKNOWN_TOOL,
+                },
+            )
+        )
+        for place, call in enumerate(called)
     ]
 
 

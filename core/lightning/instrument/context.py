@@ -111,6 +111,7 @@ class ActiveAttempt:
             response_id=text_of(event.response_id or self.calls.last(agent)),
             result=event.result,
             incomplete=event.incomplete,
+            kind=text_of(event.kind),
         )
         with _lock:
             key = (kept.name, kept.call_id, kept.response_id) if kept.call_id else (str(len(self._tool_events)),)

@@ -165,6 +165,7 @@ def _tool_event(event: ToolEvent) -> Record:
         "response_id": event.response_id,
         "result": event.result,
         "incomplete": event.incomplete,
+        "kind": event.kind,
     }
 
 
@@ -336,6 +337,7 @@ TABLES: Final[Mapping[str, Table]] = MappingProxyType(
                 response_id=_T,
                 result=_T,
                 incomplete=ColumnKind.TRUTH,
+                kind=_T,
             ),
             _tool_events,
         ),

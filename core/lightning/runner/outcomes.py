@@ -197,6 +197,7 @@ def read_tool_event(fields: dict[str, Any]) -> ToolEvent:
         response_id=str(fields["response_id"]),
         result=str(fields["result"]),
         incomplete=bool(fields["incomplete"]),
+        kind=str(fields["kind"]),
     )
 
 

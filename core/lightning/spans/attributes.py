@@ -75,3 +75,6 @@ EXCEPTION_TYPE: Final = "exception.type"
 INVOKE_AGENT: Final = "invoke_agent"
 EXECUTE_TOOL: Final = "execute_tool"
 CHAT: Final = "chat"
+
+UNKNOWN_TOOL: Final = "unknown_tool"
+"""The type of error, and the kind of the tool event, of a tool that the model has invented."""

@@ -24,6 +24,7 @@ from lightning.spans.attributes import (
     TOOL_CALL_ID,
     TOOL_NAME,
     TOOL_RESULT,
+    UNKNOWN_TOOL,
     text,
 )
 from lightning.types import Caller, Json, Outcome, Span, ToolEvent, Transition
@@ -51,7 +52,9 @@ def with_spans(outcome: Outcome, spans: Sequence[Span], calls: Sequence[Transiti
     tree = _Tree(spans)
     named = {call.id for call in calls if call.caller == UNNAMED} - set(outcome.labels)
     labels = {response: caller for response, caller in _callers(tree).items() if response in named}
-    events = _merged(outcome.tool_events, [_tool_event(tree, span) for span in tree.spans if _is(span, EXECUTE_TOOL)])
+    seen = [_tool_event(tree, span) for span in tree.spans if _is(span, EXECUTE_TOOL) and not _is_unknown(span)]
+    unknown = [_unknown_tool(span, calls) for span in tree.spans if _is_unknown(span)]
+    events = _merged(outcome.tool_events, [*seen, *unknown])
     return replace(outcome, tool_events=events, labels={**outcome.labels, **labels})
 
 
@@ -103,7 +106,7 @@ def _callers(tree: _Tree) -> dict[str, Caller]:
     """Who made the call with each response id. Where several spans tell of one call, the longest path knows most."""
     found: dict[str, Caller] = {}
     for span in tree.spans:
-        response = text(span.attributes, RESPONSE_ID)
+        response = "" if _is_unknown(span) else text(span.attributes, RESPONSE_ID)
         caller = tree.caller(span) if response else None
         if caller is not None and (response not in found or len(caller.path) > len(found[response].path)):
             found[response] = caller
@@ -122,6 +125,26 @@ def _tool_event(tree: _Tree, span: Span) -> ToolEvent:
         error=span.error,
         caller=replace(caller, span_id=span.span_id, parent_id=span.parent_id, framework=FRAMEWORK),
         at=span.ended_at,
+    )
+
+
+def _is_unknown(span: Span) -> bool:
+    """Whether a span is the gateway's own, of a tool that the model has invented."""
+    return _is(span, EXECUTE_TOOL) and text(span.attributes, ERROR_TYPE) == UNKNOWN_TOOL
+
+
+def _unknown_tool(span: Span, calls: Sequence[Transition]) -> ToolEvent:
+    response = text(span.attributes, RESPONSE_ID)
+    return ToolEvent(
+        name=text(span.attributes, TOOL_NAME),
+        status="error",
+        call_id=text(span.attributes, TOOL_CALL_ID),
+        arguments=_arguments(span.attributes),
+        error=span.error,
+        caller=next((call.caller for call in calls if call.id == response), UNNAMED),
+        at=span.ended_at,
+        response_id=response,
+        kind=UNKNOWN_TOOL,
     )
 
 
@@ -157,6 +180,9 @@ def _merged(reported: Sequence[ToolEvent], seen: Sequence[ToolEvent]) -> tuple[T
     events = list(reported)
     by_id = {event.call_id: place for place, event in enumerate(events) if event.call_id}
     for event in seen:
+        if event.kind:
+            _add_unknown(events, event)
+            continue
         place = by_id.get(event.call_id) if event.call_id else None
         if place is None:
             by_id[event.call_id] = len(events)
@@ -164,3 +190,17 @@ def _merged(reported: Sequence[ToolEvent], seen: Sequence[ToolEvent]) -> tuple[T
         elif events[place].status == "unknown" and event.status == "error":
             events[place] = replace(events[place], status="error", error=events[place].error or event.error)
     return tuple(sorted(events, key=lambda event: event.at)) if len(events) > len(reported) else tuple(events)
+
+
+def _add_unknown(events: list[ToolEvent], event: ToolEvent) -> None:
+    """Take the call of a tool that its request did not offer: the run that was reported of it is marked; what ran well was a
+    tool all the same, which another request had offered."""
+    for place, known in enumerate(events):
+        if known.name != event.name or known.kind or known.call_id not in ("", event.call_id):
+            continue
+        if known.status != "ok":
+            given = event.arguments if known.arguments is None else known.arguments
+            error = known.error or event.error
+            events[place] = replace(known, status="error", kind=event.kind, arguments=given, error=error)
+        return
+    events.append(event)

@@ -103,7 +103,7 @@ def tool_events_to_text(events: Sequence[ToolEvent]) -> str:
 
 def _later(event: ToolEvent) -> list[Json]:
     """What came after an event's first fields, without the empty tail."""
-    parts: list[Json] = [event.response_id, event.result, event.incomplete]
+    parts: list[Json] = [event.response_id, event.result, event.incomplete, event.kind]
     while parts and not parts[-1]:
         parts.pop()
     return parts

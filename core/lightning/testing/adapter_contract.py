@@ -25,7 +25,7 @@ from lightning.testing.contract_harness import (
     unbroken,
 )
 from lightning.testing.contract_house import Ran, with_sorted_results
-from lightning.testing.contract_script import BAD
+from lightning.testing.contract_script import BAD, INVENT, INVENTED, ReplyFormat
 from lightning.testing.public_imports import FOR_ADAPTERS, check_imports
 
 __all__ = ["CAPABILITIES", "AdapterContract"]
@@ -226,6 +226,36 @@ class AdapterContract(FaultChecks):
                 caller is not None and "solver" in caller.path,
                 f"the event of calculator says that {named(caller)} called it; solver did",
             )
+
+    @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+    def test_invented_tools_are_reported(self, stream: bool) -> None:
+        """A tool that the model has invented is one event, with its id and arguments, whether the agent goes on or gives up."""
+        self.need("tools")
+        if type(self.replies).calls is not ReplyFormat.calls:
+            pytest.skip(f"the model's calls are text for {self.adapter}: the gateway cannot know what the text calls")
+        if stream:
+            self.need("stream")
+        with self.installed():
+            ran = self.play(self.solver, INVENT, stream=stream)
+        invented = [event for event in ran.events if event.name != "calculator"]
+        check(
+            [(event.name, event.status, event.kind, event.arguments) for event in invented]
+            == [(INVENTED, "error", "unknown_tool", {"query": "x"})],
+            f"the model called {INVENTED}, which the agent does not have; reported besides calculator: {invented}. The gateway "
+            "tells of it, so an adapter says nothing, or the same name and call id with the status 'error'",
+        )
+        check(
+            invented[0].call_id in ran.calls[0].tool_calls,
+            f"the model called it as {ran.calls[0].tool_calls}; ToolEvent.call_id is {invented[0].call_id!r}",
+        )
+        caller = invented[0].caller
+        check(
+            caller is not None and "solver" in caller.path,
+            f"its event says that {named(caller)} called it; solver did",
+        )
+        if ran.error is None:
+            self.solved(ran, tools=2)
+            check([event.status for event in calculator(ran)] == ["ok"], f"calculator ran once; reported: {ran.events}")
 
     def test_tool_events_name_their_call(self) -> None:
         """An event's call id is one that the model gave in this rollout, a different one for each run."""

@@ -144,7 +144,7 @@ class House:
         """Report a rollout as the runner does, and read from the store what it left there."""
         outcome = returned(1.0, active, 0.0) if error is None else raised(error, active, 0.0)
         rollout, attempt = lease.rollout.id, lease.attempt
-        self.do(self._store.complete(rollout, attempt, outcome))
+        self.do(report(self._store, rollout, attempt, outcome))
         events = self.do(self._store.attempts_of([(rollout, attempt)]))[0].tool_events
         return Ran(answer, error, tuple(self.calls(lease)), tuple(events))
 

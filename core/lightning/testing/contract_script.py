@@ -23,6 +23,10 @@ REFUSE = "refuse"
 """A user text with this word is answered with a 400, which clients do not retry."""
 BAD = "bad"
 """A user text with this word makes the solver call its tool with an expression that fails, and then with a good one."""
+INVENT = "invent"
+"""A user text with this word makes the solver call a tool that it does not have, and then its own."""
+INVENTED = "no_such_tool"
+"""The name of that tool."""
 
 NAMED = re.compile(r"You are (\w+)\.")
 PARAMETERS = {"calculator": "expression"}
@@ -68,11 +72,14 @@ class ReplyFormat:
     def calls(self, body: Mapping[str, Any], wanted: Mapping[str, str]) -> Reply:
         """Call tools, each with a text as its first parameter: all at once, or the first one where a reply holds one call."""
         offered = {item["function"]["name"]: item["function"] for item in body.get("tools") or ()}
-        missing = sorted(set(wanted) - set(offered))
+        missing = sorted(set(wanted) - {INVENTED} - set(offered))
         if missing:
             return refusal(f"the agent offers the tools {sorted(offered)}; the kit needs it to have {missing}")
         calls = []
         for number, (name, text) in enumerate(wanted.items()):
+            if name == INVENTED:
+                calls.append(ToolCall(name, json.dumps({"query": text}), _call_id(body["messages"], number)))
+                continue
             schema, only = offered[name].get("parameters") or {}, PARAMETERS.get(name, "")
             parameters: Sequence[str] = list(schema.get("required") or schema.get("properties") or ())
             if not parameters or (only and only not in parameters):
@@ -104,8 +111,9 @@ def play(body: Mapping[str, Any], replies: ReplyFormat) -> Reply:
 def _tools(agent: str, text: str, results: int) -> dict[str, str]:
     """The tools that an agent calls next."""
     if agent == "solver":
-        expressions = ["bad", "6 * 7"] if BAD in text else ["6 * 7"]
-        return {"calculator": expressions[results]} if results < len(expressions) else {}
+        steps = [{INVENTED: "x"}] if INVENT in text else [{"calculator": "bad"}] if BAD in text else []
+        steps.append({"calculator": "6 * 7"})
+        return steps[results] if results < len(steps) else {}
     if agent == "boss":
         return dict([("ask_math", text), ("ask_echo", text)][results:])
     return {}

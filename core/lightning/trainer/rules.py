@@ -79,7 +79,7 @@ def refused_calls(evidence: Evidence) -> Iterator[Diagnosis]:
 def silent_tools(evidence: Evidence) -> Iterator[Diagnosis]:
     """The model asked for tools, and no adapter reported that one ran."""
     asked = [attempt for attempt in evidence.attempts if any(call.tool_calls for call in attempt.calls)]
-    if asked and not any(attempt.tool_events for attempt in evidence.attempts):
+    if asked and all(event.kind for attempt in evidence.attempts for event in attempt.tool_events):  # nothing ran
         calls = sum(len(call.tool_calls) for attempt in asked for call in attempt.calls)
         yield Diagnosis(
             "silent tools",

@@ -70,6 +70,9 @@ class ToolEvent:
 
     `blocked`: a guardrail or a person refused the run, or kept its output from the model.
 
+    `kind` is `unknown_tool` where nothing ran, since the model called a tool that its request did not offer; the status is then
+    `error`, whatever the framework makes of it.
+
     `call_id` is the id under which the model asked for the run; `response_id` is that of the last call before it, as the code
     that ran it saw it. Whoever emits an event may leave the latter empty: the rollout fills it in.
 
@@ -89,6 +92,7 @@ class ToolEvent:
     response_id: str = ""
     result: str = ""
     incomplete: bool = False
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +195,8 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One OpenTelemetry span of an attempt, wherever it was made. Unlike transitions, spans are told by the agent's side.
+    """One OpenTelemetry span of an attempt, wherever it was made. Unlike transitions, spans are told by the agent's side; only
+    those of tools that the model has invented are told by the gateway.
 
     `(rollout, attempt, span_id)` is the idempotency key. Ids are lower-case hexadecimal (`trace_id` 32 digits, the others 16);
     `parent_id` is empty at the top of a trace. Times are Unix seconds; `kind` is `internal`, `server`, `client`, `producer`

@@ -204,7 +204,8 @@ def _runner_settings(settings: Mapping[str, Json]) -> tuple[tuple[str, ...] | No
 
 def _check_tools(recorded: RecordedRollout, tools: Tools, *, yes: bool) -> None:
     """Raises `ConfigError` where tools would run whose run may change something, and nobody has said that they may."""
-    live = {event.name for event in recorded.tool_events if tools is Tools.LIVE or event.call_id}
+    ran = [event for event in recorded.tool_events if not event.kind]
+    live = {event.name for event in ran if tools is Tools.LIVE or event.call_id}
     if live and not yes:
         raise ConfigError(
             f"these tools of the rollout run again: {', '.join(sorted(live))}. If that does no harm, say --yes. A tool that is "

@@ -188,6 +188,8 @@ def _tool_runs(events: Sequence[ToolEvent], answered: Sequence[ToolEvent]) -> Co
     found: Counter[tuple[str, str, str, str]] = Counter()
     for event in events:
         asked = (event.name, _text(event.arguments))
+        if event.kind:
+            continue  # nothing ran
         if left[asked]:
             left[asked] -= 1
         else:

@@ -25,6 +25,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel
 from langchain_core.tools import BaseTool, InjectedToolCallId, ToolException, tool
+from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, create_react_agent
@@ -32,7 +33,8 @@ from langgraph.types import Command, Send, interrupt
 from lightning.errors import PluginError
 from lightning.instrument import ActiveAttempt, activate, current_caller, emit
 from lightning.plugins import plugins
-from lightning.types import LLM, Caller
+from lightning.testing import Reply, ToolCall, rollout
+from lightning.types import LLM, Caller, Fault, Task
 from lightning_langchain import LightningCallback, callback
 
 LLM_ = LLM("http://127.0.0.1:1/v1", "key", "policy")
@@ -591,3 +593,35 @@ def test_a_graph_of_messages_alone_tells_no_states_and_a_large_state_is_cut(sess
     assert (state.name, state.response_id) == ("read", "")
     assert isinstance(state.values, str)
     assert len(state.values) == 4096
+
+
+def chat(llm: LLM) -> ChatOpenAI:
+    return ChatOpenAI(model=llm.model, base_url=llm.base_url, api_key=llm.api_key)
+
+
+def test_a_tool_that_raises_ends_the_rollout_as_it_ends_the_agent() -> None:
+    def solve(task: Task, llm: LLM) -> float:
+        create_agent(chat(llm), [shout], name="solver").invoke(HI)
+        return 1.0
+
+    record = rollout(solve, "hi", [Reply("", tool_calls=[ToolCall("shout", '{"text": "bad"}', "call-1")])])
+    assert (record.rollout.reward, record.rollout.fault) == (None, Fault.AGENT)
+    assert "ValueError: bad text" in record.rollout.error
+    (event,) = record.tool_events
+    assert (event.name, event.status, event.kind, event.call_id) == ("shout", "error", "", "call-1")
+
+
+async def test_calls_of_a_batch_are_those_of_the_function_that_makes_it() -> None:
+    async def writer(llm: LLM) -> None:
+        await chat(llm).abatch(["a", "b"])
+
+    def planner(llm: LLM) -> None:
+        chat(llm).batch(["a", "b"])
+
+    async def solve(task: Task, llm: LLM) -> float:
+        planner(llm)
+        await writer(llm)
+        return 1.0
+
+    record = rollout(solve, "hi", ["1", "2", "3", "4"])
+    assert [call.caller.agent for call in record.transitions] == ["planner", "planner", "writer", "writer"]

@@ -116,6 +116,40 @@ def test_one_call_id_is_one_run_and_the_agent_has_the_word() -> None:
     ]
 
 
+UNKNOWN = ToolEvent("pay", "error", "c", {"to": "a"}, error="is not offered", response_id="x", kind="unknown_tool")
+
+
+@pytest.mark.parametrize(
+    ("reported", "known"),
+    [
+        ([], [UNKNOWN]),
+        ([ToolEvent("add", "ok", "c")], [ToolEvent("add", "ok", "c"), UNKNOWN]),
+        ([ToolEvent("pay", "ok", "c")], [ToolEvent("pay", "ok", "c")]),
+        ([ToolEvent("pay", "ok")], [ToolEvent("pay", "ok")]),
+        (
+            [ToolEvent("pay", "unknown", "c", output="no such tool")],
+            [replace(UNKNOWN, output="no such tool", response_id="")],
+        ),
+        ([ToolEvent("pay", "error", "c", error="who?")], [replace(UNKNOWN, error="who?", response_id="")]),
+    ],
+)
+def test_a_tool_that_the_model_has_invented_is_one_event(reported: list[ToolEvent], known: list[ToolEvent]) -> None:
+    told = tool(
+        5,
+        "pay",
+        "c",
+        status="error",
+        error="is not offered",
+        tool__call__arguments='{"to": "a"}',
+        response__id="x",
+        agent__name="agent",
+    )
+    told = replace(told, attributes={**told.attributes, "error.type": "unknown_tool"})
+    found = with_spans(replace(DONE, tool_events=tuple(reported)), [told], [call("x")])
+    assert [replace(event, at=0.0, caller=None) for event in found.tool_events] == known
+    assert found.labels == {}
+
+
 def test_reported_runs_keep_their_order_when_spans_add_none() -> None:
     reported = (ToolEvent("b", "ok", "2", at=2.0), ToolEvent("a", "unknown", "1", at=1.0))
     outcome = with_spans(Outcome(reward=1.0, tool_events=reported), [tool(1, "a", "1")], [])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import lightning
 import openai
 import pytest
+from lightning.batch.trajectory import Trajectory
+from lightning.credit.intermediate import with_tool_rewards
 from lightning.testing import Reply, ToolCall, rollout
 from lightning.types import LLM, Fault, Status, Task
 
@@ -86,3 +88,73 @@ def test_a_call_after_the_last_reply_is_refused_with_the_cause() -> None:
 @pytest.mark.parametrize("name", ["rollout", "RolloutRecord"])
 def test_it_is_public(name: str) -> None:
     assert name in lightning.testing.__all__  # type: ignore[attr-defined]
+
+
+def invented(llm: LLM, api: str) -> None:
+    """One call that offers `add`, through one of the APIs."""
+    asked = [{"role": "user", "content": "2 + 2"}]
+    with openai.OpenAI(max_retries=0) as client:
+        if api == "responses":
+            client.responses.create(model=llm.model, input="2 + 2", tools=[{"type": "function", "name": "add"}])  # type: ignore[call-overload]
+        elif api == "messages":
+            body = {"model": llm.model, "max_tokens": 9, "messages": asked}
+            tools = [{"name": "add", "input_schema": {"type": "object"}}]
+            client.post("/messages", body={**body, "tools": tools}, cast_to=object)
+        elif api == "stream":
+            list(client.chat.completions.create(model=llm.model, messages=asked, tools=TOOLS, stream=True))  # type: ignore[call-overload]
+        else:
+            client.chat.completions.create(model=llm.model, messages=asked, tools=TOOLS)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("api", ["chat", "stream", "responses", "messages"])
+def test_a_tool_that_the_model_has_invented_is_an_error_of_its_call(api: str) -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        with lightning.component("solver"):
+            invented(llm, api)
+        return 1.0
+
+    calls = [
+        ToolCall("add", '{"a": 2, "b": 2}', "good"),
+        ToolCall("divide", '{"a": 1}', "bad"),
+        ToolCall("x", "{", "worse"),
+    ]
+    record = rollout(agent, "2 + 2", [Reply("", tool_calls=calls)])
+    (call,) = record.transitions
+    assert [
+        (event.name, event.status, event.kind, event.call_id, event.arguments, event.response_id, event.caller)
+        for event in record.tool_events
+    ] == [
+        ("divide", "error", "unknown_tool", "bad", {"a": 1}, call.id, call.caller),
+        ("x", "error", "unknown_tool", "worse", "{", call.id, call.caller),
+    ]
+    assert "it offers add" in record.tool_events[0].error
+    trajectory = Trajectory(record.rollout, record.transitions, tool_events=record.tool_events, trainable=(True,))
+    rewards = with_tool_rewards(trajectory, {"error": -0.5}).step_rewards
+    assert [(step.name, step.value, step.response_id) for step in rewards] == [
+        ("tool:divide", -0.5, call.id),
+        ("tool:x", -0.5, call.id),
+    ]
+
+
+def test_where_no_tools_are_offered_none_is_invented() -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        with openai.OpenAI(max_retries=0) as client:
+            client.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": "my tools: add"}])
+        return 1.0
+
+    assert rollout(agent, "2 + 2", [ToolCall("add")]).tool_events == ()
+
+
+def test_an_async_agent_that_keeps_its_client_may_be_run_again() -> None:
+    kept: list[openai.AsyncOpenAI] = []
+
+    async def agent(task: Task, llm: LLM) -> float:
+        if not kept:
+            kept.append(openai.AsyncOpenAI(max_retries=0))
+        asked = kept[0].with_options(base_url=llm.base_url, api_key=llm.api_key)
+        await asked.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": str(task.input)}])
+        if task.input == "second":
+            await kept[0].close()
+        return 1.0
+
+    assert [rollout(agent, turn, ["4"]).rollout.error for turn in ("first", "second")] == ["", ""]

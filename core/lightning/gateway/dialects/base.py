@@ -10,7 +10,7 @@ import struct
 import sys
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,10 @@ from lightning.types import LogProbs, TokenIds, logprobs, token_ids
 if TYPE_CHECKING:
     from lightning.gateway.dialects.translated import Translator
 
+LONGEST_TOOL, LONGEST_ARGUMENTS = 256, 4096
+"""Characters kept of the name and the arguments of a tool that the model has invented."""
+MOST_INVENTED = 64
+"""Such calls kept of one choice."""
 MOST_CHOICES = 16_384
 """vLLM's own limit on `n` (`VLLM_MAX_N_SEQUENCES`); numbers are reserved for every choice before vLLM is asked."""
 
@@ -52,6 +56,15 @@ class Plan:
 
 
 @dataclass(slots=True)
+class InventedCall:
+    """A call of a tool that the request did not offer. `arguments` is the text that the model wrote, its head if it is long."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
 class Choice:
     """One completion as seen so far. `aligned` turns false when some token came without its logprob, `packed` true when they
     came as numbers and not as text (`lightning.policy_server.packed_logprobs`).
@@ -66,6 +79,27 @@ class Choice:
     packed: bool = False
     finish_reason: str = ""
     tool_calls: list[str] = field(default_factory=list)
+    invented: list[InventedCall] = field(default_factory=list)
+    open_calls: dict[int, InventedCall | None] = field(default_factory=dict)
+
+    def read_calls(self, calls: Sequence[Body], offered: Collection[str]) -> None:
+        """Take the tool calls of an answer, or what a chunk has of them. Nothing is invented where nothing was `offered`: an
+        agent may describe its tools in its own words."""
+        for number, call in enumerate(calls):
+            name = call.get("id")
+            if name and name not in self.tool_calls:
+                self.tool_calls.append(name)
+            said, index = call.get("function"), call.get("index")
+            if not offered or not isinstance(said, dict):
+                continue
+            place = index if isinstance(index, int) else number
+            if isinstance(tool := said.get("name"), str) and tool:
+                begun = None if tool in offered else InventedCall(str(name or ""), tool[:LONGEST_TOOL])
+                self.open_calls[place] = begun
+                if begun is not None and len(self.invented) < MOST_INVENTED:
+                    self.invented.append(begun)
+            if (invented := self.open_calls.get(place)) is not None and isinstance(text := said.get("arguments"), str):
+                invented.arguments = (invented.arguments + text)[:LONGEST_ARGUMENTS]
 
     def add(self, ids: list[int], values: list[float | None] | LogProbs | None) -> None:
         """Take the ids and logprobs of one answer or one chunk."""
@@ -100,13 +134,14 @@ class Choice:
 @dataclass(slots=True)
 class Capture:
     """What one call has shown of itself: the id vLLM gave it, the prompt, and each choice by index; or what vLLM broke off or
-    refused it with."""
+    refused it with. `offered` are the tools that its request offers."""
 
     id: str
     prompt_ids: TokenIds | None = None
     choices: dict[int, Choice] = field(default_factory=dict)
     failed: str = ""
     refused: str = ""
+    offered: frozenset[str] = frozenset()
 
     def choice(self, index: int) -> Choice:
         """The choice with this index, made when it is first seen."""
@@ -246,3 +281,10 @@ def take_out(holder: Body, name: str) -> bool:
         return False
     holder[name] = None
     return True
+
+
+def offered_tools(body: Body) -> frozenset[str]:
+    """The names of the tools that a chat request offers."""
+    tools = body.get("tools")
+    kinds = [tool.get("function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    return frozenset(kind["name"] for kind in kinds if isinstance(kind, dict) and isinstance(kind.get("name"), str))

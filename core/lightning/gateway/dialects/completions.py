@@ -63,9 +63,7 @@ class Chat(Dialect):
             choice.read(said, _chat_logprobs)
             message = said.get("delta") or said.get("message")
             if message and (calls := message.get("tool_calls")):
-                choice.tool_calls += [
-                    name for call in calls if (name := call.get("id")) and name not in choice.tool_calls
-                ]
+                choice.read_calls(calls, capture.offered)
 
     def strip(self, answer: Body, plan: Plan) -> bool:
         """See `Dialect`."""

@@ -181,7 +181,7 @@ def prefix_of(recorded: RecordedRollout, seq: int) -> Prefix:
 def live_tools(recorded: RecordedRollout, prefix: Prefix) -> list[str]:
     """The tools of a rollout that run again in a branch that begins so: those of frameworks, and all from the call on."""
     answered = {id(event) for event in prefix.tool_events if not event.call_id}
-    return sorted({event.name for event in recorded.tool_events if id(event) not in answered})
+    return sorted({event.name for event in recorded.tool_events if id(event) not in answered and not event.kind})
 
 
 def _is_before(event: ToolEvent, answered: set[str], sent: float) -> bool:
