@@ -101,7 +101,10 @@ def load_state(
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         if isinstance(error, EngineError):
             raise
-        raise EngineError(f"{folder} is not a whole training state: {error}") from error
+        raise EngineError(
+            f"{folder} is not a whole training state ({error}): remove that folder, and a resume goes on from the checkpoint "
+            "before it, or from the start, and takes the steps since again from the store"
+        ) from error
     same_critic(folder, progress.critic, critic)
     _refuse_other_model(folder, parameters, weights)
     restored = {
