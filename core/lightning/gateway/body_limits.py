@@ -13,7 +13,7 @@ from typing import TypeVar
 from starlette.types import Message, Receive, Scope
 
 from lightning.gateway.http import RefusalError
-from lightning.memory_budget import LONG, VALUE_BYTES, Budget, Holder, json_values
+from lightning.memory_budget import LONG, MANY, VALUE_BYTES, Budget, Holder, json_values
 
 T = TypeVar("T")
 
@@ -26,12 +26,17 @@ WAIT = 10.0
 class RequestBody:
     """What one request holds of its token's share. `most_values` is 0 for no limit."""
 
-    __slots__ = ("_budget", "_held", "_holder", "_most_values", "_receive", "_values")
+    __slots__ = ("_budget", "_bytes", "_held", "_holder", "_most_values", "_receive", "_values")
 
     def __init__(self, budget: Budget, holder: Holder, most_values: int, receive: Receive) -> None:
         self._budget, self._holder, self._receive = budget, holder, receive
         self._most_values = most_values
-        self._held = self._values = 0
+        self._held = self._values = self._bytes = 0
+
+    @property
+    def is_large(self) -> bool:
+        """Whether to work on it takes long."""
+        return self._bytes > LONG or self._values > MANY
 
     async def receive(self) -> Message:
         """The next message of the request. Raises `RefusalError` (413, 429) for a body that there is no room for."""
@@ -44,6 +49,7 @@ class RequestBody:
         """Count a part of a body, each byte as `factor` of them. Raises `RefusalError`."""
         values = json_values(data)
         self._values += values
+        self._bytes += len(data)
         if self._most_values and self._values > self._most_values:
             message = (
                 f"The request's body has more than {self._most_values} JSON values, counted by commas and brackets "
@@ -82,9 +88,12 @@ class RequestBody:
         return await self._holder.work(do)
 
 
-async def parsed(scope: Scope, payload: bytes, do: Callable[[bytes], T]) -> T:
-    """`do(payload)`: here when it is short, else beside the event loop."""
+async def beside(scope: Scope, do: Callable[[], T]) -> T:
+    """Do something with a body that was read: here when that is short, else beside the event loop."""
     body: RequestBody | None = scope.get(KEY)
-    if body is None or len(payload) <= LONG:
-        return do(payload)
-    return await body.work(lambda: do(payload))
+    return do() if body is None or not body.is_large else await body.work(do)
+
+
+async def parsed(scope: Scope, payload: bytes, do: Callable[[bytes], T]) -> T:
+    """`do(payload)`, so."""
+    return await beside(scope, lambda: do(payload))

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,9 +20,9 @@ from starlette.types import Receive, Scope, Send
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
 from lightning.gateway.answers import Answer, Call, pass_on, read_whole, shown_to_agent
-from lightning.gateway.body_limits import parsed
+from lightning.gateway.body_limits import beside, parsed
 from lightning.gateway.conversations import Conversations, mark_of
-from lightning.gateway.dialects import Capture, Dialect, offered_tools
+from lightning.gateway.dialects import Capture, Dialect, Plan, Translator, offered_tools
 from lightning.gateway.dialects.base import why_no_ids
 from lightning.gateway.exchanges import Shown
 from lightning.gateway.history import Entry, History
@@ -109,16 +110,9 @@ class CallEndpoint:
         try:
             claims = self._identity.claims(scope)
             self._identity.check_over(claims)
-            payload = await read_body(scope, receive, self._config.max_body_bytes)
-            body = await parsed(scope, payload, read_object)
-            if (provider := self._providers.of_model(_model_in(body, scope))) is not None:
-                await self._providers.pass_on(provider, self._dialect.path[1:], payload, scope, receive, send)
-                return
-            branch = await self._branches.of(claims) if claims.branch else None
-            if branch is not None and await self._answer_recorded(branch, claims, scope, body, send):
-                return
-            call = await self._admit(claims, scope, body, len(payload), branch)
-            await self._serve(call, receive, send)
+            call = await self._read(claims, scope, receive, send)
+            if call is not None:
+                await self._serve(call, receive, send)
         except ExpiredTokenError as refusal:
             await self._record_refused(scope, refusal.claims, refusal)
             await self._refuse(None, send, refusal)
@@ -144,6 +138,19 @@ class CallEndpoint:
             log.exception("the gateway failed on a call")
             await self._refuse(call, send, RefusalError(500, "gateway_fault", "The gateway failed; see its log."))
 
+    async def _read(self, claims: Claims, scope: Scope, receive: Receive, send: Send) -> Call | None:
+        """The call that a request is; None for one that was answered without the policy. What was read is not kept: of a large
+        request that is megabytes for as long as the policy server takes."""
+        payload = await read_body(scope, receive, self._config.max_body_bytes)
+        body = await parsed(scope, payload, read_object)
+        if (provider := self._providers.of_model(_model_in(body, scope))) is not None:
+            await self._providers.pass_on(provider, self._dialect.path[1:], payload, scope, receive, send)
+            return None
+        branch = await self._branches.of(claims) if claims.branch else None
+        if branch is not None and await self._answer_recorded(branch, claims, scope, body, send):
+            return None
+        return await self._admit(claims, scope, body, len(payload), branch)
+
     async def _answer_recorded(
         self, branch: BranchedAttempt, claims: Claims, scope: Scope, body: Body, send: Send
     ) -> bool:
@@ -159,7 +166,7 @@ class CallEndpoint:
         return found is not None
 
     async def _admit(self, claims: Claims, scope: Scope, body: Body, size: int, branch: BranchedAttempt | None) -> Call:
-        asked = self._recorder.exchanges.asked(self._dialect.path, body, size)
+        asked = await beside(scope, partial(self._recorder.exchanges.asked, self._dialect.path, body, size))
         policy, model = self._policies.of(claims.run), _model_in(body, scope)
         await self._policies.asked.look(claims.run, policy, model)
         caller = self._identity.caller(scope, model)
@@ -171,19 +178,26 @@ class CallEndpoint:
         if branch is not None and previous in branch.recorded_ids:
             attempt = branch.owner
         before = () if previous is None else await self._history.before(attempt, previous)
+        plan, translator = await beside(scope, partial(self._plan, body, before, capture.id, claims, branch))
+        plan.requested_model = model[:LONGEST_NAME] if isinstance(model, str) else ""
+        live = LiveCall(request_id, plan.choices, plan.n, policy.book.current, capture)
+        ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller, asked)
+        return Call(self._dialect, claims, policy, plan, ticket, live, forwarded_headers(scope), translator, branch)
+
+    def _plan(
+        self, body: Body, before: Sequence[Body], response_id: str, claims: Claims, branch: BranchedAttempt | None
+    ) -> tuple[Plan, Translator | None]:
+        """The request as it goes to the policy server, and who translates the answer. Raises `RefusalError`."""
         if self._config.hosted_tools == "drop":
             body = self._without_hosted_tools(body)
-        body, translator = self._dialect.translate(body, before, capture.id)
+        body, translator = self._dialect.translate(body, before, response_id)
         apply_sampling(body, self._config.override_sampling, claims.sampling)
         if branch is not None and isinstance(body.get("seed"), int):
             body["seed"] = branch.own_seed(claims, body["seed"])
         plan = self._dialect.plan(body)
         capture.offered = offered_tools(body)
         plan.temperature, plan.constrained, plan.media = temperature_of(body), is_constrained(body), has_media(body)
-        plan.requested_model = model[:LONGEST_NAME] if isinstance(model, str) else ""
-        live = LiveCall(request_id, plan.choices, plan.n, policy.book.current, capture)
-        ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller, asked)
-        return Call(self._dialect, claims, policy, plan, ticket, live, forwarded_headers(scope), translator, branch)
+        return plan, translator
 
     def _without_hosted_tools(self, body: Body) -> Body:
         """The request without tools that nobody here can run; each type of them is said once."""
@@ -263,8 +277,7 @@ class CallEndpoint:
         """Make the call durable, then let go of the answer's last bytes."""
         if call.branch is not None and call.ticket.asked is not None and answer.outcome is CallStatus.OK:
             asked, first = call.ticket.asked, call.capture.choice(0)
-            request = b"".join(piece.text for piece in asked.pieces)
-            call.branch.check_prompt(asked.path, request, first.prompt_ids or call.capture.prompt_ids or ())
+            call.branch.check_prompt(asked.path, asked.request, first.prompt_ids or call.capture.prompt_ids or ())
         if call.branch is not None and call.capture.choices:
             call.branch.check_version(call.live.sampled_by)
         if call.live.unsure:

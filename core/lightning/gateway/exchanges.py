@@ -33,10 +33,11 @@ Attempt = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request as the agent sent it, in pieces of canonical JSON; none of one that is too large."""
+    """A request as the agent sent it: its canonical JSON, and the pieces of that; empty where it is too large."""
 
     path: str
-    pieces: Sequence[Piece]
+    request: bytes = b""
+    pieces: Sequence[Piece] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Exchanges:
         if not self._wanted:
             return None
         try:
-            return Asked(path, () if size > exchanges.LARGEST else tuple(exchanges.pieces(body)))
+            return Asked(path) if size > exchanges.LARGEST else Asked(path, *exchanges.cut(body))
         except RecursionError:  # whoever passes it on refuses it
             return None
 
@@ -99,7 +100,7 @@ class Exchanges:
         # A tuple now: other calls of the attempt end while a thread is at work.
         new = tuple(piece for piece in asked.pieces if piece.key not in known.clean)
         bodies = tuple(known.last)
-        if sum(len(piece.value) for piece in new) + len(shown.reply) <= SHORT:
+        if sum(piece.stop - piece.start for piece in new) + len(shown.reply) <= SHORT:
             return _pack(asked, new, shown, bodies)
         return await asyncio.get_running_loop().run_in_executor(self._threads, _pack, asked, new, shown, bodies)
 
@@ -144,13 +145,12 @@ class Exchanges:
 
 
 def _pack(asked: Asked, new: Sequence[Piece], shown: Shown, bodies: Sequence[Said]) -> PackedExchange:
-    flags, reply = WHOLE, shown.reply
-    if not asked.pieces:
+    flags, request, reply = WHOLE, asked.request, shown.reply
+    if not request:
         return PackedExchange(
             exchanges.pack(asked.path, shown.status, b"", b"", flags=Flag.TOO_LARGE), b"", b"", frozenset()
         )
-    request = b"".join(piece.text for piece in asked.pieces)
-    clean = frozenset(piece.key for piece in new if _is_clean(piece))
+    clean = frozenset(piece.key for piece in new if _is_clean(exchanges.whole(request, piece)))
     if len(clean) < len({piece.key for piece in new}):
         flags |= Flag.REDACTED
         request = exchanges.canonical(_object(redacted_json(json.loads(request), "request")))
@@ -169,11 +169,11 @@ def _pack(asked: Asked, new: Sequence[Piece], shown: Shown, bodies: Sequence[Sai
     return PackedExchange(stored, request, reply, clean)
 
 
-def _is_clean(piece: Piece) -> bool:
-    if not piece.value or not may_be_redacted(b'"%b":%b' % (piece.name.encode(errors="replace"), piece.value)):
+def _is_clean(piece: bytes) -> bool:
+    if not may_be_redacted(piece):
         return True
-    said = {piece.name: [json.loads(piece.value)]}
-    return redacted_json(said, "request") == said
+    said = json.loads(piece)
+    return bool(redacted_json(said, "request") == said)
 
 
 def _object(value: Any) -> Body:
