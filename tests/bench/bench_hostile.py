@@ -5,7 +5,11 @@ honest agents call the model (a fake vLLM that takes 50 ms) before an attack and
 an attacking request's is what is left when the honest ones have been taken off at what they cost before. Memory is the server
 process's peak. `--vllm` also tries the control routes of a real vLLM.
 
+`--recording` sends large bodies of one key at once to a server that may have 1 GB, with recording off and on: what the record
+of a body costs in memory, and for how long `/health` waits meanwhile.
+
     python tests/bench/bench_hostile.py [--json FILE] [--only NAME ...] [--vllm]
+    python tests/bench/bench_hostile.py --recording [--only NAME ...]
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ ATTACKERS = 2
 MODEL_SECONDS = 0.05
 HUGE = 1 << 60
 MIB = 1 << 20
+ONE_GB = 1 << 30
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 ATTACKS = {
     "values": "32 MB of `[[],[],...]` in a call",
@@ -44,23 +49,55 @@ ATTACKS = {
 }
 
 
+def sized(path: str, before: str, item: str, after: str = "") -> tuple[str, bytes, int]:
+    """A body of 0.98 MB of equal items, or of as many as there is room for; three of it are sent at once."""
+    count = min((980_000 - len(before)) // (len(item) + 1), 100_000)
+    return path, f"{before}{','.join([item] * count)}{after}".encode(), 3
+
+
+def bodies() -> dict[str, tuple[str, bytes, int]]:
+    """Bodies that are allowed: path, text, and how many are sent at once. The first are an honest agent's."""
+    ids = json.dumps({"model": "policy", "prompt": [n * 4 % 150_000 for n in range(32_000)], "max_tokens": 4})
+    chat, said = "/v1/chat/completions", '{"model":"policy","messages":['
+    user = '{"role":"user","content":"hi"}'
+    text = json.dumps(CHAT)[:-1]
+    nested = f'{text}, "metadata": {"[" * 240}{",".join(["[]"] * 320_000)}{"]" * 240}}}'
+    return {
+        "16 prompts of 32,000 ids": ("/v1/completions", ids.encode(), 16),
+        "messages that are lists": sized(chat, said, "[]", "]}"),
+        "many small messages": sized(chat, said, user, "]}"),
+        "many tools": sized(chat, f'{said}{user}],"tools":[', '{"type":"function"}', "]}"),
+        "many fields": (chat, (text + "".join(f',"k{n}":[]' for n in range(75_000)) + "}").encode(), 3),
+        "nested deep": (chat, nested.encode(), 3),
+        "escapes": (chat, (said + '{"role":"user","content":"' + "\\ud83d" * 160_000 + '"}]}').encode(), 3),
+        "almost credentials": (chat, (said + '{"role":"user","content":"' + "token=x, " * 108_000 + '"}]}').encode(), 3),
+        "list of credentials": sized(chat, f'{said}{user}],"metadata":[', '"password=x"', "]}"),
+        "small items (Responses)": sized("/v1/responses", '{"model":"policy","input":[', user, "]}"),
+        "small messages (Messages)": sized("/v1/messages", '{"model":"policy","max_tokens":9,"messages":[', user, "]}"),
+        "texts": (chat, (said + '{"role":"user","content":"' + "a" * (30 * MIB) + '"}]}').encode(), 3),
+    }  # fmt: skip
+
+
 # what runs in processes of its own ---------------------------------------------------------------------------------
 
 
-async def serve(defended: bool, attack: str) -> None:
+async def serve(defended: bool, attack: str, records: bool = True) -> None:
     """A gateway over a store in memory; prints its URL, its keys and its pid."""
+    import resource
+
     from lightning.config import GatewayConfig, LimitsConfig
     from lightning.gateway import Gateway, Upstream
     from lightning.store.memory import MemoryStore
     from lightning.types import Rollout, Run, Task
 
     limits: dict[str, Any] = {"body_memory": 256 * MIB, "connections": 100 if attack == "connections" else 8192}
-    if not defended:
+    if attack == "recording":
+        limits["body_memory"] = ONE_GB // 8
+        resource.setrlimit(resource.RLIMIT_DATA, (ONE_GB, ONE_GB))
+    elif not defended:
         switch_off()
         limits = {"body_memory": HUGE, "json_values": 0, "connections": 0}
     if attack == "connections":
-        import resource
-
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
     fake = await asyncio.create_subprocess_exec(sys.executable, __file__, "--role", "vllm", stdout=subprocess.PIPE)
     assert fake.stdout is not None
@@ -69,7 +106,8 @@ async def serve(defended: bool, attack: str) -> None:
     await store.open()
     await store.put_run(Run("run", "run"))
     await store.create_rollouts([Rollout(f"run/{n}", "run", Task("x"), "g") for n in range(4)])
-    gateway = Gateway(store, [upstream], GatewayConfig(limits=LimitsConfig(**limits)), secret=b"s" * 32, run="run")
+    config = GatewayConfig(limits=LimitsConfig(**limits), record_requests=records)
+    gateway = Gateway(store, [upstream], config, secret=b"s" * 32, run="run")
     await gateway.start()
     leases = await store.lease("run", "w", limit=4, ttl=3600.0)
     say({"url": gateway.url, "keys": [gateway.llm(lease).api_key for lease in leases]})
@@ -337,6 +375,81 @@ def measure(attack: str, defended: bool) -> Row:
         )
 
 
+@dataclass
+class Record:
+    """What bodies of one kind cost where requests are recorded or not: MB of the peak over the server at rest, the longest
+    answer of `/health` in seconds, and what became of the calls."""
+
+    body: str
+    records: bool
+    peak_mb: float
+    health: float
+    seconds: float
+    statuses: str
+
+
+async def record(name: str, records: bool) -> Record:
+    """One row."""
+    path, body, count = bodies()[name]
+    process = begin("serve", "recording", str(int(records)))
+    place = await asyncio.to_thread(told, process)
+    took = [0.0]
+
+    async def look(session: aiohttp.ClientSession) -> None:
+        while True:
+            began = time.monotonic()
+            async with session.get(place["url"] + "/health") as reply:
+                await reply.read()
+            took.append(time.monotonic() - began)
+            await asyncio.sleep(0.005)
+
+    async def call(session: aiohttp.ClientSession, body: bytes) -> int:
+        headers = {"authorization": f"Bearer {place['keys'][0]}", "content-type": "application/json"}
+        try:
+            async with session.post(place["url"] + path, data=body, headers=headers) as reply:
+                await reply.read()
+                return reply.status
+        except aiohttp.ClientError:
+            return 0
+
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+            await call(session, json.dumps(CHAT).encode())
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # what the imports took is no peak of a call
+            rest = high_water(process.pid)
+            looking = asyncio.create_task(look(session))
+            began = time.monotonic()
+            statuses = await asyncio.gather(*(call(session, body) for _ in range(count)))
+            seconds = time.monotonic() - began
+            looking.cancel()
+            with contextlib.suppress(aiohttp.ClientError, asyncio.CancelledError):
+                await looking
+        alive = "" if process.poll() is None else ", the server is dead"
+        said = ", ".join(f"{statuses.count(each)} x {each}" for each in sorted(set(statuses))) + alive
+        return Record(name, records, high_water(process.pid) - rest, max(took), seconds, said)
+    finally:
+        children = psutil.Process(process.pid).children() if psutil.pid_exists(process.pid) else []
+        for child in children:
+            child.kill()
+        process.kill()
+        process.wait()
+
+
+def recording(names: list[str]) -> None:
+    """The table of what the record costs."""
+    sys.stdout.write("| body | recorded | peak over rest, MB | longest /health, s | all answered in, s | statuses |\n")
+    sys.stdout.write("|---|---|---|---|---|---|\n")
+    for name in names:
+        off, on = (asyncio.run(record(name, records)) for records in (False, True))
+        for row in (off, on):
+            ratio = f" ({on.peak_mb / off.peak_mb:.2f} x)" if row.records and off.peak_mb else ""
+            sys.stdout.write(
+                f"| {name} | {'yes' if row.records else 'no'} | {row.peak_mb:.0f}{ratio} | {row.health:.3f} | "
+                f"{row.seconds:.1f} | {row.statuses} |\n"
+            )
+        sys.stdout.flush()
+
+
 async def control_routes() -> None:
     """A real vLLM, without our middleware and with it: a stranger pauses it."""
     from lightning.config.sections import PolicyServerConfig
@@ -398,11 +511,15 @@ def main(given: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", nargs="*", choices=list(ATTACKS))
+    parser.add_argument("--only", nargs="*", choices=[*ATTACKS, *bodies()])
+    parser.add_argument("--recording", action="store_true")
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--role", nargs="*", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
     match options.role:
+        case ["serve", "recording", records]:
+            logging.disable()
+            asyncio.run(serve(True, "recording", records == "1"))
         case ["serve", defended, attack]:
             logging.disable()
             asyncio.run(serve(defended == "1", attack))
@@ -414,5 +531,7 @@ if __name__ == "__main__":
             asyncio.run(attack_server(attack, url, key))
         case ["runner", defended]:
             asyncio.run(runner(defended == "1"))
+        case _ if options.recording:
+            recording(options.only or list(bodies()))
         case _:
             main(options)

@@ -188,8 +188,9 @@ class LimitsConfig(Section):
     """Requests with wrong tokens per address and minute. Above the limit, only tokens that were accepted before are accepted. 0
     sets no limit."""
     body_memory: int | None = Field(default=None, ge=1 << 20)
-    """Bytes of memory for the bodies of requests in progress, over all tokens, with 128 for each JSON value; null takes an
-    eighth of the memory. A token may hold as much as is still free (half of it when alone); more waits up to 10 s (429)."""
+    """Bytes of memory for the bodies of requests in progress, over all tokens: three for each byte and 128 for each JSON value.
+    null takes an eighth of the memory. A token may hold as much as is still free (half of it when alone); more waits up to
+    10 s (429)."""
     json_values: int = Field(default=500_000, ge=0)
     """Maximum of JSON values in a model call, counted by commas and opening brackets before it is parsed (413); four times as
     many at the control API and in spans. 0 sets no limit."""

@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 KEY = "lightning.body"
 """Under this name the scope of a request has its `RequestBody`."""
+COPIES = 3
+"""How often a body is there: as it came, as what it was parsed into, and as it is sent on or stored."""
 WAIT = 10.0
 """Seconds that a body waits for room."""
 
@@ -45,8 +47,8 @@ class RequestBody:
             await self.hold(body)
         return message
 
-    async def hold(self, data: bytes, factor: int = 1) -> None:
-        """Count a part of a body, each byte as `factor` of them. Raises `RefusalError`."""
+    async def hold(self, data: bytes) -> None:
+        """Count a part of a body. Raises `RefusalError`."""
         values = json_values(data)
         self._values += values
         self._bytes += len(data)
@@ -56,7 +58,7 @@ class RequestBody:
                 "(gateway.limits.json_values): send fewer."
             )
             raise RefusalError(413, "too_many_values", message)
-        await self.reserve(factor * len(data) + VALUE_BYTES * values)
+        await self.reserve(COPIES * len(data) + VALUE_BYTES * values)
 
     async def reserve(self, size: int) -> None:
         """Hold so many bytes until the request has been answered, or `give` them back. Raises `RefusalError`."""

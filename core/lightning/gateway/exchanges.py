@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.gateway.http import Body
-from lightning.gateway.redaction import may_be_redacted, redacted_json
+from lightning.gateway.redaction import has_many_texts, may_be_redacted, redacted_json
 from lightning.store import exchanges
 from lightning.store.exchanges import NOBODY, WHOLE, Flag, Piece, Said
 
@@ -147,17 +147,20 @@ class Exchanges:
 def _pack(asked: Asked, new: Sequence[Piece], shown: Shown, bodies: Sequence[Said]) -> PackedExchange:
     flags, request, reply = WHOLE, asked.request, shown.reply
     if not request:
-        return PackedExchange(
-            exchanges.pack(asked.path, shown.status, b"", b"", flags=Flag.TOO_LARGE), b"", b"", frozenset()
-        )
-    clean = frozenset(piece.key for piece in new if _is_clean(exchanges.whole(request, piece)))
-    if len(clean) < len({piece.key for piece in new}):
+        return _left_out(asked, shown)
+    unlike = {piece.key: text for piece in new if may_be_redacted(text := exchanges.whole(request, piece))}
+    if unlike and has_many_texts(json.loads(request)):
+        return _left_out(asked, shown, Flag.REDACTED)
+    dirty = {key for key, text in unlike.items() if not _is_clean(text)}
+    if dirty:
         flags |= Flag.REDACTED
         request = exchanges.canonical(_object(redacted_json(json.loads(request), "request")))
     if shown.has_ids or (reply and may_be_redacted(reply)):
         whole = json.loads(reply)
         if shown.has_ids and exchanges.without_ids(whole):
             flags |= Flag.IDS
+        if has_many_texts(whole) and may_be_redacted(reply):
+            return _left_out(asked, shown, Flag.REDACTED)
         told = redacted_json(whole, "reply")
         flags |= Flag.REDACTED if told != whole else WHOLE
         reply = json.dumps(told).encode() if told != whole or shown.has_ids else reply
@@ -166,12 +169,16 @@ def _pack(asked: Asked, new: Sequence[Piece], shown: Shown, bodies: Sequence[Sai
     stored = exchanges.pack(asked.path, shown.status, request, reply, base, flags)
     if len(reply) > exchanges.LARGEST:
         return PackedExchange(stored, b"", b"", frozenset())
-    return PackedExchange(stored, request, reply, clean)
+    return PackedExchange(stored, request, reply, frozenset(piece.key for piece in new) - dirty)
+
+
+def _left_out(asked: Asked, shown: Shown, flags: Flag = WHOLE) -> PackedExchange:
+    """That there was a call is all that is kept."""
+    stored = exchanges.pack(asked.path, shown.status, b"", b"", flags=Flag.TOO_LARGE | flags)
+    return PackedExchange(stored, b"", b"", frozenset())
 
 
 def _is_clean(piece: bytes) -> bool:
-    if not may_be_redacted(piece):
-        return True
     said = json.loads(piece)
     return bool(redacted_json(said, "request") == said)
 

@@ -21,6 +21,7 @@ from typing import cast
 from lightning.errors import StoreError
 from lightning.gateway.http import Body, RefusalError, read_object, write_object
 from lightning.gateway.redaction import storable
+from lightning.memory_budget import compact
 from lightning.store.protocol import Store
 from lightning.types import Conversation, Transition
 
@@ -32,6 +33,8 @@ NODE_BYTES = 200
 SHORT = 16 * 1024
 """Bytes of text up to which it is looked through where the calls are answered, since that takes less than a thread."""
 
+MANY_MESSAGES = 1000
+"""Messages from which on it does."""
 LONGEST_STORED = 1 << 20
 """Bytes of text that a response may add to a stored conversation: looking through more takes seconds of CPU time."""
 
@@ -151,12 +154,17 @@ class History:
                 "longer. Send the whole conversation as input instead."
             )
             raise RefusalError(404, "previous_response_not_found", message, param="previous_response_id")
-        self._keep(attempt, response, [write_object(message) for message in said], stored=True)
+        self._keep(attempt, response, _written(said), stored=True)
         return said
 
     async def entry(self, attempt: Attempt, response: str, messages: Sequence[Body]) -> Entry:
         """What is to be stored with the call that made a response, and to be kept once it is."""
-        said = tuple(write_object(message) for message in messages)
+        loop = asyncio.get_running_loop()
+        said = (
+            _written(messages)
+            if len(messages) <= MANY_MESSAGES
+            else await loop.run_in_executor(self._threads, _written, messages)
+        )
         known = self._attempts.get(attempt)
         if known is not None and known.is_barred(said):
             return Entry(attempt, response, said, None)
@@ -167,7 +175,7 @@ class History:
         if size <= SHORT:
             stored = storable(added)
         elif size <= LONGEST_STORED:
-            stored = await asyncio.get_running_loop().run_in_executor(self._threads, storable, added)
+            stored = await loop.run_in_executor(self._threads, storable, added)
         if stored is None:
             log.info(
                 "response %s is known to this gateway only: its conversation has a text that is not stored as it is, "
@@ -189,6 +197,10 @@ class History:
         self._bytes += known.size - size
         while self._bytes > self._most:
             self._bytes -= self._attempts.popitem(last=False)[1].size
+
+
+def _written(messages: Sequence[Body]) -> tuple[bytes, ...]:
+    return tuple(compact(write_object(message)) for message in messages)
 
 
 def put_together(calls: Sequence[Transition], response: str) -> list[Body] | None:

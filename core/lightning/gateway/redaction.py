@@ -25,6 +25,8 @@ LONGEST_NAME = 100
 """Characters at the end of a name in which that of a credential is looked for: agents choose names, of any length."""
 LONG = 65_536
 """Characters of a text in which credentials are looked for near their hints alone."""
+MOST_TEXTS = 20_000
+"""Texts of a JSON value, some maybe with a credential, from which on it is left out: to look through more takes seconds."""
 DEEPEST = 200
 """Lists and mappings inside one another that are looked through; what is deeper is left out."""
 _NAMED_SO = (
@@ -132,6 +134,20 @@ def may_be_redacted(text: bytes) -> bool:
     return any(sign.search(lowered) is not None for sign in SIGNS)
 
 
+def has_many_texts(value: Json) -> bool:
+    """Whether a JSON value has more texts than are looked through."""
+    left, count = [value], 0
+    while left and count <= MOST_TEXTS:
+        at = left.pop()
+        if isinstance(at, str):
+            count += 1
+        elif isinstance(at, Mapping):
+            left += at.values()
+        elif isinstance(at, list | tuple):
+            left += at
+    return count > MOST_TEXTS
+
+
 def redacted(text: str, where: str) -> str:
     """The text that may be stored instead. `where` tells plugins what it is, such as `tool.output`."""
     if not text:
@@ -233,7 +249,9 @@ def storable(conversation: Conversation) -> Conversation | None:
     """The conversation, or None where something would be left out of it: with other words in their place the model would go on
     with a conversation that never was."""
     said = list(conversation.messages)
-    return conversation if redacted_json(said, "conversation") == said else None
+    if not may_be_redacted(json.dumps(said, ensure_ascii=False).encode(errors="replace")):
+        return conversation
+    return None if has_many_texts(said) or redacted_json(said, "conversation") != said else conversation
 
 
 def redacted_span(span: Span) -> Span:

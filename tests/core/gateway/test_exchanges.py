@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import threading
 from unittest.mock import AsyncMock
 
 import anthropic
 import openai
 import pytest
 from lightning.errors import StoreError
+from lightning.gateway import calls, redaction
 from lightning.gateway import exchanges as recorded
+from lightning.gateway.dialects import DIALECTS
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
 from lightning.gateway.replay.branches import Branches
@@ -326,6 +329,65 @@ async def test_a_credential_is_left_out_and_said_so_in_every_call_that_repeats_i
     assert [bool(exchanges.flags_of(call) & exchanges.Flag.REDACTED) for call in calls] == [True, True, True, False]
     assert found[0].request["messages"][0]["content"] == "use [redacted]"
     assert SECRET not in json.dumps([(each.request, each.reply) for each in found])
+
+
+SAID = {"role": "user", "content": f"use {SECRET}"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [*[{"role": "user", "content": "hi"}] * 500, SAID, *[{"role": "user", "content": "hi"}] * 500]},
+        {"prompt": "hi", "password": ["hunter2", "hunter2"]},
+        {"prompt": "hi", "stop": ["a", SECRET]},
+        {"prompt": "hi", "tools": [{"api_key": "hunter2"}] * 100},
+        {"prompt": "hi", **{f"field{n:03}": n for n in range(200)}, "password": "hunter2"},
+    ],
+    ids=["among small ones", "list under a name", "in a list of texts", "named in small ones", "among fields"],
+)
+async def test_a_credential_is_left_out_wherever_it_stands(body):
+    packer = recorded.Exchanges()
+    for seq in range(2):  # nor is it taken for known the second time
+        packed = await packer.pack(("r", 1), packer.asked("/chat", body, 10), recorded.Shown())
+        packer.keep(("r", 1), seq, packed)
+        assert exchanges.Flag(packed.stored[1]) == exchanges.Flag.REDACTED
+        assert b"hunter2" not in packed.request
+        assert SECRET.encode() not in packed.request
+    packer.close()
+
+
+@pytest.mark.parametrize("where", ["request", "reply"])
+async def test_more_texts_than_can_be_looked_through_are_left_out(where, monkeypatch):
+    monkeypatch.setattr(redaction, "MOST_TEXTS", 50)
+    packer, many = recorded.Exchanges(), {"stop": [f"password={n}" for n in range(60)]}
+    looked = []
+    monkeypatch.setattr(recorded, "redacted_json", lambda value, what: looked.append(what) or value)
+    asked = packer.asked("/chat", many if where == "request" else {}, 10)
+    said = json.dumps(many if where == "reply" else {}).encode()
+    packed = await packer.pack(("r", 1), asked, recorded.Shown(200, said))
+    packer.close()
+    assert exchanges.Flag(packed.stored[1]) == exchanges.Flag.REDACTED | exchanges.Flag.TOO_LARGE
+    assert (packed.request, packed.reply, looked) == (b"", b"", [])
+
+
+@every
+async def test_a_large_body_is_worked_on_beside_the_calls(house, path, monkeypatch):
+    """Parsed, cut and made ready for the policy server in a thread: `/health` is answered meanwhile."""
+    worked = {}
+    dialect = next(each for each in DIALECTS if each.path == f"/{path}")
+    for owner, name in ((calls, "read_object"), (exchanges, "cut"), (dialect, "translate"), (dialect, "plan")):
+        do = getattr(owner, name)
+
+        def noted(*given, name=name, do=do):
+            worked[name] = threading.current_thread().name
+            return do(*given)
+
+        monkeypatch.setattr(owner, name, noted)
+    http = await house.http()
+    small = (await http.post(f"/{path}", json=BODIES[path])).status_code
+    assert (small, {*worked.values()}) == (200, {threading.current_thread().name})
+    await http.post(f"/{path}", json={**BODIES[path], "extra_list": [0] * 30_000})
+    assert {*worked.values()} == {"lightning-parse_0"}
 
 
 async def test_a_request_that_is_too_large_is_left_out_and_said_so(house, monkeypatch):

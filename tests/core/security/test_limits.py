@@ -14,6 +14,7 @@ from lightning.config import LimitsConfig
 from lightning.gateway import access_control, body_limits
 from lightning.gateway import connections as serving
 from lightning.gateway.access_control import Guard
+from lightning.gateway.body_limits import COPIES
 from lightning.gateway.connections import Serving, bind
 from lightning.gateway.http import RefusalError, send_bytes
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -410,7 +411,7 @@ async def test_a_body_is_counted_in_values_as_it_arrives() -> None:
 
 async def test_one_token_holds_half_of_the_memory_and_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_limits, "WAIT", 0.05)
-    door = Guard(hold, LimitsConfig(body_memory=8 * MIB), loopback=True)
+    door = Guard(hold, LimitsConfig(body_memory=COPIES * 8 * MIB), loopback=True)
     part = b"x" * MIB
     assert await send_body(door, *[part] * 5) == (413, "body_too_large"), "more than it could ever have"
     first = asyncio.create_task(send_body(door, *[part] * 4, path="/slow"))
@@ -424,7 +425,7 @@ async def test_one_token_holds_half_of_the_memory_and_leaves_room_for_others(mon
 
 
 async def test_a_body_waits_for_room() -> None:
-    door = Guard(hold, LimitsConfig(body_memory=8 * MIB), loopback=True)
+    door = Guard(hold, LimitsConfig(body_memory=COPIES * 8 * MIB), loopback=True)
     first = asyncio.create_task(send_body(door, *[b"x" * MIB] * 4, path="/slow"))
     await asyncio.sleep(0.01)
     assert await send_body(door, b"x" * MIB) == (200, 0)
@@ -433,7 +434,7 @@ async def test_a_body_waits_for_room() -> None:
 
 
 async def test_a_client_that_goes_away_gives_its_memory_back() -> None:
-    door = Guard(hold, LimitsConfig(body_memory=8 * MIB), loopback=True)
+    door = Guard(hold, LimitsConfig(body_memory=COPIES * 8 * MIB), loopback=True)
     for _ in range(3):
         first = asyncio.create_task(send_body(door, *[b"x" * MIB] * 4, path="/slow"))
         await asyncio.sleep(0.01)
