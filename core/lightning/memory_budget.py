@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 VALUE_BYTES = 128
 """What a comma or bracket of JSON stands for as a Python object: an empty list has 64, a small object 232 for two of them."""
+MEMORY_OF_BYTE = 8
+"""Bytes of memory that a byte of a bounded answer may take."""
 SHARE_OF_MEMORY = 8
 """The budget is an eighth of the memory unless it is set."""
 ROUND_FIGURE = 8 << 30
@@ -53,6 +55,18 @@ def memory() -> int:
 def json_values(data: bytes) -> int:
     """The commas and opening brackets of some JSON, or of a part of it: at most a few more than its values."""
     return data.count(b",") + data.count(b"[") + data.count(b"{")
+
+
+async def bounded(parts: AsyncIterable[bytes], most: int) -> bytes | None:
+    """All that comes, joined; None as soon as that is more than so many bytes, or would be parsed into values
+    of more than `MEMORY_OF_BYTE` times the memory."""
+    found, size, values = list[bytes](), 0, 0
+    async for part in parts:
+        size, values = size + len(part), values + json_values(part)
+        if size > most or VALUE_BYTES * values > MEMORY_OF_BYTE * most:
+            return None
+        found.append(part)
+    return b"".join(found)
 
 
 def compact(data: bytes) -> bytes:

@@ -7,6 +7,7 @@ with an `UpstreamError`, never with another one.
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ from lightning.gateway.dialects.base import error_text
 from lightning.gateway.exchanges import Shown, WholeReply, as_json
 from lightning.gateway.http import (
     JSON_TYPE,
+    LONGEST_EVENT,
+    Body,
     EventCutter,
     Header,
     RefusalError,
@@ -34,6 +37,8 @@ from lightning.gateway.recorder import NOTHING, Ticket, described
 from lightning.gateway.replay.branches import BranchedAttempt
 from lightning.types import CallStatus
 
+LONGEST_STREAM = 256 << 20
+"""Bytes of a stream."""
 SHAPE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
 """What reading an answer raises when it is not shaped like vLLM's."""
 
@@ -91,10 +96,8 @@ def read_whole(call: Call, response: aiohttp.ClientResponse, payload: bytes) -> 
         return Answer(response.status, call.dialect.upstream_refusal(response.status, payload), headers, outcome)
     try:
         reply = orjson.loads(payload)
-        if call.translator is None:
-            call.capture.id = reply.get("id") or call.capture.id
         call.dialect.read(reply, call.capture)
-        stripped = call.dialect.strip(reply, call.plan)
+        stripped = call.dialect.strip(reply, call.plan) | _named(reply, call)
         if call.translator is not None:
             return Answer(200, write_object(call.translator.whole(reply)), [JSON_TYPE, _id_header(call)])
     except SHAPE_ERRORS as error:
@@ -114,14 +117,18 @@ async def pass_on(call: Call, response: aiohttp.ClientResponse, send: Send) -> b
     cutter, held = EventCutter(), bytearray()
     # An agent would act upon what it has read, and it is not known yet whether that is of the right version.
     holding = call.branch is not None and call.branch.is_live
-    clock = asyncio.get_running_loop().time
+    clock, size = asyncio.get_running_loop().time, 0
     async for data in response.content.iter_any():
         call.live.heard_at = clock()
+        if (size := size + len(data)) > LONGEST_STREAM:
+            raise UpstreamError(f"it sent a stream of more than {LONGEST_STREAM} bytes")
         now = bytearray()
         for event in cutter.feed(data):
             shown, last = _read_event(event, call)
             holding = holding or last
             (held if holding else now).extend(shown)
+            if len(held) > LONGEST_EVENT:
+                raise UpstreamError(f"it sent more than {LONGEST_EVENT} bytes after the answer was complete")
         if now:
             await send({"type": "http.response.body", "body": bytes(now), "more_body": True})
     if not holding or not (call.capture.failed or call.capture.finished(call.plan.choices)):
@@ -150,7 +157,7 @@ def _read_event(event: bytes, call: Call) -> tuple[bytes, bool]:
             return event if translator is None else translator.broken(refusal), True
         dialect.read(chunk, capture)
         last = capture.finished(plan.choices)
-        stripped = dialect.strip(chunk, plan)
+        stripped = dialect.strip(chunk, plan) | _named(chunk, call)
         if translator is not None:
             return translator.chunk(chunk), last
         if dialect.exists_only_for_us(chunk, plan):
@@ -162,8 +169,49 @@ def _read_event(event: bytes, call: Call) -> tuple[bytes, bool]:
         raise UpstreamError(f"a chunk is not shaped like vLLM's ({error!r})") from error
 
 
-def shown_to_agent(call: Call, answer: Answer) -> Shown:
-    """What the agent sees of a call that has been read to its end."""
+def _named(answer: Body, call: Call) -> bool:
+    """Give an answer or a chunk the id under which the call is recorded, which is vLLM's own; return whether it had another."""
+    other = answer.get("id") != call.capture.id
+    answer["id"] = call.capture.id
+    return other
+
+
+def check(call: Call) -> None:
+    """Raise `UpstreamError` where what was read cannot be recorded; then nothing of it is kept."""
+    capture = call.capture
+    choices = capture.choices.items()
+    texts = [text for _, choice in choices for text in (choice.finish_reason, *choice.tool_calls)]
+    ids = [capture.prompt_ids, *(each for _, choice in choices for each in (choice.prompt_ids, choice.response_ids))]
+    wrong = (
+        "a choice has an index that was not asked for"
+        if any(type(index) is not int or not 0 <= index < call.plan.choices for index, _ in choices)
+        else "a finish reason, or the id of a tool call, is no text"
+        if not all(isinstance(text, str) for text in texts)
+        else "a token id is negative"
+        if any(each and min(each) < 0 for each in ids)
+        else "a logprob is no finite number"
+        if not all(math.isfinite(sum(choice.logprobs)) for _, choice in choices)
+        else ""
+    )
+    if wrong:
+        capture.prompt_ids = None
+        capture.choices.clear()
+        raise UpstreamError(f"its answer is not shaped like vLLM's ({wrong})")
+
+
+def told(call: Call, answer: Answer) -> tuple[Shown, list[Body] | None]:
+    """What the agent sees of a call that has been read to its end, and the conversation that it goes on with. Raises
+    `UpstreamError`."""
+    try:
+        said = None
+        if call.translator is not None and answer.outcome is CallStatus.OK:
+            said = call.translator.conversation()
+        return _shown_to_agent(call, answer), said
+    except SHAPE_ERRORS as error:
+        raise UpstreamError(f"its answer is not shaped like vLLM's ({error!r})") from error
+
+
+def _shown_to_agent(call: Call, answer: Answer) -> Shown:
     if not call.started:
         body = answer.body if answer.outcome is CallStatus.OK else as_json(answer.body)
         return Shown(answer.status, body, call.plan.keep_ids)

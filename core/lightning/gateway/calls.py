@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
-from lightning.gateway.answers import Answer, Call, pass_on, read_whole, shown_to_agent
+from lightning.gateway.answers import Answer, Call, check, pass_on, read_whole, told
 from lightning.gateway.body_limits import beside, parsed
 from lightning.gateway.conversations import Conversations, mark_of
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator, offered_tools
@@ -52,7 +52,7 @@ from lightning.gateway.sampling import (
     temperature_of,
     without_limit,
 )
-from lightning.gateway.upstream.client import Forwarder, Watch
+from lightning.gateway.upstream.client import Forwarder, Watch, read_answer
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
 from lightning.types import BRANCH_VOID, CallStatus, Conversation
 
@@ -67,6 +67,7 @@ LONGEST_NAME = 200
 """Characters that are kept of a model's name."""
 NO_SERVER = frozenset({"no_policy_server", "upstream_unreachable", "held_too_long"})
 """Refusals of calls that no policy server has seen."""
+STORE_FAILED = "store_failed"
 LOGPROBS_ARE_JSON = (
     "the policy server sends logprobs as JSON, which costs its API process about 17 microseconds a token: start it with "
     "`--middleware lightning.policy_server.packed_logprobs.PackedLogprobs`, where lightning is installed (said once "
@@ -126,6 +127,8 @@ class CallEndpoint:
             ):
                 await self._record_refused(scope, claims, refusal)
             await self._refuse(call, send, refusal)
+            if call is not None and call.ticket.appended and refusal.code == STORE_FAILED:
+                await self._take_back(call)  # the store may have taken it, though it did not say so
         except ClientGoneError:
             if call is not None and not call.live.sent and (call.policy.gate.closed or not call.policy.pool.healthy):
                 await self._record_failure(call, CallStatus.ERROR, unserved=True)  # its agent's patience ended first
@@ -136,6 +139,7 @@ class CallEndpoint:
             raise
         except Exception:
             log.exception("the gateway failed on a call")
+            await self._record_failure(call, CallStatus.ERROR)
             await self._refuse(call, send, RefusalError(500, "gateway_fault", "The gateway failed; see its log."))
 
     async def _read(self, claims: Claims, scope: Scope, receive: Receive, send: Send) -> Call | None:
@@ -214,11 +218,21 @@ class CallEndpoint:
 
     async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
         call.policy.book.follow(call.live)
+        watch = Watch(
+            receive, call.live, self._config.upstream_timeout, partial(self._forwarder.works, call.policy, call.live)
+        )
         try:
-            works = partial(self._forwarder.works, call.policy, call.live)
-            with Watch(receive, call.live, self._config.upstream_timeout, works):
+            with watch:
                 answer = await self._ask(call, send)
+                check(call)
+                shown, said = told(call, answer)
                 await self._forwarder.settle(call.policy, call.live)
+            call.policy.book.forget(call.live)
+            # A server that answers 500 is there still, but its engine may have died.
+            if answer.outcome is CallStatus.ERROR:
+                call.live.unserved = await self._forwarder.is_gone(call.policy, call.live)
+            await self._keep(call, answer.outcome, shown, said)
+            await self._deliver(call, answer, watch, send)
         except UpstreamError as error:
             log.warning("call %s failed: %s", call.capture.id, error)
             gone = isinstance(error, UpstreamGoneError)
@@ -228,22 +242,20 @@ class CallEndpoint:
             raise RefusalError(502, "upstream_failed", message) from error
         finally:
             call.policy.book.forget(call.live)
-        # A server that answers 500 is there still, but its engine may have died.
-        if answer.outcome is CallStatus.ERROR:
-            call.live.unserved = await self._forwarder.is_gone(call.policy, call.live)
-        await self._finish(call, answer, send)
+            watch.close()
 
     async def _ask(self, call: Call, send: Send) -> Answer:
         """Send the call to vLLM and read its answer to the end, passing a stream on meanwhile."""
         plan = call.plan
         response = await self._send(call)
         try:
-            if response.status == 400 and (roomier := await self._send_for_less(call, response)) is not None:
-                response = roomier
+            refusal = await read_answer(response) if response.status == 400 else None
+            if refusal is not None and (roomier := await self._send_for_less(call, response, refusal)) is not None:
+                response, refusal = roomier, None
             if response.status == 200 and plan.stream:
                 tail = await pass_on(call, response, send)
                 return Answer(200, tail, outcome=CallStatus.ERROR if call.capture.failed else CallStatus.OK)
-            return read_whole(call, response, await response.read())
+            return read_whole(call, response, await read_answer(response) if refusal is None else refusal)
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamGoneError(f"its connection was lost in the middle of the answer ({error!r})") from error
         finally:
@@ -261,21 +273,23 @@ class CallEndpoint:
             partial(_draw_seed, call),
         )
 
-    async def _send_for_less(self, call: Call, refusal: aiohttp.ClientResponse) -> aiohttp.ClientResponse | None:
+    async def _send_for_less(
+        self, call: Call, response: aiohttp.ClientResponse, refusal: bytes
+    ) -> aiohttp.ClientResponse | None:
         """The answer to the same call without its limit of tokens, where that limit was more than there is room for: clients
         have defaults for models with more context. None for another refusal, and where vLLM has a small limit of its own."""
-        if call.dialect.upstream != CHAT or told_of_length(await refusal.read()) is None:
+        if call.dialect.upstream != CHAT or told_of_length(refusal) is None:
             return None
         if not (asked := without_limit(call.plan.body)):
             return None
-        refusal.close()
+        response.close()
         call.live.retract()
         call.plan.max_tokens_asked = asked
         return await self._send(call)
 
-    async def _finish(self, call: Call, answer: Answer, send: Send) -> None:
-        """Make the call durable, then let go of the answer's last bytes."""
-        if call.branch is not None and call.ticket.asked is not None and answer.outcome is CallStatus.OK:
+    async def _keep(self, call: Call, outcome: CallStatus, shown: Shown, said: list[Body] | None) -> None:
+        """Make the call durable."""
+        if call.branch is not None and call.ticket.asked is not None and outcome is CallStatus.OK:
             asked, first = call.ticket.asked, call.capture.choice(0)
             call.branch.check_prompt(asked.path, asked.request, first.prompt_ids or call.capture.prompt_ids or ())
         if call.branch is not None and call.capture.choices:
@@ -283,21 +297,41 @@ class CallEndpoint:
         if call.live.unsure:
             log.warning("call %s is not trained on: its tokens' policy version is not known", call.capture.id)
         entry: Entry | None = None
-        if answer.outcome is CallStatus.OK and call.translator and (said := call.translator.conversation()) is not None:
+        if said is not None:
             entry = await self._history.entry((call.claims.rollout, call.claims.attempt), call.capture.id, said)
-        status = CallStatus.ERROR if call.live.unsure else answer.outcome
+        status = CallStatus.ERROR if call.live.unsure else outcome
         if status is CallStatus.OK and call.plan.media:
             status = CallStatus.MEDIA
-        await self._record(call, status, None if entry is None else entry.stored, shown_to_agent(call, answer))
+        await self._record(call, status, None if entry is None else entry.stored, shown)
         if entry is not None:
             self._history.keep(entry)
-        if answer.outcome is CallStatus.OK:
+        if outcome is CallStatus.OK:
             tokenize = partial(self._forwarder.tokenize, call.policy, call.ticket.rollout)
             call.policy.tools.look(call.plan.body, tokenize)
-        if call.started:
-            await send({"type": "http.response.body", "body": answer.body, "more_body": False})
-        else:
-            await send_bytes(send, answer.status, answer.body, answer.headers)
+
+    async def _deliver(self, call: Call, answer: Answer, watch: Watch, send: Send) -> None:
+        """Let go of the answer's last bytes. An agent that has hung up by then does not get them, and asks again: one answer
+        would be trained as two."""
+        if not call.started:
+            length = (b"content-length", str(len(answer.body)).encode())
+            head = [*answer.headers, length]
+            await send({"type": "http.response.start", "status": answer.status, "headers": head})
+        await send({"type": "http.response.body", "body": answer.body, "more_body": True})
+        if watch.agent_is_gone:  # before the answer is complete, as which this is told, too
+            await self._take_back(call)
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _take_back(self, call: Call) -> None:
+        """The answer to a call that the store has, or may have, did not arrive."""
+        try:
+            await self._recorder.take_back(call.ticket)
+        except StaleAttemptError as error:
+            log.info("the answer to call %s did not arrive, and its attempt is over: %s", call.capture.id, error)
+        except StoreError as error:
+            log.warning(
+                "the answer to call %s did not arrive, and the store was not told so: %s", call.capture.id, error
+            )
 
     async def _record(
         self, call: Call, status: CallStatus, said: Conversation | None = None, shown: Shown = NOTHING
@@ -328,6 +362,9 @@ class CallEndpoint:
         if call is None or not (call.live.sent or unserved):
             return
         call.live.unserved |= unserved
+        if call.ticket.appended:  # it may be durable already: another row would be another call
+            await self._take_back(call)
+            return
         try:
             await self._record(call, status)
         except RefusalError as refusal:
@@ -361,7 +398,7 @@ class CallEndpoint:
 def refuse_unstored(error: StoreError) -> RefusalError:
     """The refusal of a call that cannot be made durable."""
     message = f"The store did not take the call, so it is not answered: {error}. Send it again."
-    return RefusalError(503, "store_failed", message)
+    return RefusalError(503, STORE_FAILED, message)
 
 
 def _model_in(body: Body, scope: Scope) -> object:

@@ -26,6 +26,7 @@ from lightning.gateway.http import Header, RefusalError, send_bytes
 from lightning.gateway.identity import ALIAS
 from lightning.gateway.upstream.client import MODEL
 from lightning.instrument.providers import is_policys
+from lightning.memory_budget import bounded
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ KEY_HEADERS = {b"x-api-key": "x-api-key", b"api-key": "api-key"}
 """The headers for a key that a client may have instead of `authorization`; the provider gets its key in the same one."""
 REFUSED_KEY = (401, 403)
 CONNECT_SECONDS = 10.0
+LONGEST_ERROR = 1 << 20
+"""Bytes of an error that is passed on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,10 @@ class Providers:
                     if name in answer.headers
                 ]
                 if answer.status >= 400:
-                    await send_bytes(send, answer.status, _without(provider.key, await answer.read()), headers)
+                    said = await bounded(answer.content.iter_any(), LONGEST_ERROR)
+                    if said is None:
+                        raise ValueError(f"its error has more than {LONGEST_ERROR} bytes")
+                    await send_bytes(send, answer.status, _without(provider.key, said), headers)
                     return
                 started = True
                 await send({"type": "http.response.start", "status": answer.status, "headers": headers})

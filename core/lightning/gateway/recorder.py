@@ -14,7 +14,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lightning.errors import ConflictError, StaleAttemptError
 from lightning.gateway.dialects import Capture, Choice, Plan
@@ -79,6 +79,8 @@ class Ticket:
     offset: int
     started_at: float
     asked: Asked | None = None
+    appended: list[Transition] = field(default_factory=list)
+    """What the store was given of the call, whether or not it has said that it took it."""
 
 
 class Recorder:
@@ -143,6 +145,10 @@ class Recorder:
         built[0] = replace(built[0], exchange=packed.stored)
         self.exchanges.keep(attempt, await self._append(ticket, built), packed)
 
+    async def take_back(self, ticket: Ticket) -> None:
+        """The answer to a call that was appended did not arrive: it was aborted. Raises `StoreError`."""
+        await self._store.append([replace(item, status=CallStatus.ABORTED) for item in ticket.appended])
+
     async def _packed(self, attempt: tuple[str, int], asked: Asked, shown: Shown) -> PackedExchange | None:
         try:
             return await self.exchanges.pack(attempt, asked, shown)
@@ -168,6 +174,7 @@ class Recorder:
     async def _append(self, ticket: Ticket, transitions: list[Transition]) -> int:
         """Returns the number of the first."""
         for _ in range(CONFLICT_RETRIES):
+            ticket.appended[:] = transitions
             try:
                 await self._store.append(transitions)
             except ConflictError:
@@ -176,6 +183,7 @@ class Recorder:
                 transitions = [replace(item, seq=first + offset) for offset, item in enumerate(transitions)]
             else:
                 return transitions[0].seq
+        ticket.appended[:] = transitions
         await self._store.append(transitions)
         return transitions[0].seq
 

@@ -19,12 +19,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from json import loads
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 import aiohttp
 
 from lightning.errors import PolicyServerError
+from lightning.memory_budget import bounded
 from lightning.policy_server.owner_secret import HEADER
 from lightning.policy_server.profiles import check_settings
 from lightning.policy_server.protocol import Usage
@@ -36,6 +38,8 @@ CONTROL_SECONDS = 120.0
 LOAD_SECONDS = 1800.0
 """For loading weights, however large."""
 HEALTH_SECONDS = 5.0
+LONGEST_REPLY = 16 << 20
+"""Bytes of an answer."""
 MISSING_ROUTES = (
     "the vLLM at {url} has no RL routes; start it with VLLM_SERVER_DEV_MODE=1 and "
     "`--worker-extension-cls lightning.policy_server.worker.WorkerExtension`, where lightning is installed"
@@ -351,10 +355,15 @@ class VLLMControl:
             ):
                 if reply.status == 404 and not route.startswith("/v1"):
                     raise NoRoutesError(MISSING_ROUTES.format(url=self.url))
+                said = await bounded(reply.content.iter_any(), LONGEST_REPLY)
+                if said is None:
+                    raise PolicyServerError(
+                        f"{verb} {self.url}{route} was answered with more than {LONGEST_REPLY} bytes"
+                    )
                 if reply.status != 200:
-                    text = " ".join((await reply.text()).split())
+                    text = " ".join(said.decode("utf-8", "replace").split())
                     raise PolicyServerError(f"{verb} {self.url}{route} was answered {reply.status}: {text[:400]}")
-                answer = await reply.json(content_type=None) if await reply.read() else {}
+                answer = loads(said) if said else {}
         except TimeoutError as error:
             raise PolicyServerError(f"{verb} {self.url}{route} was not answered in {seconds:.0f} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:

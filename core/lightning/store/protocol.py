@@ -206,7 +206,8 @@ class Store(Protocol):
         """Store calls durably before returning; return how many were new.
 
         The same key with the same content is a no-op; with different content `ConflictError`. The caller of a call that
-        was labelled since is not part of its content. An attempt that was superseded or has ended raises
+        was labelled since is not part of its content. A call that was answered and comes again as aborted, the same
+        otherwise, is aborted from then on: its answer did not arrive. An attempt that was superseded or has ended raises
         `StaleAttemptError`; an unknown rollout raises `StoreError`.
         """
 

@@ -33,7 +33,7 @@ from lightning.store.json_text import (
 )
 from lightning.store.protocol import LATEST, ResourceUse
 from lightning.store.rows import Row, versions_from_resources
-from lightning.types import Fault, Json, Outcome, Rollout, Status, StepRecord, Transition
+from lightning.types import CallStatus, Fault, Json, Outcome, Rollout, Status, StepRecord, Transition
 
 EXCUSED = 3
 """Attempts of one rollout that are given back at most: one that ends its policy server each time must come to an end. The
@@ -205,6 +205,13 @@ def check_fence(position: Position, attempt: int) -> None:
     raise StaleAttemptError(
         f"attempt {attempt} of rollout {position.rollout!r} may not write: {why}. Drop this work; nothing was changed"
     )
+
+
+def answered(transition: Transition) -> list[Transition]:
+    """What a call was stored as of which it turns out that the answer did not arrive; nothing for any other call."""
+    if transition.status is not CallStatus.ABORTED:
+        return []
+    return [replace(transition, status=status) for status in CallStatus if status.answered]
 
 
 def known_as(once: str, method: str, *arguments: Json) -> str:

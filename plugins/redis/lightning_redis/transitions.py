@@ -115,7 +115,7 @@ async def append(link: Link, transitions: Sequence[Transition]) -> int:
             _forget(link, [*((each.rollout, each.attempt) for each in transitions), *groups, *trunks])
             lost_parents += 1
         elif word == "conflict" and at not in digests:
-            digests[at] = await _digest_before_label(link, transition, rest[1])
+            digests[at] = await _digest_in_place(link, transition, rest[1])
         elif word == "conflict":
             raise _conflict(transition)
         elif word == "unknown":
@@ -159,19 +159,38 @@ def _conflict(transition: Transition) -> ConflictError:
     )
 
 
-async def _digest_before_label(link: Link, transition: Transition, value: bytes) -> bytes:
-    """The digest of a stored call if it is this one and was labelled since. Raises `ConflictError` when it is another."""
+async def _digest_in_place(link: Link, transition: Transition, value: bytes) -> bytes:
+    """The digest of a stored call if it is this one and was labelled since; or the digest that it has from now on, if it was
+    answered and the answer did not arrive. Raises `ConflictError` when it is another."""
+    content = codec.content_digest(
+        codec.pack(transition.prompt_ids), codec.pack(transition.response_ids), codec.pack(transition.logprobs)
+    )
+    for answered in rollout_state.answered(transition):
+        if value[: calls.DIGEST_BYTES] == rollout_state.transition_digest(answered, content):
+            return await _take_back(link, transition, value, rollout_state.transition_digest(transition, content))
     attempt = (transition.rollout, transition.attempt)
     labels = (await _labels(link, [attempt]))[0]
     if labels.get(transition.id) == transition.caller:
         stored = calls.unpack(*attempt, transition.seq, value)
         original = replace(transition, caller=json_text.caller_from_text(calls.caller_text(stored)))
-        content = codec.content_digest(
-            codec.pack(transition.prompt_ids), codec.pack(transition.response_ids), codec.pack(transition.logprobs)
-        )
         if rollout_state.transition_digest(original, content) == stored.digest:
             return stored.digest
     raise _conflict(transition)
+
+
+async def _take_back(link: Link, transition: Transition, value: bytes, digest: bytes) -> bytes:
+    rollout, attempt, seq = transition.key
+    stored = calls.unpack(rollout, attempt, seq, value)
+    keys = (link.keys("standing"), link.keys("calls", attempt, rollout))
+    changed = calls.pack(transition, stored.parent, digest, stored.blob)
+    head = (rollout, attempt, seq, calls.DIGEST_BYTES, stored.digest, changed)
+    word, *rest = await link.run(lua_scripts.TAKE_BACK, keys, *head)
+    if word == "refused":
+        raise refuse(rest[0], rollout, attempt)
+    if word not in ("ok", "changed"):  # changed: by another who says the same; who appends looks again
+        raise unexpected([word, *rest])
+    link.parents.drop((rollout, attempt))
+    return digest
 
 
 async def _candidates(

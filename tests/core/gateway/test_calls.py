@@ -346,7 +346,7 @@ async def test_a_call_without_ids_is_answered_and_said_once(house, caplog):
         answer = await client.chat.completions.create(model="policy", messages=HI)
         assert answer.choices[0].message.content == "four"
     (said,) = [record.message for record in caplog.records]
-    assert "x is not trained on: the policy server gave no token ids" in said
+    assert "is not trained on: the policy server gave no token ids" in said
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,7 +10,7 @@ import aiohttp
 import openai
 import pytest
 from lightning.config.sections import GatewayConfig
-from lightning.errors import ConflictError, GatewayError
+from lightning.errors import ConflictError, GatewayError, UnavailableError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.upstream.client import Forwarder
 from lightning.store.memory import MemoryStore
@@ -54,6 +54,91 @@ async def test_a_client_that_leaves_while_waiting_aborts_the_call(house):
     (step,) = await house.recorded()
     assert step.status is CallStatus.ABORTED
     assert not step.response_ids
+
+
+ASKED = {
+    "chat/completions": {"messages": HI},
+    "completions": {"prompt": "hi there"},
+    "responses": {"input": "hi there"},
+    "messages": {"messages": HI, "max_tokens": 50},
+}
+
+
+class SlowStore(MemoryStore):
+    """Answers an append when it is `told` to, and has the calls then, or `at_once`; with an error, if there is one."""
+
+    def __init__(self, *, at_once: bool, error: bool = False) -> None:
+        super().__init__()
+        self.asked, self.told, self._at_once, self._error = asyncio.Event(), asyncio.Event(), at_once, error
+
+    async def append(self, transitions):
+        if self.told.is_set():
+            return await super().append(transitions)
+        if self._at_once:
+            await super().append(transitions)
+        self.asked.set()
+        await self.told.wait()
+        if self._error:
+            raise UnavailableError("the answer was lost")
+        return await super().append(transitions)
+
+
+async def statuses(house, *expected):
+    """The statuses of the first rollout's calls, once they are these."""
+    async with asyncio.timeout(30):
+        while True:
+            found = await house.transitions()
+            if [call.status for call in found] == list(expected):
+                return found
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["taken late", "told late"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", ASKED)
+async def test_an_answer_that_did_not_arrive_and_is_asked_for_again_is_one(build, path, stream, at_once):
+    """The agent's patience ends while the store is slow: one call is answered, the other was aborted."""
+    store = SlowStore(at_once=at_once)
+    house = await build(store=store)
+    llm = await house.llm()
+    asked = {**ASKED[path], "model": "policy", "stream": stream}
+    impatient = await house.http(llm)
+    asking = asyncio.create_task(impatient.post(f"/{path}", json=asked))
+    await store.asked.wait()
+    asking.cancel()
+    await house.until(lambda: not house.gateway._serving._server.server_state.connections)
+    store.told.set()
+    await statuses(house, CallStatus.ABORTED)
+    again = await (await house.http(llm)).post(f"/{path}", json=asked)
+    assert again.status_code == 200
+    first, second = await statuses(house, CallStatus.ABORTED, CallStatus.OK)
+    assert first.prompt_ids == second.prompt_ids
+    assert len(first.response_ids) > 0, "what was sampled is kept"
+
+
+async def test_a_call_that_the_store_took_without_a_word_is_aborted(build):
+    """It was answered with 503: had it stayed as it was, the next try would be a second call with one answer."""
+    store = SlowStore(at_once=True, error=True)
+    house = await build(store=store)
+    http = await house.http()
+    asking = asyncio.create_task(http.post("/chat/completions", json={"messages": HI}))
+    await store.asked.wait()
+    store.told.set()
+    assert (await asking).status_code == 503
+    assert (await http.post("/chat/completions", json={"messages": HI})).status_code == 200
+    await statuses(house, CallStatus.ABORTED, CallStatus.OK)
+
+
+async def test_a_call_that_is_cut_off_while_it_is_stored_is_one_row(build):
+    store = SlowStore(at_once=True)
+    house = await build(store=store)
+    asking = asyncio.create_task((await house.http()).post("/chat/completions", json={"messages": HI}))
+    await store.asked.wait()
+    (serving,) = house.gateway._serving._server.server_state.tasks
+    store.told.set()
+    serving.cancel()  # as the server does that has waited long enough for its calls to end
+    await statuses(house, CallStatus.ABORTED)
+    asking.cancel()
 
 
 async def test_a_call_that_ends_with_its_attempt_is_no_warning(house, caplog):

@@ -628,6 +628,30 @@ async def test_appending_again_is_a_no_op_and_other_content_a_conflict(leased: S
     assert [t.seq for t in await leased.transitions("a")] == [0, 1]
 
 
+@everywhere
+@pytest.mark.parametrize("status", [CallStatus.OK, CallStatus.MEDIA])
+async def test_a_call_whose_answer_did_not_arrive_is_aborted_from_then_on(
+    leased: Store, call: CallOf, status: CallStatus
+) -> None:
+    """It keeps its place and its tokens, and calls that are told against it are read as before."""
+    await leased.append([first := call(0, status=status, exchange=b"x"), second := call(1)])
+    gone = replace(first, status=CallStatus.ABORTED)
+    assert await leased.append([gone]) == 0
+    assert await leased.append([gone]) == 0, "said twice"
+    assert await leased.transitions("a") == [gone, second]
+    assert await leased.append([third := call(2)]) == 1
+    assert await leased.transitions("a") == [gone, second, third]
+    new = call(3, status=CallStatus.ABORTED)
+    assert await leased.append([new]) == 1, "the first word of it was lost"
+    for other in (first, replace(gone, temperature=0.5), replace(new, status=CallStatus.OK)):
+        with pytest.raises(ConflictError):
+            await leased.append([other])
+    await leased.complete("a", 1, Outcome(reward=1.0))
+    with pytest.raises(StaleAttemptError):
+        await leased.append([replace(second, status=CallStatus.ABORTED)])
+    assert await leased.append([gone]) == 0
+
+
 async def test_nothing_is_added_to_an_ended_attempt_but_repeats_are_harmless(leased: Store, call: CallOf) -> None:
     await leased.append([call(0)])
     await leased.complete("a", 1, Outcome(reward=1.0))

@@ -31,11 +31,16 @@ from lightning.gateway.http import (
 )
 from lightning.gateway.policy import LiveCall, Policy
 from lightning.gateway.upstream.servers import Found, Pool, Slot
+from lightning.memory_budget import bounded
 
 log = logging.getLogger(__name__)
 
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
 """Reading has none here: `Watch` looks after servers that fall silent."""
+PLAIN = "identity"
+"""How answers are encoded: what is packed tells nothing of its size."""
+LONGEST_ANSWER = 64 << 20
+"""Bytes of an answer that is no stream."""
 KEEP_ALIVE = 4.0
 """Seconds an idle connection is kept; below the 5 s after which vLLM's server closes its end."""
 LARGE_BODY = 1 << 20
@@ -64,7 +69,8 @@ class Forwarder:
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=TIMEOUT,
-                headers={"Content-Type": "application/json"},
+                headers={"Content-Type": "application/json", "Accept-Encoding": PLAIN},
+                auto_decompress=False,
             )
         policy.check_health(self._session)
         return self._session
@@ -173,7 +179,7 @@ class Forwarder:
         url = slot.url("/v1/models")
         async with session.get(url, timeout=MODELS_TIMEOUT, allow_redirects=False) as response:
             _at_its_place(response).raise_for_status()
-            listed = read_object(await response.read())
+            listed = read_object(await read_answer(response))
         cards = [card for card in listed.get("data", []) if card.get("id") == slot.upstream.model]
         if not cards:
             raise UpstreamError(f"it does not serve {slot.upstream.model}")
@@ -187,7 +193,7 @@ class Forwarder:
         async with session.post(url, data=payload, timeout=MODELS_TIMEOUT, allow_redirects=False) as response:
             if await _is_anothers(response, policy.pool, slot, session):
                 raise UpstreamError("another server answers there")
-            return _at_its_place(response).status, await response.read()
+            return _at_its_place(response).status, await read_answer(response)
 
     async def close(self) -> None:
         """Close idle connections and those still in use."""
@@ -225,8 +231,22 @@ async def _is_anothers(
     return other
 
 
+async def read_answer(response: aiohttp.ClientResponse) -> bytes:
+    """The whole of an answer. Raises `UpstreamError` for one that is too long."""
+    payload = await bounded(response.content.iter_any(), LONGEST_ANSWER)
+    if payload is None:
+        raise UpstreamError(
+            f"its answer has more than {LONGEST_ANSWER} bytes, or as many JSON values as take more memory"
+        )
+    return payload
+
+
 def _at_its_place(response: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
-    """An answer that is no redirect: a policy server chooses no other. Raises `UpstreamError`."""
+    """An answer that is no redirect, since a policy server chooses no other, and that can be read as it comes. Raises
+    `UpstreamError`."""
+    if (encoding := response.headers.get("Content-Encoding", PLAIN).lower()) != PLAIN:
+        response.close()
+        raise UpstreamError(f"its answer is encoded as {encoding!r:.40}, which was not asked for")
     if 300 <= response.status < 400:
         response.close()
         raise UpstreamError(f"it answered with a redirect ({response.status}), which is not followed")
@@ -243,7 +263,8 @@ def _is_silent_end(error: Exception) -> bool:
 class Watch:
     """Ends a call when the agent hung up, or vLLM fell silent and its engine does not answer.
 
-    `with Watch(receive, call, patience, works): ...` around everything between the request and the end of vLLM's answer.
+    `with Watch(receive, call, patience, works): ...` around everything between the request and the end of vLLM's answer. That
+    the agent hangs up later it only tells (`agent_is_gone`): the call is being made durable.
 
     Works like `asyncio.timeout`: it cancels the task from outside and turns that cancellation into its own error. When vLLM
     was silent for `patience` seconds, by `LiveCall.heard_at`, `works` has as long again to say that it works on; then it may
@@ -310,6 +331,15 @@ class Watch:
         silent = f"no byte came for {self._patience:g} s (gateway.upstream_timeout)"
         self._end(UpstreamError(f"{silent}, and its engine {failed}"))
 
+    @property
+    def agent_is_gone(self) -> bool:
+        """Whether the agent has hung up. It is listened to until `close`."""
+        return self._listener.done()
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self._listener.cancel()
+
     def _end(self, error: Exception) -> None:
         if self._error is None:
             self._error = error
@@ -319,7 +349,6 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over = True
-        self._listener.cancel()
         self._timer.cancel()
         if self._asking is not None:
             self._asking.cancel()

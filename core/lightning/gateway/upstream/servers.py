@@ -30,8 +30,11 @@ from yarl import URL
 
 from lightning.errors import GatewayError
 from lightning.gateway.http import RefusalError
+from lightning.memory_budget import bounded
 
 TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+LONGEST_WORD = 1 << 20
+"""Bytes of what a server says of itself."""
 SHOWN = 3
 """Models of another server that are named."""
 
@@ -64,7 +67,7 @@ async def _ask(
         if answer.status != 200:
             return None
         try:
-            return orjson.loads(await answer.read())
+            return orjson.loads(await bounded(answer.content.iter_any(), LONGEST_WORD) or b"")
         except orjson.JSONDecodeError:
             return None
 

@@ -1,8 +1,8 @@
 """Appending what an attempt reports, model calls and spans, and reading it back.
 
-The invariant: one key has one content for ever, but for the caller that a label names, and a call that is read back is checked
-against the digest written with it. A span belongs to the attempt that was current when it arrived, its first content stays, and
-no attempt has more than `MAX_SPANS` of them.
+The invariant: one key has one content for ever, but for the caller that a label names and for an answer that did not arrive,
+and a call that is read back is checked against the digest written with it. A span belongs to the attempt that was current when
+it arrived, its first content stays, and no attempt has more than `MAX_SPANS` of them.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ async def _append_one(transaction: Transaction, where: Standing, call: NewCall) 
     attempt = call.transition.attempt
     key = (where.n, attempt, call.transition.seq)
     if not rollout_state.may_write(where.position, attempt):
-        if not await _is_repeated(transaction, key, call):
+        if not await _is_repeated(transaction, where, key, call):
             rollout_state.check_fence(where.position, attempt)
         return False
     parent, shared = await _parent(transaction, where, call)
     blob = codec.encode_packed(call.packed, shared)
     n = await transaction.insert(sql.INSERT_TRANSITION, (*key[:2], parent.n if parent else None, *call.values, blob))
     if n is None:
-        assert await _is_repeated(transaction, key, call), "what is in the way of a call has its key"
+        assert await _is_repeated(transaction, where, key, call), "what is in the way of a call has its key"
         return False
     known = KnownTransition(n, blob[: codec.HEAD_BYTES], call.tokens)
     extended = parent if parent is not None and parent.tokens.is_extended(shared) else None
@@ -81,16 +81,22 @@ async def _append_one(transaction: Transaction, where: Standing, call: NewCall) 
     return True
 
 
-async def _is_repeated(transaction: Transaction, key: tuple[int, int, int], call: NewCall) -> bool:
+async def _is_repeated(transaction: Transaction, where: Standing, key: tuple[int, int, int], call: NewCall) -> bool:
+    """Whether the call is stored; as one that was answered when it did not arrive, and then no longer."""
     row = await transaction.one(sql.SELECT_TRANSITION_DIGEST, key)
     if row is None:
         return False
-    if row[0] not in await _digests(transaction, call.transition, call.packed.digest):
-        raise ConflictError(
-            f"transition {call.transition.key} is stored already with other content: give each call of an attempt its own seq "
-            "(next_seq() says the first unused one)"
-        )
-    return True
+    if row[0] in await _digests(transaction, call.transition, call.packed.digest):
+        return True
+    for answered in rollout_state.answered(call.transition):
+        if row[0] == rollout_state.transition_digest(answered, call.packed.digest):
+            rollout_state.check_fence(where.position, call.transition.attempt)
+            await transaction.run(sql.TAKE_BACK, (call.transition.status.value, call.values[-1], *key))
+            return True
+    raise ConflictError(
+        f"transition {call.transition.key} is stored already with other content: give each call of an attempt its own seq "
+        "(next_seq() says the first unused one)"
+    )
 
 
 async def _digests(transaction: Transaction, transition: Transition, content: bytes) -> list[bytes]:
