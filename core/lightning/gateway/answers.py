@@ -177,7 +177,13 @@ def _named(answer: Body, call: Call) -> bool:
 
 
 def check(call: Call) -> None:
-    """Raise `UpstreamError` where what was read cannot be recorded; then nothing of it is kept."""
+    """Raise `UpstreamError` where what was read cannot be recorded."""
+    if wrong := without_unsound(call):
+        raise UpstreamError(f"its answer is not shaped like vLLM's ({wrong})")
+
+
+def without_unsound(call: Call) -> str:
+    """Forget all that was read where some of it cannot be recorded; return what is wrong with it."""
     capture = call.capture
     choices = capture.choices.items()
     texts = [text for _, choice in choices for text in (choice.finish_reason, *choice.tool_calls)]
@@ -196,7 +202,7 @@ def check(call: Call) -> None:
     if wrong:
         capture.prompt_ids = None
         capture.choices.clear()
-        raise UpstreamError(f"its answer is not shaped like vLLM's ({wrong})")
+    return wrong
 
 
 def told(call: Call, answer: Answer) -> tuple[Shown, list[Body] | None]:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
-from lightning.gateway.answers import Answer, Call, check, pass_on, read_whole, told
+from lightning.gateway.answers import Answer, Call, check, pass_on, read_whole, told, without_unsound
 from lightning.gateway.body_limits import beside, parsed
 from lightning.gateway.conversations import Conversations, mark_of
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator, offered_tools
@@ -37,6 +37,7 @@ from lightning.gateway.http import (
     read_object,
     send_bytes,
     told_of_length,
+    too_deep,
 )
 from lightning.gateway.identity import Claims, ExpiredTokenError, Identity, forwarded_headers
 from lightning.gateway.policy import LiveCall
@@ -54,6 +55,7 @@ from lightning.gateway.sampling import (
 )
 from lightning.gateway.upstream.client import Forwarder, Watch, read_answer
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
+from lightning.store import exchanges
 from lightning.types import BRANCH_VOID, CallStatus, Conversation
 
 log = logging.getLogger(__name__)
@@ -160,7 +162,11 @@ class CallEndpoint:
     ) -> bool:
         """Answer a call of a branch from the record, if that has it."""
         caller = self._identity.caller(scope, _model_in(body, scope))
-        found = await branch.answer(caller.name, self._dialect.path, body)
+        try:
+            request = await beside(scope, partial(exchanges.canonical, body))
+        except RecursionError:
+            raise too_deep() from None
+        found = await branch.answer(caller.name, self._dialect.path, body, request)
         if found is not None:
             if branch.has_edit:
                 await self._branches.keep_edit(branch, claims)
@@ -365,6 +371,7 @@ class CallEndpoint:
         if call.ticket.appended:  # it may be durable already: another row would be another call
             await self._take_back(call)
             return
+        without_unsound(call)
         try:
             await self._record(call, status)
         except RefusalError as refusal:

@@ -50,13 +50,17 @@ TYPES = {
 }
 
 
+LONGEST_MESSAGE = 10_000
+"""Characters of what a refusal says: it may quote the request."""
+
+
 class RefusalError(Exception):
     """A request that is answered with an error. Raised anywhere below the route, sent once at the route."""
 
     def __init__(
         self, status: int, code: str, message: str, headers: Sequence[Header] = (), *, param: str | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]}…")
         self.status, self.code, self.headers, self.param = status, code, tuple(headers), param
 
     @property

@@ -348,3 +348,12 @@ async def test_constrained_is_recorded_with_the_overrides_applied(build):
     await http.post("/chat/completions", json={**OK, "top_p": 0.5})
     await http.post("/chat/completions", json={**OK, "top_k": 5})
     assert [step.constrained for step in await house.transitions()] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["stream", "n", "stream_options"])
+async def test_a_refusal_does_not_quote_megabytes(house, name):
+    http = await house.http()
+    messages = [{"role": "user", "content": "hi"}]
+    reply = await http.post("/chat/completions", json={"messages": messages, name: ["a text"] * 10_000})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (422, name)
+    assert len(reply.content) < 50_000

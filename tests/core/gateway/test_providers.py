@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from lightning.config.sections import ProviderConfig
 from lightning.errors import ConfigError
+from lightning.gateway import providers
 from lightning.gateway.providers import read_providers
 from lightning.types import CallStatus
 
@@ -320,3 +321,10 @@ async def test_a_deployment_in_the_path_is_the_model(house):
         assert (await http.post(path, json={"messages": HI})).status_code == 200
     (call,) = await house.recorded()
     assert call.requested_model == "mine"
+
+
+async def test_an_error_without_end_is_not_passed_on(house, provider, monkeypatch):
+    monkeypatch.setattr(providers, "LONGEST_ERROR", 1000)
+    provider.answer = lambda request: web.Response(status=400, body=b" " * 2000)
+    reply = await (await house.http()).post("/chat/completions", json={"model": "gpt-4o", "messages": HI})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (502, "provider_failed")

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import itertools
 import json
 import logging
+import math
 import random
+from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.gateway import Upstream, http
+from lightning.gateway import Upstream, answers, http
 from lightning.gateway.answers import SHAPE_ERRORS
 from lightning.gateway.dialects import DIALECTS, Capture
 from lightning.gateway.http import EventCutter, UpstreamError, data_of
+from lightning.gateway.upstream import client
+from lightning.policy_server.packed_logprobs import FIELD, pack
 from lightning.types import CallStatus
 
 HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -96,12 +101,12 @@ ANSWER = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.path)
 @settings(max_examples=60)
-@given(answers=st.lists(ANSWER | JSON, max_size=3), stream=st.booleans())
-def test_answers_of_any_shape_are_read_or_called_misshapen(dialect, answers, stream):
+@given(said=st.lists(ANSWER | JSON, max_size=3), stream=st.booleans())
+def test_answers_of_any_shape_are_read_or_called_misshapen(dialect, said, stream):
     """Nothing else than what `CallEndpoint` takes for a fault of the policy server escapes."""
     capture = Capture("id")
     plan = None
-    for answer in answers:
+    for answer in said:
         try:
             dialect.read(answer, capture)
             plan = plan or dialect.plan({**HI, "prompt": "hi"})
@@ -114,22 +119,26 @@ def test_answers_of_any_shape_are_read_or_called_misshapen(dialect, answers, str
 
 
 @asynccontextmanager
-async def junk_server(answer: list[bytes]) -> AsyncIterator[str]:
+async def junk_server(
+    answer: list[bytes], head: str = "200 OK\r\ncontent-type: text/event-stream"
+) -> AsyncIterator[str]:
     """Answers every request with these pieces, each in a packet of its own, and hangs up."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        if head.startswith(b"POST"):
-            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        asked = await reader.readuntil(b"\r\n\r\n")
+        if asked.startswith(b"POST"):
+            length = next(line for line in asked.lower().split(b"\r\n") if line.startswith(b"content-length:"))
             await reader.readexactly(int(length.partition(b":")[2]))
         else:  # what it is asked beside calls: that it is well, and which model it serves
             writer.write(b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{"data": [{"id": "tiny"}]}')
             writer.close()
             return
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
+        writer.write(f"HTTP/1.1 {head}\r\nconnection: close\r\n\r\n".encode())
         for piece in answer:
             writer.write(piece)
             await asyncio.sleep(0)
+            if writer.transport.is_closing():
+                break
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -180,6 +189,110 @@ async def test_a_policy_server_that_sends_junk_costs_the_call_and_nothing_else(b
                 else:
                     assert found[-1].finish_reason == "stop"
         assert "the gateway failed" not in caplog.text
+
+
+WRONG = {
+    "a finish reason that is no text": {"finish_reason": 3},
+    "a finish reason that is an object": {"finish_reason": {"a": 1}},
+    "a tool call whose id is no text": {"tool_calls": [{"index": 0, "id": 5, "function": {"arguments": "{}"}}]},
+    "more than one thing": {"finish_reason": 3, "tool_calls": {"a": 5}},
+    "a place that was not asked for": {"index": 1},
+    "a place below the first": {"index": -1},
+    "a place that is a text": {"index": "0"},
+    "a place that is true": {"index": True},
+    "a negative token": {"token_ids": [-1]},
+    "a fraction of a token": {"token_ids": [0.5]},
+    "a token that is too large": {"token_ids": [2**31]},
+    "a logprob that is not a number": {"logprobs": {FIELD: pack(array("f", [math.nan]))}},
+    "an infinite logprob": {"logprobs": {"content": [{"token": "a", "logprob": 1e300, "bytes": []}]}},
+    "a list of choices that is none": None,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_what_cannot_be_recorded_is_the_policy_servers_fault(build, caplog, wrong, stream):
+    """Recorded as failed with nothing of it, never a fault of the gateway."""
+    odd = dict(WRONG[wrong] or {})
+    said = {"content": "x", "tool_calls": odd.pop("tool_calls", None)}
+    choice = {"index": 0, "token_ids": [1], "finish_reason": "stop", "delta" if stream else "message": said, **odd}
+    chunk = {"id": "x", "choices": WRONG[wrong] and [choice], "prompt_token_ids": [1]}
+    text = json.dumps(chunk).encode()
+    async with junk_server([b"data: " + text + b"\n\ndata: [DONE]\n\n" if stream else text]) as url:
+        house = await build(upstreams=[Upstream(url, "tiny")])
+        reply = await (await house.http()).post("/chat/completions", json={**HI, "stream": stream})
+        (call,) = await house.recorded()
+    assert reply.status_code == (200 if stream else 502)
+    assert b"upstream_failed" in reply.content
+    assert (call.status, len(call.response_ids), len(call.logprobs)) == (CallStatus.ERROR, 0, 0)
+    assert "the gateway failed" not in caplog.text
+
+
+async def test_a_stream_that_cannot_be_put_together_is_the_policy_servers_fault(build, caplog):
+    calls = [{"index": 0, "id": "a"}, {"index": "x", "id": "b"}]
+    choice = {"index": 0, "token_ids": [1], "finish_reason": "stop", "delta": {"tool_calls": calls}}
+    async with junk_server([b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"]) as url:
+        house = await build(upstreams=[Upstream(url, "tiny")])
+        reply = await (await house.http()).post("/chat/completions", json={**HI, "stream": True})
+        (call,) = await house.recorded()
+    assert (call.status, b"upstream_failed" in reply.content) == (CallStatus.ERROR, True)
+    assert "the gateway failed" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("name", [5, "same", "", None, ["a"]])
+async def test_a_call_has_an_id_of_its_own_whatever_the_server_calls_it(build, name, stream):
+    said = {"role": "assistant", "content": "x"}
+    choice = {"index": 0, "token_ids": [1], "finish_reason": "stop", "delta" if stream else "message": said}
+    text = json.dumps({"id": name, "choices": [choice], "prompt_token_ids": [1]}).encode()
+    async with junk_server([b"data: " + text + b"\n\ndata: [DONE]\n\n" if stream else text]) as url:
+        house = await build(upstreams=[Upstream(url, "tiny")])
+        http = await house.http()
+        replies = [await http.post("/chat/completions", json={**HI, "stream": stream}) for _ in range(2)]
+        calls = await house.recorded(2)
+    shown = [json.loads(reply.text.removeprefix("data: ").partition("\n\n")[0])["id"] for reply in replies]
+    assert shown == [call.id for call in calls] == [reply.headers["x-request-id"] for reply in replies]
+    assert len({*shown}) == 2
+    assert {call.status for call in calls} == {CallStatus.OK}
+
+
+ENDLESS = [b" " * 1000] * 100
+PACKED = [gzip.compress(b" " * 100_000)]
+
+
+@pytest.mark.parametrize(
+    ("head", "answer", "stream", "why"),
+    [
+        ("200 OK", ENDLESS, False, "more than 5000 bytes"),
+        ("200 OK", [b"[]," * 1000] * 100, False, "as many JSON values"),
+        ("400 Bad Request", ENDLESS, False, "more than 5000 bytes"),
+        ("500 Internal Server Error", ENDLESS, False, "more than 5000 bytes"),
+        ("200 OK\r\ncontent-encoding: gzip", PACKED, False, "encoded as 'gzip'"),
+        ("200 OK\r\ncontent-encoding: gzip", PACKED, True, "encoded as 'gzip'"),
+        ("200 OK", [b": on and on\n\n"] * 1000, True, "a stream of more than 5000 bytes"),
+        ("200 OK", ENDLESS, True, "a stream of more than 5000 bytes"),
+    ],
+    ids=["whole", "values", "refusal", "error", "packed", "packed stream", "stream", "line"],
+)
+async def test_what_a_policy_server_sends_is_bounded(build, monkeypatch, head, answer, stream, why):
+    monkeypatch.setattr(client, "LONGEST_ANSWER", 5000)
+    monkeypatch.setattr(answers, "LONGEST_STREAM", 5000)
+    async with junk_server(answer, head) as url:
+        house = await build(upstreams=[Upstream(url, "tiny")])
+        reply = await (await house.http()).post("/chat/completions", json={**HI, "stream": stream})
+        (call,) = await house.recorded()
+    assert b"upstream_failed" in reply.content
+    assert why in reply.text
+    assert call.status is CallStatus.ERROR
+
+
+@pytest.mark.parametrize("path", ["GET /models", "POST /messages/count_tokens"])
+async def test_so_is_what_it_says_beside_calls(build, monkeypatch, path):
+    monkeypatch.setattr(client, "LONGEST_ANSWER", 20)
+    house = await build()
+    verb, route = path.split()
+    reply = await (await house.http()).request(verb, route, json={**HI, "max_tokens": 1})
+    assert (reply.status_code, "more than 20 bytes" in reply.text) == (502, True)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from lightning.config.sections import PolicyServerConfig
 from lightning.errors import DataError, PolicyServerError
-from lightning.policy_server import AttachedVLLM, OwnedVLLM, make_policy_server, vllm_server
+from lightning.policy_server import AttachedVLLM, OwnedVLLM, control, make_policy_server, vllm_server
 from lightning.policy_server import attached as attached_module
 from lightning.policy_server.control import VLLMControl
 from lightning.policy_server.protocol import Probe
@@ -312,6 +312,12 @@ async def test_a_cancelled_update_does_not_leave_the_server_paused(fake: Any, mo
         await update
     assert fake.calls == ORDER
     assert server.version == 1
+
+
+async def test_an_answer_without_end_is_named(fake: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "LONGEST_REPLY", 10)
+    with pytest.raises(PolicyServerError, match="GET .*/v1/models was answered with more than 10 bytes"):
+        await VLLMControl(fake.url).served_model()
 
 
 async def test_a_dead_engine_is_noticed(fake: Any, model: Path, soon: None) -> None:

@@ -110,11 +110,10 @@ class BranchedAttempt:
             self._whole.set()
         self._edited = edit is not None
 
-    async def answer(self, caller: str, path: str, body: Mapping[str, Any]) -> RecordedCall | None:
-        """The recorded call that answers a request; None for one that is to be sampled, when it may be. Raises `RefusalError`
-        (409) for what makes the branch void, and in a void one."""
+    async def answer(self, caller: str, path: str, body: Mapping[str, Any], request: bytes) -> RecordedCall | None:
+        """The recorded call that answers a request, of which `request` is the canonical form; None for one that is to be
+        sampled, when it may be. Raises `RefusalError` (409) for what makes the branch void, and in a void one."""
         self._check()
-        request = exchanges.canonical(body)
         key = (path, request)
         if (found := self._calls.take(caller, path, request)) is not None:
             self._taken(key, found)

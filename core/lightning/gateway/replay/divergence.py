@@ -9,11 +9,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 from lightning.gateway.replay.recorded import RecordedCall
 from lightning.store.exchanges import shared, written
 
+MOST_VALUES: Final = 20_000
+"""Values of a request by which it is likened to others."""
 SHOWN: Final = 160
 """Characters of a text that are shown around its first difference."""
 UUID: Final = re.compile(r"\b[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}\b", re.IGNORECASE)
@@ -68,7 +71,7 @@ def diverged(
     same_api = [call for call in candidates if call.exchange.path == path and isinstance(call.exchange.request, dict)]
     if not same_api:
         return Divergence(caller, path, None, suspect="all recorded calls of this API have been answered already")
-    sent = Counter(_leaves(body))
+    sent = Counter(islice(_leaves(body), MOST_VALUES))
     text = written(body)
 
     def nearness(call: RecordedCall) -> tuple[bool, float, int, int]:
@@ -91,7 +94,7 @@ def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[
 
 def _alike(sent: Counter[tuple[str, bytes]], other: Any) -> float:
     """How much two requests share, from 0 to 1, of their values at the same places."""
-    known = Counter(_leaves(other))
+    known = Counter(islice(_leaves(other), MOST_VALUES))
     return 2 * (known & sent).total() / max(known.total() + sent.total(), 1)
 
 
@@ -166,6 +169,8 @@ def _is_reordered(one: Any, other: Any) -> bool:
     for name in ("messages", "input", "tools"):
         theirs, ours = one.get(name), other.get(name)
         if isinstance(theirs, list) and isinstance(ours, list) and theirs != ours:
+            if len(theirs) != len(ours):
+                return False
             return Counter(map(written, theirs)) == Counter(map(written, ours))
     return False
 
