@@ -61,7 +61,7 @@ def bodies() -> dict[str, tuple[str, bytes, int]]:
     chat, said = "/v1/chat/completions", '{"model":"policy","messages":['
     user = '{"role":"user","content":"hi"}'
     text = json.dumps(CHAT)[:-1]
-    nested = f'{text}, "metadata": {"[" * 240}{",".join(["[]"] * 320_000)}{"]" * 240}}}'
+    nested = f'{text}, "metadata": {"[" * 240}{",".join(["[]"] * 80_000)}{"]" * 240}}}'
     return {
         "16 prompts of 32,000 ids": ("/v1/completions", ids.encode(), 16),
         "messages that are lists": sized(chat, said, "[]", "]}"),

@@ -316,7 +316,7 @@ async def test_a_cancelled_update_does_not_leave_the_server_paused(fake: Any, mo
 
 async def test_an_answer_without_end_is_named(fake: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "LONGEST_REPLY", 10)
-    with pytest.raises(PolicyServerError, match="GET .*/v1/models was answered with more than 10 bytes"):
+    with pytest.raises(PolicyServerError, match=r"GET .*/v1/models was answered with more than 10 bytes"):
         await VLLMControl(fake.url).served_model()
 
 
