@@ -188,19 +188,19 @@ class CallEndpoint:
         if branch is not None and previous in branch.recorded_ids:
             attempt = branch.owner
         before = () if previous is None else await self._history.before(attempt, previous)
-        plan, translator = await beside(scope, partial(self._plan, body, before, capture.id, claims, branch))
+        plan, translator = await beside(scope, partial(self._plan, body, before, capture, claims, branch))
         plan.requested_model = model[:LONGEST_NAME] if isinstance(model, str) else ""
         live = LiveCall(request_id, plan.choices, plan.n, policy.book.current, capture)
         ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller, asked)
         return Call(self._dialect, claims, policy, plan, ticket, live, forwarded_headers(scope), translator, branch)
 
     def _plan(
-        self, body: Body, before: Sequence[Body], response_id: str, claims: Claims, branch: BranchedAttempt | None
+        self, body: Body, before: Sequence[Body], capture: Capture, claims: Claims, branch: BranchedAttempt | None
     ) -> tuple[Plan, Translator | None]:
         """The request as it goes to the policy server, and who translates the answer. Raises `RefusalError`."""
         if self._config.hosted_tools == "drop":
             body = self._without_hosted_tools(body)
-        body, translator = self._dialect.translate(body, before, response_id)
+        body, translator = self._dialect.translate(body, before, capture.id)
         apply_sampling(body, self._config.override_sampling, claims.sampling)
         if branch is not None and isinstance(body.get("seed"), int):
             body["seed"] = branch.own_seed(claims, body["seed"])

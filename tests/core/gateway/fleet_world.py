@@ -12,7 +12,7 @@ import selectors
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from lightning.errors import PolicyServerError, StoreError
 from lightning.gateway.dialects import Capture
@@ -156,6 +156,11 @@ class Request:
     truth: list[int] = field(default_factory=list)
     status = 200
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of its answer."""
+        return {}
+
 
 class Server:
     """A policy server with a true version; None while weights are half loaded. It answers health checks, too."""
@@ -216,8 +221,12 @@ class Server:
         class Well:
             status = 200
 
-            async def read(self) -> bytes:
-                return b'{"data": [{"id": "%s"}]}' % SERVER.model.encode()
+            @property
+            def content(self) -> Self:
+                return self
+
+            async def iter_any(self) -> AsyncIterator[bytes]:
+                yield b'{"data": [{"id": "%s"}]}' % SERVER.model.encode()
 
         yield Well()
 
