@@ -22,6 +22,7 @@ from lightning._version import __version__
 from lightning.cli.output import fail
 from lightning.errors import ConfigError, LightningError, MissingExtraError, PluginError
 from lightning.plugins import plugins
+from lightning.printable import PrintableFormatter
 
 logger = logging.getLogger(__name__)
 
@@ -135,11 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = [argument for argument in given if argument != "--debug"]
     try:
         level, given = _log_level(given)
-        logging.basicConfig(
-            level=logging.DEBUG if debug else level.upper(),
-            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-            datefmt="%Y-%m-%dT%H:%M:%S%z",  # with the zone: logs of machines in several are compared
-        )
+        _log(logging.DEBUG if debug else level.upper())
         typed = next((argument for argument in given if not argument.startswith("-")), "")
         build(typed)(args=given, prog_name="lightning")
     except LightningError as error:
@@ -147,6 +144,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         fail(str(error))
         sys.exit(EXIT_ERROR)
+
+
+def _log(level: int | str) -> None:
+    handler = logging.StreamHandler()
+    # with the zone: logs of machines in several are compared
+    handler.setFormatter(
+        PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S%z")
+    )
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 def _global_options(

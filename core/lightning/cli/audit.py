@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from lightning.audit import AuditReport
 from lightning.cli.locate import locate, with_store
+from lightning.cli.output import escape, print_json, say
 
 
 def audit(
@@ -23,14 +21,13 @@ def audit(
     """Check what was trained against the store. Exit code 1: an id, logprob, reward, version or the order differs."""
     url, run_id = locate(run, runs)
     report = asyncio.run(_audit(url, run_id))
-    console = Console(soft_wrap=True)
     if as_json:
-        console.print_json(json.dumps(dataclasses.asdict(report)))
+        print_json(report)
     else:
         for finding in report.findings:
-            console.print(f"[red]step {finding.step} {finding.rollout}[/red] {finding.problem}", highlight=False)
+            say(f"[red]step {finding.step} {escape(finding.rollout)}[/red] {escape(finding.problem)}")
         for warning in report.warnings:
-            console.print(f"[yellow]warning[/yellow] {warning}", highlight=False)
+            say(f"[yellow]warning[/yellow] {escape(warning)}")
         verdict = "[green]as it was trained" if report.ok else f"[red]{len(report.findings)} findings"
         if report.ok and report.changed:
             steps = f"{len(report.changed)} step{'s' if len(report.changed) > 1 else ''}"
@@ -40,10 +37,9 @@ def audit(
         )
         epochs = f" in {report.epochs} config epochs" if report.epochs > 1 else ""
         again = f", trained {report.reused} times again (declared as reused)" if report.reused else ""
-        console.print(
-            f"{report.run}: {report.steps} steps{epochs}, {report.rollouts} rollouts{again}, {report.calls} calls, "
+        say(
+            f"{escape(report.run)}: {report.steps} steps{epochs}, {report.rollouts} rollouts{again}, {report.calls} calls, "
             f"{report.tokens} tokens {how}: {verdict}",
-            highlight=False,
         )
     raise typer.Exit(0 if report.ok else 1)
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from lightning.cli.output import stoppable
 from lightning.config import Config, load_config, with_settings
 from lightning.demos import Demo
 from lightning.errors import ConfigError, MissingExtraError
 from lightning.plugins import plugins
+from lightning.terminal import Terminal
 from lightning.trainer import Summary, Trainer
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def demo(
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
 ) -> None:
     """Train a real agent with a real vLLM on this machine, and compare it before and after."""
-    console = Console()
+    console = Terminal()
     if watch:
         _check_console()
     chosen = plugins().demo(name)() if name else _default()
@@ -128,7 +128,7 @@ def _folder(name: str, *, resume: bool) -> Path:
     return known[-1]
 
 
-def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, console: Console, *, pages: bool) -> None:
+def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, console: Terminal, *, pages: bool) -> None:
     from lightning.cli.report import draw_rewards, show_story, show_summary, tell_story, write_report
 
     write_report(summary, folder)

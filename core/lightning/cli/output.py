@@ -1,7 +1,7 @@
 """How commands speak: tables and colours for people, JSON for programs.
 
 The invariant: with `--json` standard output holds one JSON document and nothing else; everything said aside goes to
-standard error.
+standard error. All that is said to people goes to a `Terminal`, which texts of others cannot steer.
 """
 
 from __future__ import annotations
@@ -18,51 +18,57 @@ import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 """The `--json` option of every command that lists something."""
+_BEYOND_ASCII = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
+"""Control characters that JSON does not ask to be written out."""
 
 
 def print_json(value: object) -> None:
-    """Print plain values and dataclasses as indented JSON. A number that JSON does not have (NaN, infinity) is null."""
+    """Print plain values and dataclasses as indented JSON. A number that JSON does not have (NaN, infinity) is null; a control
+    character that JSON may hold as it is stands there as its number."""
     try:
         text = orjson.dumps(value, default=_plain, option=orjson.OPT_INDENT_2).decode()
     except TypeError:  # a lone surrogate, or an integer of more than 64 bits, which tasks may hold
         from lightning.maintenance.export_files import plain
 
         text = json.dumps(plain(value), default=lambda item: plain(_plain(item)), indent=2)
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(text.translate(_BEYOND_ASCII) + "\n")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
     """Print a table; cells may hold rich's markup. Numbers are the caller's to format."""
-    from rich.console import Console
     from rich.table import Table
+
+    from lightning.terminal import Terminal
 
     table = Table(*columns, title=title or None, box=None, pad_edge=False, title_justify="left", header_style="bold")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Terminal().print(table)
 
 
 def say(text: str) -> None:
     """Print one line; it may hold rich's markup."""
-    from rich.console import Console
+    from lightning.terminal import Terminal
 
-    Console(highlight=False, soft_wrap=True).print(text)
+    Terminal(highlight=False, soft_wrap=True).print(text)
 
 
 def fail(text: str) -> None:
     """Print an error, in red, on standard error."""
-    from rich.console import Console
     from rich.text import Text
 
-    Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), (text, "red")))
+    from lightning.terminal import Terminal
+
+    Terminal(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), (text, "red")))
 
 
 def warn(text: str) -> None:
     """Print a warning, in yellow, on standard error."""
-    from rich.console import Console
     from rich.text import Text
 
-    Console(stderr=True, soft_wrap=True).print(Text.assemble(("warning: ", "bold yellow"), (text, "yellow")))
+    from lightning.terminal import Terminal
+
+    Terminal(stderr=True, soft_wrap=True).print(Text.assemble(("warning: ", "bold yellow"), (text, "yellow")))
 
 
 @contextmanager

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from lightning.errors import MissingExtraError
 from lightning.store.protocol import Store
+from lightning.terminal import Terminal
 from lightning.trainer.plan import VAL
 from lightning.trainer.summary import PHASES, Summary
 from lightning.trainer.training_data import all_rollouts
@@ -129,7 +129,7 @@ def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float
     return [x for x, _ in points], [y for _, y in points]
 
 
-def show_summary(summary: Summary, title: str, console: Console, measure: str = "reward") -> None:
+def show_summary(summary: Summary, title: str, console: Terminal, measure: str = "reward") -> None:
     """`measure` before and after, and where the time went."""
     results = Table(title=title)
     results.add_column("held-out tasks")
@@ -171,7 +171,7 @@ def _gap(gap: float | None) -> str:
     return "unknown: no step was without stale tokens" if gap is None else f"{gap:.1e}"
 
 
-def show_story(story: Story, console: Console) -> None:
+def show_story(story: Story, console: Terminal) -> None:
     """One rollout before and after, without the turns of the prompt that both begin with."""
     told = [story.before.splitlines(), story.after.splitlines()]
     same = next(

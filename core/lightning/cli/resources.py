@@ -21,6 +21,7 @@ from lightning.cli.locate import with_store
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.cli.runs import answers
 from lightning.errors import ConfigError, DataError
+from lightning.printable import printable
 from lightning.store.protocol import LATEST, Alias, ResourceUse, Store
 from lightning.store.resource_ref import ResourceReference, existing_store, find, parse_reference
 from lightning.store.url import redacted
@@ -97,7 +98,8 @@ def show(
 
     resource, histories = asyncio.run(with_store(url, read))
     if content:
-        sys.stdout.write(_text(resource))
+        text = _text(resource)
+        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     elif as_json:
         moves = {history[0].alias: [[move.version, move.at] for move in history] for history in histories}
         print_json({"resource": resource, "digest": resource.digest, "aliases": moves})

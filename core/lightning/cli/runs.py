@@ -348,7 +348,7 @@ def _show_run(found: Details) -> None:
         title="committed steps",
     )
     for result in found.summary.evaluations:
-        named = "".join(f", {name} {value:.3f}" for name, value in result.rewards.items())
+        named = "".join(f", {escape(name)} {value:.3f}" for name, value in result.rewards.items())
         say(f"held-out after {result.step} steps: {said_reward(result)}{named} over {result.rollouts} tasks")
     print_table(
         ["rollout", "status", "attempt", "reward", "parts", "seconds", "error"],

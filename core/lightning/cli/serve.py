@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from lightning.asyncio_utils import run_to_end
 from lightning.cli.resources import locate
@@ -18,6 +17,7 @@ from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.store.resource_ref import PREFIX, existing_store, find
 from lightning.store.url import parse
+from lightning.terminal import Terminal
 from lightning.trainer.checkpoints import checked_weights
 from lightning.trainer.model import resolve_model
 
@@ -55,7 +55,7 @@ def serve(
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
 ) -> None:
     """Serve a model through the gateway, or a shared database for trainers and clients. Every call is recorded."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(highlight=False, soft_wrap=True)
     settings = load_config(config, set_ or [])
     if (model is None) == (store is None):
         raise ConfigError("give a model to serve, or --store URL to serve a database: one of the two")
@@ -74,7 +74,7 @@ def serve(
 
 
 async def _serve_model(
-    console: Console, model: str, settings: Config, out: Path | None, ttl: float, seconds: float | None
+    console: Terminal, model: str, settings: Config, out: Path | None, ttl: float, seconds: float | None
 ) -> None:
     from lightning.server.serving import serve as serving_model
 
@@ -118,7 +118,9 @@ async def _followed(resources: AsyncExitStack, model: str) -> Followed:
     return Followed(store, reference, await find(store, reference), _folder(url))
 
 
-async def _serve_store(console: Console, place: str, settings: Config, out: Path | None, seconds: float | None) -> None:
+async def _serve_store(
+    console: Terminal, place: str, settings: Config, out: Path | None, seconds: float | None
+) -> None:
     from lightning.server.serving import serve_store
 
     url = place if "://" in place else existing_store(place)

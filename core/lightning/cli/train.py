@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from lightning.cli.locate import load_agent
 from lightning.cli.output import stoppable
 from lightning.config import load_config
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
+from lightning.terminal import Terminal
 from lightning.trainer import Summary, Trainer
 from lightning.types import Task
 
@@ -86,7 +86,7 @@ def train(
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
 ) -> None:
     """Train the model behind your agent."""
-    console = Console()
+    console = Terminal()
     function = None if agent is None else load_agent(agent)
     trainer = Trainer(
         model,
@@ -113,7 +113,7 @@ def train(
     _report(summary, trainer, console)
 
 
-def _report(summary: Summary, trainer: Trainer, console: Console) -> None:
+def _report(summary: Summary, trainer: Trainer, console: Terminal) -> None:
     from lightning.cli.report import show_summary, write_report
 
     write_report(summary, trainer.out)

@@ -22,7 +22,8 @@ from lightning.gateway.exchanges import Asked, Exchanges, PackedExchange, Shown
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
 from lightning.gateway.policy import LiveCall
-from lightning.gateway.redaction import printable, redacted, redacted_span
+from lightning.gateway.redaction import redacted, redacted_span
+from lightning.printable import printable
 from lightning.spans.attributes import (
     AGENT_NAME,
     ERROR_TYPE,

@@ -15,12 +15,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lightning.plugins import plugins
+from lightning.printable import printable
 from lightning.types import Conversation, Json, Outcome, Span, ToolEvent
 
 log = logging.getLogger(__name__)
 
 GONE = "[redacted]"
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 LONGEST_NAME = 100
 """Characters at the end of a name in which that of a credential is looked for: agents choose names, of any length."""
 LONG = 65_536
@@ -214,11 +214,6 @@ def redacted_json(value: Json, where: str, depth: int = 0) -> Json:
             for name, item in value.items()
         }
     return [redacted_json(item, where, depth + 1) for item in value]
-
-
-def printable(text: str) -> str:
-    """The text without what would steer a terminal that shows it: control characters but for line ends and tabs, as `\\x1b`."""
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def redacted_outcome(outcome: Outcome) -> Outcome:

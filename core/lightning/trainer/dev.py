@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -14,6 +13,7 @@ from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.asyncio_utils import in_thread
 from lightning.gateway.policy import HIDDEN
 from lightning.plugins.attached_adapters import failed_adapter
+from lightning.terminal import Terminal
 from lightning.trainer.algorithm import needs_pair, try_algorithm
 from lightning.trainer.course_rules import CURE_OF_CUT_OFF, MANY_CUT_OFF
 from lightning.trainer.diagnosis import Attempted, Diagnosis
@@ -207,15 +207,15 @@ def _hints(rows: Sequence[DevRow], train_agents: Sequence[str] = ()) -> list[str
     return hints + [found.text for found in _diagnosed(rows, train_agents) if not found.serious]
 
 
-def show(report: DevReport, console: Console) -> None:
+def show(report: DevReport, console: Terminal) -> None:
     """The report as a table."""
     table = Table("task", "reward", "agents (calls)", "tools", "tokens in/out", "seconds", title="dry run")
     for row in report.rows:
         table.add_row(
-            row.task,
+            escape(row.task),
             "[red]failed" if row.reward is None else escape(_said_reward(row)),
-            ", ".join(f"{agent} ({count})" for agent, count in row.agents.items()),
-            ", ".join(f"{tool} ({count})" for tool, count in row.tools.items()),
+            escape(", ".join(f"{agent} ({count})" for agent, count in row.agents.items())),
+            escape(", ".join(f"{tool} ({count})" for tool, count in row.tools.items())),
             f"{row.prompt_tokens}/{row.response_tokens}",
             f"{row.seconds:.1f}",
         )

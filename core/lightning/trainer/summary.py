@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
+from lightning.terminal import Terminal
 from lightning.trainer.plan import TRAIN, VAL, newest_generation
 from lightning.types import Json, Rollout, Status, StepReward
 
@@ -24,8 +25,8 @@ from lightning.types import Json, Rollout, Status, StepReward
 class Reporter:
     """Live bars on a terminal, one line per step anywhere. A quiet one (`enabled=False`) shows nothing."""
 
-    def __init__(self, *, enabled: bool = True, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True, quiet=not enabled)
+    def __init__(self, *, enabled: bool = True, console: Terminal | None = None) -> None:
+        self.console = console or Terminal(stderr=True, quiet=not enabled)
         self._bars = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -80,7 +81,7 @@ class Reporter:
             f"{metrics['tokens_per_second']:.0f} tok/s  gap {metrics['max_logprob_gap']:.1e}  "
             f"{_pipeline(metrics)}{seconds:.1f} s, {_clock(left)} left"
         )
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
         if self._steps is not None:
             self._bars.update(self._steps, completed=step + 1, note=f"{_clock(left)} left")
 
@@ -88,7 +89,7 @@ class Reporter:
         """A held-out evaluation has ended."""
         failed = f", [red]{result.failed} failed[/red]" if result.failed else ""
         reward = said_reward(result)
-        reward += "".join(f", {name} {value:.3f}" for name, value in result.rewards.items())
+        reward += "".join(f", {escape(name)} {value:.3f}" for name, value in result.rewards.items())
         self.console.print(
             f"[bold]held-out after {result.step} steps: reward {reward}[/bold] over {result.rollouts} tasks{failed}",
             highlight=False,
@@ -96,8 +97,8 @@ class Reporter:
         )
 
     def say(self, text: str) -> None:
-        """One line for the person who watches."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        """One line for the person who watches, as it is."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _named_parts(metrics: Mapping[str, float]) -> str:

@@ -19,7 +19,6 @@ from typing import Any, Final
 
 from lightning.asyncio_utils import outside_of_loops, run_to_end
 from lightning.cli.locate import load_agent, name_of, with_store
-from lightning.cli.output import escape
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
 from lightning.gateway.replay.branches import CHANGES, is_void
@@ -176,7 +175,7 @@ def branch(
         )
         with Reporter(enabled=progress) as reporter:
             for line in said:  # before the minutes that it takes
-                reporter.say(escape(line))
+                reporter.say(line)
             return run_to_end(_branched(plan, reporter))
 
     return outside_of_loops(run)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from lightning.cli.report import Story, draw_rewards, show_story, show_summary, tell_story
 from lightning.store.memory import MemoryStore
+from lightning.terminal import Terminal
 from lightning.trainer.summary import Summary, summarize
 from lightning.types import Fault, Outcome, Rollout, Run, StepRecord, Task, Transition
-from rich.console import Console
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ async def store() -> AsyncIterator[MemoryStore]:
     await store.close()
 
 
-def printed(show: Callable[[Console], None]) -> str:
+def printed(show: Callable[[Terminal], None]) -> str:
     out = io.StringIO()
-    show(Console(file=out, width=120))
+    show(Terminal(file=out, width=120))
     return out.getvalue()
 
 

@@ -1,13 +1,30 @@
-"""What commands print for programs."""
+"""What commands print for programs, and for people: texts of others are shown, never obeyed."""
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
+import logging
+import re
 from pathlib import Path
 
 import pytest
-from lightning.cli.output import print_json
-from lightning.types import Status, StepRecord
+from lightning.cli.app import main
+from lightning.cli.output import fail, print_json, print_table, say, warn
+from lightning.plugins import plugins
+from lightning.printable import PrintableFormatter
+from lightning.store.url import sqlite_url
+from lightning.terminal import Terminal
+from lightning.trainer.dev import DevReport, DevRow, show
+from lightning.trainer.summary import Evaluation, Reporter
+from lightning.types import Fault, Outcome, Resource, ResourceKind, Rollout, Run, Status, StepRecord, Task
+
+STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""What a terminal would obey; lines end with line ends."""
+EVIL = "[/x][red]\x1b[2J\x1b]52;c;cm0gLXJm\x07\x9b2J\x7f\r:cat:"
+"""Clears a screen, writes into a clipboard, returns to the beginning of a line; to rich it closes what was not opened."""
+SHOWN = r"[/x][red]\x1b[2J\x1b]52;c;cm0gLXJm"
 
 
 @pytest.mark.parametrize("odd", [2**70, "lone \ud800"])
@@ -20,3 +37,106 @@ def test_json_is_the_same_whoever_writes_it(odd: object, capsys: pytest.CaptureF
     assert usual["steps"][0]["metrics"] == {"loss": None}
     print_json({**values, "odd": odd})
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {**usual, "odd": odd}
+
+
+def test_json_has_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"name": EVIL})
+    out = capsys.readouterr().out
+    assert (json.loads(out), STEERS.search(out)) == ({"name": EVIL}, None)
+
+
+def test_whatever_is_printed_is_shown_and_not_obeyed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "400")
+    text = EVIL.removeprefix("[/x][red]") + "\ud800"
+    print_table(["name", text], [[text, f"[red]{text}"]], title=text)
+    say(f"[bold]{text}")
+    fail(text)
+    warn(text)
+    printed = "".join(capsys.readouterr())
+    ours = re.sub(r"\x1b\[[\d;]*m", "", printed)
+    assert printed != ours, "lightning's own colours are there"
+    assert STEERS.search(ours) is None
+    assert ours.count(r"\x1b]52;c;cm0gLXJm") == 7
+    assert ours.count(r"\ud800") == 7
+    assert ":cat:" in ours
+
+
+def test_logs_are_shown_and_not_obeyed() -> None:
+    record = logging.LogRecord("a", logging.ERROR, "f", 1, "%s\n\tat", (EVIL,), None)
+    assert PrintableFormatter("%(message)s").format(record).startswith(f"{SHOWN}\\x07\\x9b2J\\x7f\\r:cat:\n\tat")
+
+
+def test_the_lines_of_a_run_show_names_that_agents_chose() -> None:
+    """To rich, a reward's name could close what nobody opened, which ended the training."""
+    console = Terminal(file=io.StringIO(), width=400)
+    metrics = dict.fromkeys(("reward", "rollouts", "reward_with_failures", "failed", "groups_used", "groups"), 0.0)
+    metrics |= {"tokens_per_second": 1.0, "max_logprob_gap": 0.0, f"reward/{EVIL}": 1.0}
+    with Reporter(console=console) as reporter:
+        reporter.begin(0, 10)
+        reporter.step(0, metrics, 1.0)
+        reporter.evaluated(Evaluation(0, 1.0, 1, 0, {EVIL: 1.0}))
+        reporter.say(EVIL)
+    row = DevRow(EVIL, 1.0, "", 1.0, {EVIL: 1}, {EVIL: 1}, 1, 1, 1, 0)
+    show(DevReport((row,), (EVIL,), (EVIL,)), console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert STEERS.search(shown) is None
+    assert shown.count(SHOWN) == 8
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> str:
+    """The database of a run in which every text that somebody else chooses would steer a terminal."""
+    url = sqlite_url(tmp_path / "lightning.db")
+
+    async def fill() -> None:
+        store = plugins().store(url)
+        await store.open()
+        await store.put_run(Run("r", "r", {"model": EVIL, "forked_from": EVIL}, 1000.0))
+        await store.create_rollouts([Rollout(id=f"r/{EVIL}", run="r", task=Task(EVIL), group=EVIL)])
+        await store.create_rollouts([Rollout(id=f"r/{EVIL}2", run="r", task=Task(EVIL), group=EVIL, index=1)])
+        failed, right = await store.lease("r", EVIL, limit=2)
+        await store.complete(failed.rollout.id, failed.attempt, Outcome(fault=Fault.AGENT, error=EVIL))
+        await store.complete(right.rollout.id, right.attempt, Outcome(reward=1.0, rewards={EVIL: 1.0}))
+        ids = ((right.rollout.id, right.attempt),)
+        await store.commit_step(StepRecord("r", 0, 1, ids, ("a", EVIL), EVIL, metrics={"reward": 1.0, EVIL: 1.0}))
+        for text in ("was", EVIL):
+            await store.put_resource(Resource("w", text, ResourceKind.PROMPT, {EVIL: EVIL}))
+        await store.set_alias("w", "live", 2)
+        await store.close()
+
+    asyncio.run(fill())
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "runs --runs HERE",
+        "runs --runs HERE show r",
+        "runs --runs HERE show r --json",
+        "resources ls HERE",
+        "resources show HERE#w",
+        "resources show HERE#w --json",
+        "resources diff HERE#w 1 2",
+        "resources compare HERE#w",
+        "audit HERE",
+        "advise HERE",
+        "profile HERE",
+        "plan HERE",
+        "db status HERE",
+    ],
+)
+def test_no_command_lets_a_store_steer_the_terminal(
+    evil: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        main(command.replace("HERE", evil).split())
+    printed = "".join(capsys.readouterr())
+    assert printed.strip()
+    assert STEERS.search(printed) is None
+    assert "Usage" not in printed

@@ -10,12 +10,12 @@ from typing import Any
 import aiohttp
 import httpx2
 from lightning import reward
+from lightning.terminal import Terminal
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.dev import DevReport, DevRow, _hints, _problems, dry_run, show
 from lightning.trainer.rules import Attempted
 from lightning.trainer.summary import Reporter
 from lightning.types import Caller, CallStatus, Task, Transition, logprobs, token_ids
-from rich.console import Console
 
 
 def row(**seen: object) -> DevRow:
@@ -169,14 +169,14 @@ async def test_a_dry_run_shows_the_parts_of_a_reward_and_what_each_call_was_give
                 reward(value, name="[polite]")
         return {"right": 0.5, "form": 0.25}
 
-    console = Console(record=True, width=200, file=io.StringIO())
+    console = Terminal(width=200, file=io.StringIO())
     async with bench(tmp_path, judged) as made:
         report = await dry_run(
             made.loop.stack, [Task("one")], [], made.loop.schedule.at(0), Reporter(enabled=True, console=console)
         )
     (row,) = report.rows
     assert row.call_rewards == ("call 1 (judged): [polite] 0.25", "call 2 (judged): [polite] 0.75")
-    shown = console.export_text()
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "0.75 (right 0.5, form 0.25)" in shown
     assert "one: call 1 (judged): [polite] 0.25, call 2 (judged): [polite] 0.75" in shown
 
@@ -261,5 +261,5 @@ async def test_a_memory_that_rollouts_share_is_a_problem(bench: Any, tmp_path: P
 
 def test_a_report_shows_a_glob_with_brackets_as_it_is() -> None:
     text = io.StringIO()
-    show(DevReport((), ("train_agents ['[a-z]'] matches none",)), Console(file=text, width=200))
+    show(DevReport((), ("train_agents ['[a-z]'] matches none",)), Terminal(file=text, width=200))
     assert "['[a-z]']" in text.getvalue()

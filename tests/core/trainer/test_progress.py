@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 
+from lightning.terminal import Terminal
 from lightning.trainer.summary import Reporter
-from rich.console import Console
 
 METRICS = {
     "reward": 0.5,
@@ -23,7 +23,7 @@ METRICS = {
 
 
 def line(metrics: dict[str, float]) -> str:
-    console = Console(file=io.StringIO(), width=200)
+    console = Terminal(file=io.StringIO(), width=200)
     with Reporter(console=console) as reporter:
         reporter.begin(0, 10)
         reporter.step(2, metrics, 3.0)
