@@ -55,7 +55,7 @@ def checked_weights(resource: Resource) -> Path:
     folder = Path(str(content.get("path"))) if isinstance(content, Mapping) else Path()
     try:
         now = weights_content(folder)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a path may hold the character NUL
         raise ConfigError(f"{name} cannot be read ({error}): bring {folder} back, or name another version") from error
     if not isinstance(content, Mapping) or now["files"] != content.get("files"):
         raise ConfigError(f"the files in {folder} are not those of {name} any more: something has overwritten them")

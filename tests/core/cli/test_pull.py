@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
-from lightning.cli.pull import pull
+from lightning.cli.pull import LEFT_FREE, pull
 from lightning.config import Config
-from lightning.errors import ConfigError, DataError, UnavailableError
+from lightning.errors import ConfigError, DataError, LightningError, UnavailableError
 from lightning.plugins import plugins
 from lightning.server.auth import Authenticator, issue_token
 from lightning.server.serving import serve_store
 from lightning.server.weight_files import WeightFiles
 from lightning.store.url import sqlite_url
-from lightning.trainer.checkpoints import WEIGHTS_NAME, weights_content
+from lightning.trainer.checkpoints import WEIGHTS_NAME, checked_weights, weights_content
 from lightning.types import Resource, ResourceKind, Scope
 from yarl import URL
 
@@ -200,6 +204,141 @@ async def test_a_file_without_end_keeps_nobody_waiting(run: Path) -> None:
             for each in endless:
                 each.cancel()
             await asyncio.wait(endless)
+
+
+def version(files: object, **fields: object) -> bytes:
+    """What a server says of a version of the weights."""
+    content = {"path": "/somewhere", "files": files}
+    resource = {
+        "name": WEIGHTS_NAME,
+        "kind": "weights",
+        "content": content,
+        "metadata": {},
+        "version": 1,
+        "created_at": 0.0,
+    }
+    return json.dumps({**resource, **fields}).encode()
+
+
+def of_a_file(name: str) -> bytes:
+    return version({name: hashlib.sha256(b"{}").hexdigest()})
+
+
+NO_END = [("transfer-encoding", "chunked")]
+GOOD = of_a_file("config.json")
+GZIP = [("content-encoding", "gzip")]
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "headers", "refused"),
+    [
+        (b"[]", 200, [], "it must be an object, a Resource"),
+        (b'{"content": {"files": {"a": "b"}}}', 200, [], "Is it a Lightning Server"),
+        (b"[" * 100_000, 200, [], "is not JSON"),
+        (b"{}", 200, [("content-type", "application/json; charset=hex")], "Is it a Lightning Server"),
+        (version({"a": "b"}, name="x\x1b[2J"), 200, [], "cannot name a resource"),
+        (version({"a": "b"}, version="one"), 200, [], "version"),
+        (version({}), 200, [], "have no files"),
+        (version({str(n): "0" * 64 for n in range(10_001)}), 200, [], "more than 10000"),
+        (version({"a": 1}), 200, [], "without a SHA-256"),
+        (version({"a": "\x1b[2J"}), 200, [], "without a SHA-256"),
+        *(
+            (of_a_file(name), 200, [], "is no plain name")
+            for name in ("a\x00b", "a\x1b[2Jb", "a\nb", "\ud800", "../a", "..", "")
+        ),
+        (b" " * (5 << 20), 200, [], "longer than 4 MiB"),
+        (b"", 302, [("location", "http://127.0.0.1:9/")], "refuses: status 302"),
+        (
+            json.dumps({"error": {"message": "no\n\nerror: yes " + 5000 * "y"}}).encode(),
+            403,
+            [],
+            "refuses: no error: yes y+$",
+        ),
+        (json.dumps({"error": {"message": [1]}}).encode(), 500, [], "refuses: status 500"),
+    ],
+)
+def test_a_hostile_answer_is_one_line_of_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: bytes,
+    status: int,
+    headers: list[tuple[str, str]],
+    refused: str,
+) -> None:
+    hostile(tmp_path, monkeypatch, [(status, headers, said)], refused)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "refused"),
+    [
+        ([("content-length", str(3 << 30))], b"0" * 1000, "3.22 GB, and 0.00 GB may still come: raise --max-gb"),
+        ([("content-length", str(1 << 60))], b"0" * 1000, "raise --max-gb"),
+        (NO_END, b"3e8\r\n" + b"0" * 1000, "does not say how long config.json is"),
+        ([*GZIP, ("content-length", "1000")], b"0" * 1000, "or compresses it"),
+        ([("content-length", "3")], b"{}\n", "came with the SHA-256"),
+        ([("content-length", "3")], b"{}", "did not give the weights"),
+    ],
+)
+def test_no_byte_is_written_that_was_not_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, headers: list[tuple[str, str]], body: bytes, refused: str
+) -> None:
+    hostile(tmp_path, monkeypatch, [(200, [], GOOD), (200, headers, body)], refused, max_gb=0.001)
+
+
+def test_a_disk_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=LEFT_FREE + 1))
+    hostile(tmp_path, monkeypatch, [(200, [], GOOD), (200, [("content-length", "2")], b"{}")], "and the disk of")
+
+
+def hostile(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[tuple[int, list[tuple[str, str]], bytes]],
+    refused: str,
+    **how: Any,
+) -> None:
+    """Pull from a server that gives these answers, one to each request; all is refused, in one line, and nothing is left."""
+    monkeypatch.setenv("LIGHTNING_TOKEN", "lt_x")
+    written: list[int] = []
+    removed = shutil.rmtree
+
+    def remove(path: Path, *, ignore_errors: bool) -> None:
+        written.extend(file.stat().st_size for file in path.glob("*"))
+        removed(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+
+    async def main() -> None:
+        left = iter(answers)
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            status, headers, body = next(left)
+            if not {"content-length", "transfer-encoding"} & dict(headers).keys():
+                headers = [*headers, ("content-length", str(len(body)))]
+            head = "".join(f"{name}: {value}\r\n" for name, value in [*headers, ("connection", "close")])
+            writer.write(f"HTTP/1.1 {status} OK\r\n{head}\r\n".encode() + body)
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        place = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            with pytest.raises(LightningError, match=refused) as caught:
+                await asyncio.to_thread(pull, f"{place}#{LIVE}", tmp_path / "there", **how)
+            assert "\n" not in str(caught.value)
+        finally:
+            server.close()
+            await server.wait_closed()
+
+    asyncio.run(main())
+    assert sum(written) <= 3
+    assert not [*tmp_path.iterdir()], "nothing is left of it"
+
+
+def test_a_record_that_names_no_folder_is_one_line_of_error(tmp_path: Path) -> None:
+    resource = Resource("w", {"path": "a\x00b", "files": {}}, ResourceKind.WEIGHTS)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        checked_weights(resource)
 
 
 def test_without_a_token_or_a_server_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

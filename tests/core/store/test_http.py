@@ -592,6 +592,22 @@ async def test_a_redirect_is_not_followed_so_the_token_stays_here() -> None:
     assert elsewhere.asked == []
 
 
+async def test_an_answer_without_end_is_not_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compressed, a short one becomes a long one."""
+    monkeypatch.setattr(transport, "LONGEST_ANSWER", 1 << 20)
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        if request.path.endswith("/version"):
+            return web.json_response(VERSION)
+        answer = web.Response(text='{"items": [' + (1 << 21) * " ", content_type="application/json")
+        answer.enable_compression(web.ContentCoding.gzip)
+        return answer
+
+    async with server(endless) as url, opened(url) as store:
+        with pytest.raises(StoreError, match="answered with more than 1 MiB: it is no Lightning Server"):
+            await store.list_runs()
+
+
 async def test_a_wrong_token_is_said_at_once(control: ControlServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     url, _ = control.add(MemoryStore())

@@ -46,6 +46,8 @@ LONGEST_DELAY: Final = 5.0
 CONNECT_SECONDS: Final = 5.0
 KEEP_ALIVE: Final = 60.0
 """Seconds; below those of the server, so that it is never the one who hangs up."""
+LONGEST_ANSWER: Final = 256 << 20
+"""Bytes of an answer, decompressed: many times a page (`server.api.paging`). A server is believed no more than that."""
 LONG: Final = 30.0
 """Seconds of patience from which on it is said that a request is being repeated; who has less says it itself."""
 BUSY: Final = 429
@@ -258,7 +260,7 @@ class Transport:
             async with session.request(
                 request.method, url, data=request.body, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
-                body = await response.read()
+                body = await _whole(response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise _AwayError(f"{base} cannot be reached ({error})") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -306,6 +308,19 @@ class _AwayError(Exception):
     def __init__(self, message: str, pause: float = 0.0, *, cut: bool = False, page: bool = False) -> None:
         super().__init__(message)
         self.pause, self.cut, self.page = pause, cut, page
+
+
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    """The body of an answer. Raises `StoreError` for one without end."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > LONGEST_ANSWER:
+            raise StoreError(
+                f"{response.url.origin()} answered with more than {LONGEST_ANSWER >> 20} MiB: it is no Lightning Server. Give "
+                "the URL that `lightning serve` printed"
+            )
+    return bytes(body)
 
 
 def _asked(request: Request) -> str:
