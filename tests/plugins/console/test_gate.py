@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +21,7 @@ from lightning_console.web.visitors import Door, OwnDoor, TokenDoor, visitor
 from starlette.responses import PlainTextResponse
 
 BASE = "http://127.0.0.1:8765"
+ASKS = {"fn_name": "show", "data": {"address": "runs"}, "component_id": 1, "session_hash": "a"}
 
 
 @asynccontextmanager
@@ -32,7 +35,10 @@ async def opened(door: Door, *, secure: bool = False) -> AsyncIterator[httpx.Asy
 
         return greet
 
-    gate = Gate(door, "/console", inside, secure=secure)  # type: ignore[arg-type]
+    async def answer(asked: dict[str, Any]) -> dict[str, Any]:
+        return {"asked": asked, "by": visitor().name}
+
+    gate = Gate(door, "/console", inside, {"show": answer, "act": answer}, secure=secure)  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url=BASE) as client:
         yield client
 
@@ -103,7 +109,7 @@ async def test_a_page_of_another_site_and_of_another_port_does_nothing() -> None
         followed = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
         assert (await client.get("/console/", headers=followed)).status_code == 200, "a link in a mail may be followed"
         own = {"origin": BASE, "sec-fetch-site": "same-origin"}
-        assert (await client.post(call, headers=own, json={})).status_code == 200
+        assert (await client.post(call, headers=own, json=ASKS)).status_code == 200
 
 
 async def test_a_page_asks_in_json_alone() -> None:
@@ -116,7 +122,31 @@ async def test_a_page_asks_in_json_alone() -> None:
             assert (await client.post(call, data={"fn_name": "show"})).status_code == 415
             assert (await client.post(call, content=b"{}")).status_code == 415
             charset = {"content-type": "Application/JSON; charset=utf-8"}
-            assert (await client.post(call, content=b"{}", headers=charset)).status_code == 200
+            answer = await client.post(call, content=json.dumps(ASKS).encode(), headers=charset)
+            assert (answer.status_code, answer.json()) == (200, {"asked": ASKS["data"], "by": ""})
+            assert answer.headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        *((body, 400) for body in (b"[]", b"1", b"null", b'"show"', b"", b"{", b"\xff", b"[" * 100_000, b"{}")),
+        (b'{"fn_name": "show"}', 400),
+        *((b'{"fn_name": "show", "data": %s}' % data, 400) for data in (b"[]", b"1", b"null", b'"a"')),
+        *((b'{"fn_name": %s, "data": {}}' % name, 400) for name in (b'"__init__"', b"[]", b"{}", b"null", b"1")),
+        (b'{"fn_name": "show", "data": {"a": "%s"}}' % (b"a" * (1 << 20)), 413),
+        (b'{"component_id": [], "session_hash": {}, "fn_name": "show", "data": {"a": "\\ud800"}}', 200),
+    ],
+)
+async def test_whatever_is_asked_is_answered_or_refused(body: bytes, status: int) -> None:
+    door = OwnDoor()
+    async with opened(door) as client:
+        await client.get(f"/console/?token={door.token}")
+        call, headers = "/console/gradio_api/component_server", {"content-type": "application/json"}
+        answer = await client.post(call, content=body, headers=headers)
+        assert answer.status_code == status
+        assert status != 400 or answer.text == 'A page asks by POST, {"fn_name": "show" or "act", "data": {...}}.'
+        assert (await client.get(call, headers=headers)).status_code == 400
 
 
 async def test_of_gradio_s_own_routes_only_those_are_open_that_a_page_uses() -> None:
@@ -179,7 +209,7 @@ async def test_what_opens_nothing_is_told_so_and_counted_as_a_wrong_token(store:
             ("guess", 401, "no token"),
             (plain[:-1] + ("A" if plain[-1] != "A" else "B"), 401, "not one of this server"),
             (runner, 403, "needs viewer or trainer or admin"),
-            ("x" * 10_000, 413, "no token"),
+            ("x" * 10_000, 413, "More than 4096 bytes were sent"),
         ):
             answer = await client.post("/console/login", data={"token": given, "next": 'run/a"'})
             assert answer.status_code == status
@@ -240,7 +270,7 @@ async def test_a_console_that_is_not_installed_is_said_to_who_may_see_it() -> No
 
     door = OwnDoor()
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(Gate(door, "/console", inside)), base_url=BASE
+        transport=httpx.ASGITransport(Gate(door, "/console", inside, {})), base_url=BASE
     ) as client:
         assert "pip" not in (await client.get("/console/")).text
         answer = await client.get(f"/console/?token={door.token}", follow_redirects=True)

@@ -24,6 +24,7 @@ from lightning_console.places import Places
 from lightning_console.web import actions
 from lightning_console.web.chat import Chat
 from lightning_console.web.forks import Forks
+from lightning_console.web.gate import Asked
 from lightning_console.web.visitors import Visitor, need_changes, visitor
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,11 @@ class Desk:
     ) -> None:
         self._places_of, self._chat, self._forks = places_of, chat, forks
         self._start, self._where, self._has_login = start, where, has_login
+
+    @property
+    def functions(self) -> dict[str, Asked]:
+        """What pages may ask; see `gate.FUNCTIONS`."""
+        return {"show": self.show, "act": self.act}
 
     async def show(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The page of `asked["address"]`, or that it is still the one whose digest is `asked["seen"]`."""

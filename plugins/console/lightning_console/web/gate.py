@@ -1,39 +1,48 @@
 """What stands before every page of a console: who may ask, from which page, for what.
 
 The invariant: without a session nothing is answered but the login page; no request that another site's page has sent does
-anything; and a page gets leave from the browser to ask this server alone.
+anything; and a page gets leave from the browser to ask this server alone. What it asks is read and answered here: Gradio sees
+no text of a visitor.
 """
 
 from __future__ import annotations
 
 import asyncio
 import html
+import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import parse_qs, quote, urlsplit
 
 from lightning.errors import LightningError
 from lightning.server.errors import ApiError
 from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightning_console.web.visitors import VISITOR, Door, Visitor
 
 logger = logging.getLogger(__name__)
+Asked = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Answers what a page asks."""
 STATIC: Final = Path(__file__).parent.parent / "static"
 LONGEST_FORM: Final = 4_096
 """Bytes of the login form."""
+LONGEST_QUESTION: Final = 1 << 20
+"""Bytes of what a page asks."""
 FILES: Final = "lightning"
 """Below it are the console's own scripts and styles."""
 PAGES: Final = frozenset({"", "assets", "static", "svelte", "theme.css", "config", "manifest.json", "favicon.ico"})
 CALLS: Final = frozenset({"component_server", "info", "startup-events", "heartbeat", "app_id"})
 """What of Gradio's own routes is answered: not uploads, files, proxies, queues or monitoring, which no page here uses."""
 ASKED: Final = "component_server"
-"""The route by which a page asks. Gradio would take a form there, and keep its files on the disk; pages send JSON alone."""
+"""The route by which a page asks: Gradio's script sends the JSON there. Gradio itself would also take a form, keep its files on
+the disk, keep a session for each name that a visitor thinks of, and fail at what it did not send."""
+FUNCTIONS: Final = ("show", "act")
+"""What can be asked."""
 HEADERS: Final = {
     "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self' data: blob:; "
@@ -59,11 +68,19 @@ OUTSIDE: Final = (
 
 
 class Gate:
-    """An ASGI application before another one, `inside`, which is asked for when it is first needed. It answers below `path`."""
+    """An ASGI application before another one, `inside`, which is asked for when it is first needed. It answers below `path`.
+    `asked` answers what pages ask, by `FUNCTIONS`."""
 
     def __init__(
-        self, door: Door, path: str, inside: Callable[[], Awaitable[ASGIApp]], *, secure: bool = False
+        self,
+        door: Door,
+        path: str,
+        inside: Callable[[], Awaitable[ASGIApp]],
+        asked: Mapping[str, Asked],
+        *,
+        secure: bool = False,
     ) -> None:
+        self._asked = asked
         self._door, self._path, self._inside, self._secure = door, path, inside, secure
         self._serving: set[asyncio.Task[object]] = set()
         self._closed = False
@@ -87,7 +104,7 @@ class Gate:
         VISITOR.set(answer)
         scope = {**scope, "query_string": b""}  # Gradio has a `page` of its own
         try:
-            inside = await self._inside()
+            inside = self._ask if self._call(request) == ASKED else await self._inside()
         except LightningError as error:
             await PlainTextResponse(f"The console cannot be opened: {error}", 503)(scope, receive, safe)
             return
@@ -133,8 +150,7 @@ class Gate:
             return self._outside(request, rest)
         if rest.startswith(f"{FILES}/"):
             return _file(rest.partition("/")[2])
-        first, _, second = rest.partition("/")
-        call = second.partition("/")[0] if first == "gradio_api" else ""
+        first, call = rest.partition("/")[0], self._call(request)
         if (
             call == ASKED
             and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json"
@@ -143,6 +159,31 @@ class Gate:
         if first in PAGES or call in CALLS:
             return visitor
         return PlainTextResponse("There is nothing here.", 404)
+
+    def _call(self, request: Request) -> str:
+        """Which of Gradio's own routes is asked for, if one is."""
+        first, _, second = request.url.path.removeprefix(f"{self._path}/").partition("/")
+        return second.partition("/")[0] if first == "gradio_api" else ""
+
+    async def _ask(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer what a page asks, `{"fn_name": one of FUNCTIONS, "data": {...}}`."""
+        try:
+            body = await _body(Request(scope, receive), LONGEST_QUESTION)
+            asked = json.loads(body)
+        except ClientDisconnect:
+            return
+        except ApiError as error:
+            await PlainTextResponse(error.message, error.status)(scope, receive, send)
+            return
+        except (ValueError, RecursionError):
+            asked = None
+        function = self._asked.get(str(asked.get("fn_name"))) if isinstance(asked, dict) else None
+        given = asked.get("data") if isinstance(asked, dict) else None
+        if scope["method"] != "POST" or function is None or not isinstance(given, dict):
+            said = f'A page asks by POST, {{"fn_name": {" or ".join(map(json.dumps, FUNCTIONS))}, "data": {{...}}}}.'
+            await PlainTextResponse(said, 400)(scope, receive, send)
+            return
+        await Response(json.dumps(await function(given)), media_type="application/json")(scope, receive, send)
 
     def _outside(self, request: Request, rest: str) -> Response:
         """What somebody without a session gets."""
@@ -218,13 +259,18 @@ def _cookie(request: Request) -> str:
 
 
 async def _form(request: Request) -> dict[str, str]:
-    body = b""
+    given = parse_qs((await _body(request, LONGEST_FORM)).decode("latin-1"))
+    return {name: values[0] for name, values in given.items()}
+
+
+async def _body(request: Request, longest: int) -> bytes:
+    """What was sent. Raises `ApiError` (413) for more than `longest` bytes."""
+    body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > LONGEST_FORM:
-            raise ApiError(413, "too_large", "That is no token.")
-    given = parse_qs(body.decode("latin-1"))
-    return {name: values[0] for name, values in given.items()}
+        if len(body) > longest:
+            raise ApiError(413, "too_large", f"More than {longest} bytes were sent: no page sends so many.")
+    return bytes(body)
 
 
 def _file(name: str) -> Response:

@@ -41,8 +41,8 @@ async def local_console(places: Places, *, port: int = 0, start: str = "runs") -
     """Serve the console of a place on loopback; port 0 takes a free one. Raises `GatewayError` for a port that is taken."""
     door, forks = OwnDoor(), Forks()
     desk = Desk(lambda _: places, Chat(None), forks=forks, start=start, where=redacted(places.where))
-    shell = Shell(PATH, desk.show, desk.act)
-    gate = Gate(door, PATH, shell.app)
+    shell = Shell(PATH)
+    gate = Gate(door, PATH, shell.app, desk.functions)
     serving = Serving(gate, bind(HOST, port), LimitsConfig())
     await serving.start()
     ready: asyncio.Task[object] = asyncio.create_task(shell.app())

@@ -26,9 +26,9 @@ class ConsoleApp:
         self._projects = Projects(host.store)
         self._places: dict[str | None, Places] = {}
         desk = Desk(self._places_of, Chat(host), where=host.url or SERVER, has_login=True)
-        self._shell = Shell(host.path, desk.show, desk.act)
+        self._shell = Shell(host.path)
         secure = host.url.startswith("https://")
-        self._gate = Gate(TokenDoor(host.authenticator), host.path, self._shell.app, secure=secure)
+        self._gate = Gate(TokenDoor(host.authenticator), host.path, self._shell.app, desk.functions, secure=secure)
 
     def _places_of(self, who: Visitor) -> Places:
         if who.project not in self._places:

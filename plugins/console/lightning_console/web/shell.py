@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Never
 
 from lightning.errors import MissingExtraError
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
-from lightning_console.web.gate import FILES, STATIC
-
-Asked = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+from lightning_console.web.gate import FILES, FUNCTIONS, STATIC
 
 BOOT = """
 const add = (kind, attributes) => new Promise((done, failed) => {
@@ -47,8 +44,9 @@ def styles() -> list[str]:
     return sorted(file.name for file in STATIC.glob("*.css"))
 
 
-def build(path: str, show: Asked, act: Asked) -> Starlette:
-    """The application below `path`. `show` and `act` answer what a page asks for; importing Gradio takes seconds.
+def build(path: str) -> Starlette:
+    """The application below `path`; importing Gradio takes seconds. A page learns from it that it may ask `FUNCTIONS`; the gate
+    answers them.
 
     Raises `MissingExtraError` where Gradio is not installed.
     """
@@ -66,7 +64,7 @@ def build(path: str, show: Asked, act: Asked) -> Starlette:
             html_template='<div class="lightning-host"></div>',
             js_on_load=BOOT,
             apply_default_css=False,
-            server_functions=[_named("show", show), _named("act", act)],
+            server_functions=[_answered_before(name) for name in FUNCTIONS],
             elem_id="console-host",
         )
     app: Any = Starlette()
@@ -89,9 +87,9 @@ def build(path: str, show: Asked, act: Asked) -> Starlette:
     return app  # type: ignore[no-any-return]
 
 
-def _named(name: str, ask: Asked) -> Asked:
-    async def asked(given: dict[str, Any]) -> dict[str, Any]:
-        return await ask(given)
+def _answered_before(name: str) -> Any:
+    async def asked(given: object) -> Never:
+        raise AssertionError(f"{name} is answered by the gate")
 
     asked.__name__ = name
     return asked
@@ -100,8 +98,8 @@ def _named(name: str, ask: Asked) -> Asked:
 class Shell:
     """The application, made when it is first asked for, beside the event loop, and run until it is closed."""
 
-    def __init__(self, path: str, show: Asked, act: Asked) -> None:
-        self._path, self._show, self._act = path, show, act
+    def __init__(self, path: str) -> None:
+        self._path = path
         self._making = asyncio.Lock()
         self._app: Starlette | None = None
         self._running: asyncio.Task[None] | None = None
@@ -122,7 +120,7 @@ class Shell:
         """Import and build: seconds, so in a thread. Gradio leaves loops of its own open unless it finds one that runs."""
 
         async def made() -> Starlette:
-            return build(self._path, self._show, self._act)
+            return build(self._path)
 
         return asyncio.run(made())
 
