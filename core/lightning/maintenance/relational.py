@@ -59,7 +59,10 @@ class RelationalKeeper(ABC):
         if "schema_version" not in await self._tables(transaction):
             return self.no_schema
         row = await transaction.one(_VERSION)
-        return None if row is None else int(row[0])
+        if row is None or not isinstance(row[0], int) or row[0] < 1:  # a schema and its version are made at once
+            found = "no row" if row is None else repr(row[0])
+            raise SchemaError(f"{redacted(self._url)} has a damaged schema_version ({found}): restore it from a backup")
+        return row[0]
 
     async def _check_newest(self, transaction: Transaction) -> None:
         """Raise `SchemaError` for a schema that is missing or not this release's."""

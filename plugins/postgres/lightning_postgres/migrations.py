@@ -125,7 +125,7 @@ async def _version(connection: Any, settings: Settings) -> int:
         return 0
     found = await connection.fetch("SELECT version FROM schema_version")
     version = found[0][0] if len(found) == 1 else None
-    if not isinstance(version, int) or version < 0:
+    if not isinstance(version, int) or version < 1:
         raise SchemaError(f"store {settings.place} is corrupt: its schema has no version. Restore it from a backup")
     if version > len(MIGRATIONS):
         raise SchemaError(

@@ -104,6 +104,19 @@ async def test_a_newer_a_foreign_and_a_missing_file_are_refused(tmp_path: Path, 
         await keeper_of(sqlite_url(tmp_path / "text.db")).status()
 
 
+@pytest.mark.parametrize("version", ["0", "-1", "NULL", "'x'"])
+async def test_a_database_with_tables_is_not_called_empty(database: Path, version: str) -> None:
+    connection = sqlite3.connect(database)
+    connection.executescript(
+        f"DROP TABLE schema_version; CREATE TABLE schema_version (version); "
+        f"INSERT INTO schema_version VALUES ({version})"
+    )
+    connection.close()
+    for act in (keeper_of(sqlite_url(database)).status, lambda: keeper.check_schema(sqlite_url(database))):
+        with pytest.raises(SchemaError, match=r"has a damaged schema_version .*: restore it from a backup"):
+            await act()
+
+
 @pytest.mark.parametrize("url", ["http://host:1", "https://host", "memory://"])
 def test_what_has_no_database_has_no_keeper(url: str) -> None:
     with pytest.raises(ConfigError, match="database"):

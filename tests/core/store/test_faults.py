@@ -68,7 +68,7 @@ async def test_a_newer_database_is_refused_untouched(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("version", ["-1", "NULL", "'x'"])
+@pytest.mark.parametrize("version", ["-1", "0", "NULL", "'x'"])
 async def test_a_damaged_version_is_refused(tmp_path: Path, version: str) -> None:
     path = tmp_path / "store.db"
     execute(path, "CREATE TABLE schema_version (version)", f"INSERT INTO schema_version VALUES ({version})")

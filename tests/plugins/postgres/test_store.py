@@ -24,6 +24,7 @@ from lightning.gateway.fleet.member import Member
 from lightning.gateway.fleet.records import Seat, seat_key
 from lightning.gateway.identity import TokenSigner
 from lightning.gateway.traces import TraceBook
+from lightning.maintenance import keeper_of
 from lightning.store import rollout_state
 from lightning.store.relational import records, rollouts, transitions
 from lightning.store.relational.notify import Bell
@@ -692,23 +693,28 @@ async def refused(url: str) -> StoreError:
 
 
 async def test_schemas_that_are_not_ours_are_refused_untouched(postgres_server: PostgresServer) -> None:
-    urls = {name: postgres_server.url_of(f"of_{name}", ssl="disable") for name in ("newer", "other", "damaged")}
-    for name in ("newer", "damaged"):
+    urls = {name: postgres_server.url_of(f"of_{name}", ssl="disable") for name in ("newer", "other", "damaged", "zero")}
+    for name in ("newer", "damaged", "zero"):
         store = PostgresStore.from_url(urls[name])
         await store.open()
         await store.close()
     postgres_server.sql("UPDATE of_newer.schema_version SET version = 99")
     postgres_server.sql("DELETE FROM of_damaged.schema_version")
+    postgres_server.sql("UPDATE of_zero.schema_version SET version = 0")
     postgres_server.sql("CREATE SCHEMA of_other; CREATE TABLE of_other.bookmarks (url TEXT)")
-    newer, other, damaged = [await refused(urls[name]) for name in ("newer", "other", "damaged")]
+    newer, other, damaged, zero = [await refused(urls[name]) for name in ("newer", "other", "damaged", "zero")]
     assert isinstance(newer, SchemaError)
     assert "version 99" in str(newer)
     assert "pip install -U 'lightning<1'" in str(newer)
     assert isinstance(other, SchemaError)
     assert "bookmarks" in str(other)
     assert isinstance(damaged, SchemaError)
+    assert isinstance(zero, SchemaError)
+    for name in ("damaged", "zero"):
+        with pytest.raises(SchemaError, match="has a damaged schema_version"):
+            await keeper_of(urls[name]).status()
     assert postgres_server.sql("SELECT count(*) FROM pg_tables WHERE schemaname = 'of_other'") == "1"
-    await postgres_server.clear(["of_newer", "of_other", "of_damaged"])
+    await postgres_server.clear(["of_newer", "of_other", "of_damaged", "of_zero"])
     postgres_server.empty.clear()
 
 

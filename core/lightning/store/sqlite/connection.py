@@ -344,7 +344,7 @@ def _version(connection: sqlite3.Connection, settings: Settings) -> int:
             connection.execute("INSERT INTO schema_version (version) VALUES (0)")
         return 0
     rows = connection.execute("SELECT version FROM schema_version").fetchall()
-    if len(rows) != 1 or not isinstance(rows[0][0], int) or rows[0][0] < 0:
+    if len(rows) != 1 or not isinstance(rows[0][0], int) or rows[0][0] < 1:
         raise SchemaError(f"store {settings.path} has a damaged schema_version {rows!r}: restore it from a backup")
     version: int = rows[0][0]
     if version > len(MIGRATIONS):
