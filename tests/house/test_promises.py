@@ -75,6 +75,18 @@ SECURITY: dict[str, tuple[str, ...]] = {
         f"{ATTACKS}/test_redaction.py::test_a_plugin_is_asked_of_every_text",
         f"{ATTACKS}/test_redaction.py::test_a_plugin_that_fails_costs_the_text_and_not_the_secret",
     ),
+    "No text steers your terminal.": (
+        "tests/core/cli/test_output.py::test_whatever_is_printed_is_shown_and_not_obeyed",
+        "tests/core/cli/test_output.py::test_logs_are_shown_and_not_obeyed",
+        "tests/core/cli/test_output.py::test_no_command_lets_a_store_steer_the_terminal",
+        "tests/core/cli/test_output.py::test_a_file_gets_a_content_as_it_is_and_a_terminal_does_not",
+    ),
+    "A server is believed nothing.": (
+        "tests/core/cli/test_pull.py::test_a_hostile_answer_is_one_line_of_error",
+        "tests/core/cli/test_pull.py::test_no_byte_is_written_that_was_not_announced",
+        "tests/core/cli/test_pull.py::test_a_disk_is_not_filled",
+        "tests/core/store/test_http.py::test_an_answer_without_end_is_not_kept_in_memory",
+    ),
     "No pickle on the wire or in what is kept.": (
         f"{ATTACKS}/test_files.py::test_only_the_packing_of_agents_knows_pickle",
         f"{ATTACKS}/test_files.py::test_only_processes_of_agents_unpack_them",

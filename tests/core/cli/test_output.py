@@ -7,13 +7,14 @@ import io
 import json
 import logging
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from lightning.cli.app import main
 from lightning.cli.output import fail, print_json, print_table, say, warn
 from lightning.plugins import plugins
-from lightning.printable import PrintableFormatter
+from lightning.printable import PrintableFormatter, printable
 from lightning.store.url import sqlite_url
 from lightning.terminal import Terminal
 from lightning.trainer.dev import DevReport, DevRow, show
@@ -140,3 +141,13 @@ def test_no_command_lets_a_store_steer_the_terminal(
     assert printed.strip()
     assert STEERS.search(printed) is None
     assert "Usage" not in printed
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_file_gets_a_content_as_it_is_and_a_terminal_does_not(
+    evil: str, terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    with pytest.raises(SystemExit):
+        main(["resources", "show", f"{evil}#w", "--content"])
+    assert capsys.readouterr().out == (printable(EVIL) if terminal else EVIL)
