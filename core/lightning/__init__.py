@@ -6,6 +6,7 @@ Everything here is imported when it is first used, so that an agent's process pa
 from __future__ import annotations
 
 import importlib
+import os.path
 from typing import TYPE_CHECKING
 
 from lightning._version import __version__
@@ -81,11 +82,31 @@ _HOME = {
     "tool": "lightning.instrument",
 }
 
+_PYTORCH_LIGHTNING = (
+    "Callback",
+    "Fabric",
+    "LightningDataModule",
+    "LightningModule",
+    "fabric",
+    "pytorch",
+    "seed_everything",
+)
+
+if os.path.isdir(os.path.join(__path__[0], "pytorch")):  # noqa: PTH112, PTH118 — one look, and pathlib is not imported for it
+    from lightning.installation import warn_of_pytorch_lightning
+
+    warn_of_pytorch_lightning(__path__[0])
+
 
 def __getattr__(name: str) -> object:
     home = _HOME.get(name)
     if home is None:
-        raise AttributeError(f"module 'lightning' has no attribute {name!r}")
+        said = f"module 'lightning' has no attribute {name!r}"
+        if name in _PYTORCH_LIGHTNING:
+            from lightning.installation import OTHER
+
+            said += f": PyTorch Lightning has, and this is another lightning. {OTHER}"
+        raise AttributeError(said)
     try:
         module = importlib.import_module(home)
     except ModuleNotFoundError as error:

@@ -28,19 +28,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from lightning.installation import install_command
+
 
 class LightningError(Exception):
     """Base of all errors raised by lightning."""
 
 
 class MissingExtraError(LightningError, ImportError):
-    """An optional dependency is missing; the message has the command that installs it, `pip install` of the extra if none
-    is given."""
+    """An optional dependency is missing; the message has the command that installs it, which installs the extra from where
+    lightning came from if none is given."""
 
     def __init__(self, extra: str, module: str = "", command: str = "") -> None:
-        self.extra, self.module, self.command = extra, module, command
+        self.extra, self.module, self.command = extra, module, command or install_command(extra)
         what = f"module {module!r} is not installed" if module else f"the extra {extra!r} is not installed"
-        super().__init__(f"{what}. Run: {command}" if command else f"{what}. Run: pip install 'lightning[{extra}]<1'")
+        super().__init__(f"{what}. Run: {self.command}")
 
     def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
         return (type(self), (self.extra, self.module, self.command))

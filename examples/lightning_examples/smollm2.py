@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning.errors import DataError, MissingExtraError
+from lightning.installation import install_command
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def _save(fresh: Path, gguf: Path) -> None:
     """The model and its tokenizer, as transformers reads them from the GGUF file."""
     for module in ("torch", "transformers", "gguf"):
         if importlib.util.find_spec(module) is None:
-            raise MissingExtraError("smollm2", module, "pip install 'lightning[torch]<1' gguf")
+            raise MissingExtraError("smollm2", module, f"{install_command('torch')} gguf")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import lightning
+from lightning.installation import install_command
 from lightning.instrument import by_type, check_supported
 from lightning.instrument.tracer_provider import ProviderWatch, is_sdk_disabled
 
@@ -56,7 +57,7 @@ def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[
     """
     if importlib.util.find_spec("opentelemetry.sdk") is None or is_sdk_disabled():
         logger.info(
-            "no spans name agents: OpenTelemetry's SDK is not installed (pip install 'lightning[otel]<1') or disabled"
+            "no spans name agents: OpenTelemetry's SDK is disabled or not installed (%s)", install_command("otel")
         )
         return lambda: None
     check_supported(SUPPORTED)

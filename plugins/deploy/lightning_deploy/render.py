@@ -18,7 +18,7 @@ from lightning.errors import ConfigError, MissingExtraError
 
 from lightning_deploy.agent_sources import LEFT_OUT
 from lightning_deploy.deploy_plan import PORT, DeployPlan, Places
-from lightning_deploy.locked import source_folder
+from lightning_deploy.locked import own_source
 
 Lock = Callable[[Sequence[str], Sequence[str], str], str]
 
@@ -142,7 +142,7 @@ def _values(plan: DeployPlan, folder: Path, cloud: Cloud) -> dict[str, Any]:
         "folder": folder.as_posix(),
         "up": "/".join(".." for _ in (*folder.parts, "target")),
         "uv": UV,
-        "wheel": _wheel(plan),
+        "wheel": _wheel(),
         "estimate": _estimate(plan),
         "azure_size": _smallest(AZURE[gpu], gpus),
         "aws_type": _smallest(AWS[gpu], gpus),
@@ -162,11 +162,12 @@ def _smallest(machines: Mapping[int, str], gpus: int) -> str:
     return next(machines[count] for count in sorted(machines) if count >= gpus)
 
 
-def _wheel(plan: DeployPlan) -> str:
+def _wheel() -> str:
     """The shell line that puts lightning's wheel into the images' context."""
-    if folder := source_folder():
-        return f'uv build --quiet --wheel --out-dir "$wheels" {shlex.quote(folder)}'
-    return f'python3 -m pip download --quiet --no-deps --dest "$wheels" lightning=={plan.version}'
+    kind, place = own_source()
+    if kind == "wheel":
+        return f'cp {shlex.quote(place)} "$wheels"'
+    return f'uv build --quiet --wheel --out-dir "$wheels" {shlex.quote(place)}'
 
 
 def _estimate(plan: DeployPlan) -> str:

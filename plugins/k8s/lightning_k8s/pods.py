@@ -12,6 +12,9 @@ from typing import Any
 from lightning_k8s.cluster import Object
 
 _IMAGE = "Check runner.k8s.image (or the template's), and runner.k8s.image_pull_secrets"
+_NO_COMMAND = (
+    "Check that the image has the `lightning` command, by the wheel that `make dist` builds in lightning's checkout"
+)
 _CURES = {
     "ErrImagePull": _IMAGE,
     "ImagePullBackOff": _IMAGE,
@@ -19,8 +22,8 @@ _CURES = {
     "ErrImageNeverPull": _IMAGE,
     "CreateContainerConfigError": "Check the Secrets and ConfigMaps that the template names",
     "CreateContainerError": "Check the template's volumes and security context",
-    "RunContainerError": "Check that the image has the `lightning` command (pip install 'lightning<1')",
-    "StartError": "Check that the image has the `lightning` command (pip install 'lightning<1')",
+    "RunContainerError": _NO_COMMAND,
+    "StartError": _NO_COMMAND,
     "CrashLoopBackOff": "An init container of the template fails",
     "OOMKilled": "Raise runner.k8s.limits.memory, or lower runner.concurrency or raise runner.k8s.pods",
 }

@@ -10,6 +10,7 @@ import asyncio
 from typing import Any, Final
 
 from lightning.errors import LightningError, SchemaError, StoreError
+from lightning.installation import upgrade_cure
 from lightning.store.relational import schema
 
 from lightning_postgres import failures
@@ -130,6 +131,6 @@ async def _version(connection: Any, settings: Settings) -> int:
     if version > len(MIGRATIONS):
         raise SchemaError(
             f"store {settings.place} has schema version {version}, this release knows {len(MIGRATIONS)}: "
-            "it was written by a newer release, run pip install -U 'lightning<1'"
+            f"it was written by a newer release: {upgrade_cure()}"
         )
     return version

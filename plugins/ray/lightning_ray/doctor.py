@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 
 from lightning.cli.check import Check, ProbeError, probe, version_of
+from lightning.installation import install_command
 
 CONNECT_SECONDS, RAY_SECONDS = 3, 60
 """Time limits: for a connection, for attaching to a cluster."""
@@ -27,7 +28,7 @@ def check_ray(tried: str | None) -> Iterator[Check]:
     found = version_of("ray")
     if found is None:
         if address:
-            yield Check("ray", "missing", f"{address} cannot be attached to", "pip install 'lightning[ray]<1'")
+            yield Check("ray", "missing", f"{address} cannot be attached to", install_command("ray"))
         return
     if not address:
         detail = f"{found}; no cluster was named (--try ray=ADDRESS, RAY_ADDRESS): training starts Ray on this machine"

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from lightning.errors import LightningError, SchemaError, StoreError
+from lightning.installation import upgrade_cure
 from redis.exceptions import BusyLoadingError, ReadOnlyError, ResponseError
 
 from lightning_redis.connection import Command, Reply
@@ -140,8 +141,8 @@ def _read(mark: bytes | None, where: str, keys: Keys) -> tuple[int, str]:
         raise SchemaError(f"{where} has a damaged schema version {schema!r} of {program!r}: restore it from a backup")
     if schema > SCHEMA:
         raise SchemaError(
-            f"{where} has schema version {schema}, this release knows {SCHEMA}: it was written by a newer release. "
-            "Run: pip install -U 'lightning[redis]<1', or choose another ?prefix="
+            f"{where} has schema version {schema}, this release knows {SCHEMA}: it was written by a newer release: "
+            f"{upgrade_cure()}, or choose another ?prefix="
         )
     return schema, str(database)
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 
 from lightning.cli.check import Check, ProbeError, list_gpus, probe, version_of
+from lightning.installation import install_command
 
 VERL_SECONDS = 300
 """Time limit for importing verl."""
@@ -44,7 +45,7 @@ def _flash_attention() -> Check:
 def _verl(*, try_it: bool) -> Check:
     found = version_of("verl")
     if found is None:
-        return Check("verl", "missing", "for training on many GPUs (--engine verl)", "pip install 'lightning[verl]<1'")
+        return Check("verl", "missing", "for training on many GPUs (--engine verl)", install_command("verl"))
     if not OLDEST <= _numbers(found) < TOO_NEW:
         detail = f"{found} has not the workers that the verl engine uses"
         return Check("verl", "broken", detail, "pip install 'verl>=0.9.1,<0.10'")
@@ -56,13 +57,13 @@ def _verl(*, try_it: bool) -> Check:
         answer = probe("lightning_verl.probe", "worker", seconds=VERL_SECONDS)
     except ProbeError as error:
         detail = f"{found}, but its workers cannot be imported: {error}"
-        return Check("verl", "broken", detail, "pip install --upgrade 'lightning[verl]<1'")
+        return Check("verl", "broken", detail, f"{install_command('verl')} --upgrade")
     return Check("verl", "ok", f"{found}; its workers can be imported, and would compute on {answer['device']}")
 
 
 def _megatron(*, gpus: bool) -> Iterator[Check]:
     """Of the strategy `megatron`, which few need."""
-    found, install = version_of("megatron-core"), "pip install 'lightning[verl-megatron]<1'"
+    found, install = version_of("megatron-core"), install_command("verl-megatron")
     if found is None:
         yield Check("megatron", "missing", "for engine.verl.strategy = megatron; fsdp2 needs none", install)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from array import array
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from lightning.errors import MissingExtraError, StoreError
+from lightning.installation import install_command
 from lightning.maintenance import export_files as files
 from lightning.maintenance.export import TABLES, ColumnKind, ExportScope, Record, chosen_runs, read_table
 from lightning.maintenance.export_files import Format, Parquet, json_line, write_table
@@ -258,7 +260,7 @@ async def test_a_table_without_rows_has_its_columns_in_parquet(tmp_path: Path) -
 
 def test_without_pyarrow_the_cure_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'lightning\[parquet\]<1'"):
+    with pytest.raises(MissingExtraError, match=re.escape(install_command("parquet"))):
         Parquet(tmp_path / "t.parquet", {"run": ColumnKind.TEXT})
 
 

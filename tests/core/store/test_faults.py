@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from lightning.errors import DataError, SchemaError, StoreError, UnavailableError
+from lightning.installation import upgrade_cure
 from lightning.store.relational.schema import MIGRATIONS
 from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite.connection import Settings, translate
@@ -64,7 +65,7 @@ async def test_a_newer_database_is_refused_untouched(tmp_path: Path) -> None:
     error = await refused(path)
     assert isinstance(error, SchemaError)
     assert "version 99" in str(error)
-    assert "pip install -U 'lightning<1'" in str(error)
+    assert upgrade_cure() in str(error)
     assert path.read_bytes() == before
 
 

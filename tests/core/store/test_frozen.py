@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from lightning.errors import SchemaError
+from lightning.installation import upgrade_cure
 from lightning.store import Alias, MetricPoint, exchanges
 from lightning.store.exchanges import Exchange
 from lightning.store.relational.schema import MIGRATIONS
@@ -217,6 +219,6 @@ async def test_a_schema_of_a_newer_release_is_refused_and_left_as_it_is(tmp_path
     connection.commit()
     connection.close()
     before = path.read_bytes()
-    with pytest.raises(SchemaError, match=r"newer release. Run: pip install -U 'lightning<1'"):
+    with pytest.raises(SchemaError, match=re.escape(f"newer release: {upgrade_cure()}")):
         await SqliteStore(path).open()
     assert path.read_bytes() == before

@@ -16,7 +16,8 @@ assert lightning.testing.ChatServer and "torch" not in sys.modules
 try:
     from lightning.testing import AdapterContract
 except lightning.MissingExtraError as error:
-    assert "pip install 'lightning[testing]<1'" in str(error), error
+    from lightning.installation import install_command
+    assert install_command("testing") in str(error), error
 else:
     raise SystemExit("AdapterContract was imported without pytest")
 """

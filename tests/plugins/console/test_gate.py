@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from lightning.errors import MissingExtraError, UnavailableError
+from lightning.installation import install_command
 from lightning.server.auth import Authenticator, issue_token
 from lightning.store.memory import MemoryStore
 from lightning.types import Scope
@@ -275,7 +276,7 @@ async def test_a_console_that_is_not_installed_is_said_to_who_may_see_it() -> No
         assert "pip" not in (await client.get("/console/")).text
         answer = await client.get(f"/console/?token={door.token}", follow_redirects=True)
     assert answer.status_code == 503
-    assert "lightning[console]" in answer.text
+    assert install_command("console") in answer.text
 
 
 @pytest.mark.parametrize(("scope", "changes"), [(Scope.VIEWER, False), (Scope.TRAINER, True), (Scope.ADMIN, True)])

@@ -25,6 +25,7 @@ from lightning.gateway.fleet.records import Seat, seat_key
 from lightning.gateway.identity import TokenSigner
 from lightning.gateway.traces import TraceBook
 from lightning.maintenance import keeper_of
+from lightning.installation import upgrade_cure
 from lightning.store import rollout_state
 from lightning.store.relational import records, rollouts, transitions
 from lightning.store.relational.notify import Bell
@@ -705,7 +706,7 @@ async def test_schemas_that_are_not_ours_are_refused_untouched(postgres_server: 
     newer, other, damaged, zero = [await refused(urls[name]) for name in ("newer", "other", "damaged", "zero")]
     assert isinstance(newer, SchemaError)
     assert "version 99" in str(newer)
-    assert "pip install -U 'lightning<1'" in str(newer)
+    assert upgrade_cure() in str(newer)
     assert isinstance(other, SchemaError)
     assert "bookmarks" in str(other)
     assert isinstance(damaged, SchemaError)

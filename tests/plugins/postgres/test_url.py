@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from urllib.parse import quote
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import ConfigError, MissingExtraError
+from lightning.installation import install_command
 from lightning.plugins import plugins
 from lightning_postgres.settings import Settings, from_url
 from lightning_postgres.store import PostgresStore
@@ -74,5 +76,5 @@ def test_without_the_extra_the_error_says_how_to_install_it(monkeypatch: pytest.
     for name in [name for name in sys.modules if name.startswith("lightning_postgres")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "asyncpg", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'lightning\[postgres\]<1'"):
+    with pytest.raises(MissingExtraError, match=re.escape(install_command("postgres"))):
         plugins().store("postgresql://host/db")

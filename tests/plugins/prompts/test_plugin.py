@@ -11,11 +11,12 @@ import pytest
 from lightning.algorithms import prompts
 from lightning.algorithms.protocol import SearchAlgorithm
 from lightning.errors import ConfigError, PluginError
+from lightning.installation import install_command
 from lightning.plugins.manager import Plugins
 from lightning.trainer import Trainer
 from lightning.trainer.algorithm import resolve_algorithm, try_algorithm
 
-PIP = "pip install 'lightning[prompts]<1'"
+PIP = install_command("prompts")
 
 
 def test_its_names_stand_where_they_are_documented() -> None:

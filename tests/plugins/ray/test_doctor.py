@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from lightning.cli.app import main
 from lightning.cli.check import Check
+from lightning.installation import install_command
 from lightning_ray import doctor
 from lightning_ray.doctor import check_ray
 
@@ -91,7 +92,7 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_ray_is_asked_for_but_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version_of", lambda name: None)
     (found,) = check_ray("head:6379")
-    assert (found.status, found.cure) == ("missing", "pip install 'lightning[ray]<1'")
+    assert (found.status, found.cure) == ("missing", install_command("ray"))
 
 
 @pytest.fixture

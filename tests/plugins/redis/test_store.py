@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from lightning.errors import ConfigError, MissingExtraError, SchemaError, StoreError, UnavailableError
+from lightning.installation import install_command
 from lightning.maintenance import keeper_of
 from lightning.store.protocol import Attempt
 from lightning.types import (
@@ -99,7 +100,7 @@ def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     for name in [name for name in sys.modules if name.startswith("lightning_redis.") and name != plugin.__name__]:
         monkeypatch.delitem(sys.modules, name)
     for made in (plugin.redis_store, plugin.redis_keeper):
-        with pytest.raises(MissingExtraError, match=r"lightning\[redis\]"):
+        with pytest.raises(MissingExtraError, match=re.escape(install_command("redis"))):
             made("redis://host")
 
 

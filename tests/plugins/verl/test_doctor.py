@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from lightning.cli.check import Check, Gpu
+from lightning.installation import install_command
 from lightning_verl import doctor
 from lightning_verl.doctor import check_verl
 
@@ -42,7 +43,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Check]]:
 @pytest.mark.parametrize(
     ("version", "status", "words"),
     [
-        (None, "missing", "pip install 'lightning[verl]<1'"),
+        (None, "missing", install_command("verl")),
         ("0.8.0", "broken", "pip install 'verl>=0.9.1,<0.10'"),
         ("0.10.0.dev1", "broken", "pip install 'verl>=0.9.1,<0.10'"),
         ("0.9.1.post2", "ok", ""),
@@ -75,7 +76,7 @@ def test_megatron_is_looked_at_with_verl(probed) -> None:
     fine = answering(0, '{"device": "cpu"}\n')
     assert "megatron" not in probed(fine, megatron_core="0.16.1")
     missing = probed(fine, verl=True)["megatron"]
-    assert (missing.status, missing.cure) == ("missing", "pip install 'lightning[verl-megatron]<1'")
+    assert (missing.status, missing.cure) == ("missing", install_command("verl-megatron"))
     assert "mbridge" not in probed(fine, verl=True), "one word is enough"
     assert probed(fine, verl=True, megatron_core="0.16.1")["mbridge"].status == "missing"
     works = probed(fine, verl=True, megatron_core="0.16.1", mbridge="0.15.1")

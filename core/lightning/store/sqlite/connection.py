@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from lightning.errors import ConfigError, DataError, LightningError, SchemaError, StoreError, UnavailableError
+from lightning.installation import upgrade_cure
 from lightning.store.relational.schema import MIGRATIONS
 from lightning.store.rows import Row, Value
 
@@ -350,6 +351,6 @@ def _version(connection: sqlite3.Connection, settings: Settings) -> int:
     if version > len(MIGRATIONS):
         raise SchemaError(
             f"store {settings.path} has schema version {version}, this release knows {len(MIGRATIONS)}: "
-            "it was written by a newer release. Run: pip install -U 'lightning<1', or choose another path"
+            f"it was written by a newer release: {upgrade_cure()}, or choose another path"
         )
     return version
