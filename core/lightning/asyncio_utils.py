@@ -192,3 +192,13 @@ async def while_wanted(main: Coroutine[object, object, T]) -> T:
         if unwanted and unwanted.is_set():
             task.cancel()
     return task.result()
+
+
+async def end_process(process: asyncio.subprocess.Process) -> None:
+    """Kill a process that still runs, let go of its pipes, which a child of it may hold open, and wait until it is gone: a
+    transport that is left to the garbage collector warns in the middle of something else."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001 — there is no public way
+    await process.wait()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 
 import pytest
-from lightning.asyncio_utils import until_told
+from lightning.asyncio_utils import end_process, until_told
 
 
 def send(number: signal.Signals = signal.SIGTERM) -> None:
@@ -67,3 +68,25 @@ def test_another_cancellation_is_no_signal() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(until_told(main(), signal.SIGTERM))
+
+
+HOLDS = (
+    "import subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+    "print(child.pid, file=sys.stderr, flush=True)\n"
+    "time.sleep(600)\n"
+)
+"""A program whose child holds its standard error open, in a session of its own."""
+
+
+async def test_a_process_that_is_given_up_leaves_no_transport() -> None:
+    """It would be collected in the middle of a later test, and blamed on that."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", HOLDS, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    child = int(await process.stderr.readline())
+    try:
+        await end_process(process)
+        assert (process.returncode, process._transport.is_closing()) == (-9, True)  # type: ignore[attr-defined]
+        await end_process(process)  # one that has ended is let go of as well
+    finally:
+        os.kill(child, signal.SIGKILL)

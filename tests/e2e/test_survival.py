@@ -27,7 +27,7 @@ def test_killing_the_trainer_then_interrupting_it_and_resuming_each_time(demo_ru
     before = ended(demo_run)
     committed = demo_run.committed()
     assert committed
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=120)
     assert not alive, "a killed trainer leaves no vLLM and no agent behind"
 
     demo_run.start("--resume")
@@ -37,7 +37,7 @@ def test_killing_the_trainer_then_interrupting_it_and_resuming_each_time(demo_ru
     assert demo_run.wait() == 130, demo_run.output
     assert "stopped; nothing that was recorded is lost. Go on with:" in demo_run.output
     assert "Traceback" not in demo_run.output
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=120)
     assert not alive
     assert_kept(demo_run, before)
     before = ended(demo_run)

@@ -67,7 +67,7 @@ def test_killing_a_worker_in_a_step_then_the_trainer_in_the_next(train_run: Any)
     children, sampled = train_run.descendants(""), by_id(train_run)
     train_run.process.send_signal(signal.SIGKILL)
     train_run.wait()
-    _, alive = psutil.wait_procs([child for child in children if not is_rays_own(child)], timeout=30)
+    _, alive = psutil.wait_procs([child for child in children if not is_rays_own(child)], timeout=120)
     for process in children:
         with suppress(psutil.NoSuchProcess):
             process.kill()

@@ -18,6 +18,7 @@ from typing import Final, Self
 
 import aiohttp
 
+from lightning.asyncio_utils import end_process
 from lightning.errors import ConfigError
 from lightning.types import Json
 
@@ -90,9 +91,8 @@ def _command(text: str) -> Send:
         )
         try:
             await process.communicate(body)
-        except asyncio.CancelledError:
-            process.kill()
-            raise
+        finally:
+            await end_process(process)
         if process.returncode:
             raise RuntimeError(f"it ended with {process.returncode}")
 

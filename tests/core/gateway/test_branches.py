@@ -199,7 +199,7 @@ def test_calls_at_the_same_time_are_answered_or_made_anew_by_when_they_were_sent
 
     def agent(task: Task, llm: LLM) -> float:
         def write(part: int) -> str:
-            barrier.wait(10)
+            barrier.wait(120)
             return ask(llm, f"part {part}")
 
         plan = ask(llm, "plan")
@@ -416,12 +416,12 @@ def test_a_branch_that_only_did_what_runs_beside_it_is_void() -> None:
         plan = ask(llm, "plan")
 
         def work() -> None:
-            barrier.wait(10)
+            barrier.wait(120)
             if first:
                 ask(llm, f"work on {plan}")
 
         def watch() -> None:
-            barrier.wait(10)
+            barrier.wait(120)
             ask(llm, f"watch {plan}")
 
         with ThreadPoolExecutor(2) as pool:

@@ -119,7 +119,7 @@ async def test_weights_that_cannot_be_put_back_end_the_server_and_a_restart_brin
     with pytest.raises(PolicyServerError, match=r"could not be put back.*was stopped; restart it with the weights"):
         await vllm.update(model / "model.safetensors", 4)
     assert processes[0].returncode == -9
-    await asyncio.wait_for(died, 30)
+    await asyncio.wait_for(died, 120)
     fake.calls.clear()
     fake.paused = False
     await vllm.restart(model / "model.safetensors", 7)

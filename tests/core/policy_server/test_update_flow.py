@@ -352,7 +352,7 @@ async def test_an_attached_vllm_that_was_started_again_is_noticed_and_claimed_an
     await asyncio.sleep(0.1)
     assert not died.done()
     fake.claim, fake.version = "", 0
-    await asyncio.wait_for(died, 30)
+    await asyncio.wait_for(died, 120)
     await server.restart(model / "model.safetensors", 3)
     assert fake.version == 3
     assert fake.claim == server.claim != first
@@ -446,7 +446,7 @@ async def test_what_cannot_say_whose_it_is_is_the_same_and_what_has_no_weights_i
         await asyncio.sleep(0.01)
     assert not died.done()
     fake.routes = False
-    await asyncio.wait_for(died, 30)
+    await asyncio.wait_for(died, 120)
 
 
 async def test_a_vllm_with_another_releases_extension_is_told_how_to_get_on(fake: Any, model: Path) -> None:

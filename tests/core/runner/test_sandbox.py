@@ -164,7 +164,7 @@ async def test_an_agent_in_a_sandbox_calls_the_model_and_ends_with_it(lease: Lea
     kept = await run(agent, lease(0), server.llm(), sandbox="bwrap")
     assert (kept.reward, kept.fault) == (200.0, None), kept.error
     left = [process for process in psutil.process_iter(["cmdline"]) if "301.75" in (process.info["cmdline"] or ())]
-    _, alive = psutil.wait_procs(left, timeout=5)
+    _, alive = psutil.wait_procs(left, timeout=120)
     assert not alive
 
 

@@ -72,7 +72,7 @@ class House:
                 if not answer.done():
                     writer.write(part)
                     await asyncio.sleep(pause)
-            return await asyncio.wait_for(answer, 10.0)
+            return await asyncio.wait_for(answer, 120.0)
         finally:
             writer.close()
 

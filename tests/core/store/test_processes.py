@@ -77,7 +77,7 @@ async def test_what_was_acknowledged_survives_kill_9(store_url: str, after: int)
     lines = [process.stdout.readline() for _ in range(after)]
     os.kill(process.pid, signal.SIGKILL)
     lines += process.stdout.readlines()
-    assert process.wait(30) == -signal.SIGKILL, process.stderr.read()
+    assert process.wait(120) == -signal.SIGKILL, process.stderr.read()
     process.stdout.close()
     process.stderr.close()
     acknowledged = {(name, int(seq)) for name, seq in (line.split() for line in lines if line.endswith("\n"))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
@@ -84,3 +85,23 @@ def test_a_trainer_refuses_it_before_anything_is_started(tmp_path: Path) -> None
     config = with_settings(Config(), {"trainer.alerts": ("webhook:LIGHTNING_NOT_SET",)})
     with pytest.raises(ConfigError, match="holds no URL"):
         Trainer(make_tiny_model(tmp_path), config=config)
+
+
+async def test_a_program_that_is_given_up_leaves_no_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be collected in the middle of a later test, and blamed on that."""
+    begun: list[asyncio.subprocess.Process] = []
+    start, there = asyncio.create_subprocess_exec, asyncio.Event()
+
+    async def started(*command: Any, **options: Any) -> asyncio.subprocess.Process:
+        begun.append(await start(*command, **options))
+        asyncio.get_running_loop().call_soon(there.set)
+        return begun[0]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+    ((_, send),) = read_alerts([f"command:{sys.executable} -c 'import time; time.sleep(600)'"])
+    telling = asyncio.ensure_future(send(b"{}"))
+    await there.wait()
+    telling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await telling
+    assert (begun[0].returncode, begun[0]._transport.is_closing()) == (-9, True)  # type: ignore[attr-defined]

@@ -590,7 +590,7 @@ async def test_a_listener_that_loses_its_connection_as_it_closes_ends(
     connection.told(None)
     await asyncio.sleep(0)
     closing = asyncio.ensure_future(listener.close())
-    done, _ = await asyncio.wait([closing], timeout=5)
+    done, _ = await asyncio.wait([closing], timeout=120)
     assert done
 
 

@@ -37,5 +37,5 @@ def _agents() -> list[psutil.Process]:
 def _nothing_is_left_behind() -> Iterator[None]:
     """Ray keeps processes for later; those that agents ran in must go."""
     yield
-    _, alive = psutil.wait_procs(_agents(), timeout=10)
+    _, alive = psutil.wait_procs(_agents(), timeout=120)
     assert not alive

@@ -350,7 +350,7 @@ async def test_a_change_while_the_connection_is_lost_is_heard(redis_server: Redi
             await asyncio.wait([waiting], timeout=0.05)
             redis_server.command("CLIENT", "KILL", "TYPE", "normal")
             await other.put_state("run", "k", number)
-            assert await asyncio.wait_for(waiting, 10)
+            assert await asyncio.wait_for(waiting, 120)
     await store.close()
     await other.close()
 

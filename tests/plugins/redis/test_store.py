@@ -209,7 +209,7 @@ async def test_the_rights_that_the_documentation_names_are_enough(
     await store.put_run(Run("run", "a run"))
     async with store.watch("run") as watch:
         await store.create_rollouts([rollout("a", resources={"w": 1}), rollout("b")])
-        assert await watch.wait(5)
+        assert await watch.wait(60)
     (lease, _) = await store.lease("run", "w", limit=2)
     await store.renew(lease)
     await store.append([call(0)])

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from lightning.asyncio_utils import end
+from lightning.asyncio_utils import end, end_process
 from lightning.errors import ConfigError, DataError
 from lightning_debug.branching import base_name
 
@@ -121,8 +121,7 @@ class Forks:
                 said = (said + part)[-LAST:]
             await process.wait()
         finally:
-            if process.returncode is None:
-                process.kill()
+            await end_process(process)
             self._processes.discard(process)
         assert process.returncode is not None, "it was waited for"
         return process.returncode, _error_in(said) or f"the command ended with {process.returncode}"
