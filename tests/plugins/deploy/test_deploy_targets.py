@@ -16,7 +16,7 @@ import yaml
 from lightning.cli.app import main
 from lightning.errors import ConfigError
 from lightning.gateway.access_control import OPEN
-from lightning.installation import Source
+from lightning.installation import Origin
 from lightning_deploy import deploy_command, validators
 from lightning_deploy import render as rendering
 from lightning_deploy.deploy_plan import Options, make_plan
@@ -44,7 +44,7 @@ def files_of(project: Path, target: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_files_are_as_agreed_on(project: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "own_source", lambda: Source("wheel", "dist/lightning.whl"))
+    monkeypatch.setattr(rendering, "own_source", lambda: Origin("wheel", "dist/lightning.whl"))
     files = files_of(project, target)
     plan = make_plan(TRAIN, Options(image="registry.example.org/team", clients=3), project)
     for name, text in files.items():
