@@ -27,8 +27,8 @@ import orjson
 import zstandard
 
 from lightning.errors import ParentGoneError, StoreError
-from lightning.memory_budget import compact
 from lightning.installation import upgrade_cure
+from lightning.memory_budget import compact
 from lightning.store.protocol import Store
 from lightning.types import Json, Rollout, ToolEvent, Transition
 

@@ -260,7 +260,7 @@ def test_only_the_end_of_a_name_is_looked_at(piece: str) -> None:
 def test_what_steers_a_terminal_is_not_stored_in_an_error() -> None:
     error = "ValueError: \x1b]0;owned\x07\x1b[2J\r\x9b31m\ttab\nline ü"
     kept = redacted_outcome(Outcome(fault=Fault.AGENT, error=error)).error
-    assert kept == "ValueError: \\x1b]0;owned\\x07\\x1b[2J\\x0d\\x9b31m\ttab\nline ü"
+    assert kept == "ValueError: \\x1b]0;owned\\x07\\x1b[2J\\r\\x9b31m\ttab\nline ü"
 
 
 def test_values_under_the_names_of_credentials_go_whole() -> None:

@@ -24,8 +24,8 @@ from lightning.gateway.fleet.member import Member
 from lightning.gateway.fleet.records import Seat, seat_key
 from lightning.gateway.identity import TokenSigner
 from lightning.gateway.traces import TraceBook
-from lightning.maintenance import keeper_of
 from lightning.installation import upgrade_cure
+from lightning.maintenance import keeper_of
 from lightning.store import rollout_state
 from lightning.store.relational import records, rollouts, transitions
 from lightning.store.relational.notify import Bell
