@@ -22,7 +22,7 @@ from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.config import Config
 from lightning.engines.plugin import torch_engine
 from lightning.errors import LightningError, PluginError
-from lightning.gateway.policy import CURE_OF_TEMPLATE
+from lightning.gateway.chat_template import CURE_OF_TEMPLATE
 from lightning.installation import conflicts, install_command
 from lightning.plugins import OWN, plugins
 

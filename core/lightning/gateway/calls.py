@@ -21,6 +21,7 @@ from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
 from lightning.gateway.answers import Answer, Call, check, pass_on, read_whole, told, without_unsound
 from lightning.gateway.body_limits import beside, parsed
+from lightning.gateway.chat_template import Tokenize
 from lightning.gateway.conversations import Conversations, mark_of
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator, offered_tools
 from lightning.gateway.dialects.base import why_no_ids
@@ -229,6 +230,7 @@ class CallEndpoint:
         )
         try:
             with watch:
+                await call.dialect.fit(call.plan.body, call.policy.template, self._tokenize(call))
                 answer = await self._ask(call, send)
                 check(call)
                 shown, said = told(call, answer)
@@ -266,6 +268,9 @@ class CallEndpoint:
             raise UpstreamGoneError(f"its connection was lost in the middle of the answer ({error!r})") from error
         finally:
             response.close()  # if not read to the end: vLLM must see at once that nobody listens any more
+
+    def _tokenize(self, call: Call) -> Tokenize:
+        return partial(self._forwarder.tokenize, call.policy, call.ticket.rollout)
 
     async def _send(self, call: Call) -> aiohttp.ClientResponse:
         headers = [*call.headers, (HEADER, WANTED)] if call.wants_packed else call.headers
@@ -312,8 +317,7 @@ class CallEndpoint:
         if entry is not None:
             self._history.keep(entry)
         if outcome is CallStatus.OK:
-            tokenize = partial(self._forwarder.tokenize, call.policy, call.ticket.rollout)
-            call.policy.tools.look(call.plan.body, tokenize)
+            call.policy.tools.look(call.plan.body, self._tokenize(call))
 
     async def _deliver(self, call: Call, answer: Answer, watch: Watch, send: Send) -> None:
         """Let go of the answer's last bytes. An agent that has hung up by then does not get them, and asks again: one answer

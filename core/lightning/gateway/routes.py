@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 
 import aiohttp
 import orjson
@@ -26,7 +27,8 @@ from lightning.errors import StoreError
 from lightning.gateway.body_limits import parsed
 from lightning.gateway.calls import CallEndpoint, Calls
 from lightning.gateway.dialects import DIALECTS
-from lightning.gateway.dialects.messages import Messages, prompt_of
+from lightning.gateway.dialects.messages import Messages, chat_request, prompt_of
+from lightning.gateway.dialects.translated import readable
 from lightning.gateway.feedback import FEEDBACK_PATH, FeedbackEndpoint
 from lightning.gateway.http import (
     JSON_TYPE,
@@ -90,19 +92,28 @@ class CountTokens:
             if (provider := self._providers.of_model(body.get("model"))) is not None:
                 await self._providers.pass_on(provider, COUNT_PATH[1:], payload, scope, receive, send)
                 return
-            status, answer = await self._count(claims, prompt_of(body))
+            with readable():
+                chat = chat_request(body)
+            status, answer = await self._count(claims, chat)
             await send_bytes(send, status, answer)
         except RefusalError as refusal:
             await send_bytes(send, refusal.status, self._dialect.refusal(refusal), (JSON_TYPE, *refusal.headers))
         except ClientGoneError:
             return
 
-    async def _count(self, claims: Claims, prompt: Body) -> tuple[int, bytes]:
+    async def _count(self, claims: Claims, chat: Body) -> tuple[int, bytes]:
+        policy = self._policies.of(claims.run)
+        tokenize = partial(self._forwarder.tokenize, policy, claims.rollout)
         try:
-            status, payload = await self._forwarder.tokenize(self._policies.of(claims.run), claims.rollout, prompt)
+            await self._dialect.fit(chat, policy.template, tokenize)
+            with readable():
+                prompt = prompt_of(chat)
+            status, payload = await tokenize(prompt)
             if status != 200:
                 return status, self._dialect.upstream_refusal(status, payload)
-            return 200, orjson.dumps({"input_tokens": orjson.loads(payload)["count"]})
+            count = orjson.loads(payload)["count"]
+            said = {"input_tokens": count, "context_management": {"original_input_tokens": count}}
+            return 200, orjson.dumps(said)
         except (*UNANSWERED, orjson.JSONDecodeError, KeyError, TypeError) as error:
             message = f"The policy server did not count the tokens ({error!r}). Ask again."
             raise RefusalError(502, "upstream_failed", message) from error

@@ -38,8 +38,9 @@ MASKS = (
     "vllm_xargs",
 )
 """Parameters that mask or force tokens whenever they are set at all."""
-TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
-"""Content parts of a chat message that are text, whatever the field is called that has it."""
+TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning", "tool_reference"})
+"""Content parts of a chat message that are text, whatever the field is called that has it; a template writes out a tool that is
+referred to."""
 GREEDY_BELOW = 1e-5
 COOLEST = 0.01
 """The lowest temperature above 0 that vLLM samples at: it takes this one for all below."""

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from lightning.testing.vllm_refusals import refusal
+from lightning.testing.vllm_refusals import SYSTEM_NOT_FIRST, Refusal, refusal
 from lightning.testing.vllm_replies import (
     Generation,
     Job,
@@ -47,10 +47,11 @@ class FakeVLLM:
 
     Replies come from the queue, then from `script(request body)`, then are `default`. `requests` holds what arrived,
     `aborted` the request ids whose client hung up, `healthy` what `/health` says, `packs` whether it has our middleware for
-    logprobs (`lightning.policy_server.packed_logprobs`), `shows_tools` whether its chat template knows tools, `tokenizes`
-    whether it has `/tokenize`. `aliases` are further names of the model, `claim` is the word that a trainer left. `pause`/
-    `resume` freeze sampling as `/pause?mode=keep` does; `in_flight()` then is what a policy server reports in
-    `Update.in_flight`.
+    logprobs (`lightning.policy_server.packed_logprobs`), `tokenizes` whether it has `/tokenize`. Of its chat template
+    `shows_tools` says whether it knows tools, `system_first` whether it refuses a system message that is not the first, and
+    `skips_thinking` whether it heeds `enable_thinking`. `aliases` are further names of the model, `claim` is the word that a
+    trainer left. `pause`/`resume` freeze sampling as `/pause?mode=keep` does; `in_flight()` then is what a policy server
+    reports in `Update.in_flight`.
     """
 
     model: str = "tiny"
@@ -62,6 +63,8 @@ class FakeVLLM:
     healthy: bool = True
     packs: bool = True
     shows_tools: bool = True
+    system_first: bool = False
+    skips_thinking: bool = False
     tokenizes: bool = True
     max_model_len: int = 131_072
     url: str = ""
@@ -80,7 +83,7 @@ class FakeVLLM:
 
     @property
     def _chat_shape(self) -> ChatShape:
-        return ChatShape(self.shows_tools)
+        return ChatShape(self.shows_tools, self.skips_thinking)
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -153,7 +156,10 @@ class FakeVLLM:
     async def _tokenize(self, request: web.Request) -> web.Response:
         if not self.tokenizes:
             return error_response(404, "Not Found", "NotFoundError")
-        (ids,) = self._chat_shape.prompts(json.loads(await request.read()))
+        body = json.loads(await request.read())
+        if why := self._template_refusal(body):
+            return error_response(400, why[0], "BadRequestError", why[1])
+        (ids,) = self._chat_shape.prompts(body)
         answer = {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": None}
         return web.json_response(answer)
 
@@ -176,7 +182,7 @@ class FakeVLLM:
         if problem := too_long(shape, body, self.max_model_len):
             return error_response(400, *problem)
         fails = bool(self._queue) and self._queue[0].status != 200  # what a test says comes first
-        if not fails and isinstance(shape, ChatShape) and (why := refusal(body)):
+        if not fails and isinstance(shape, ChatShape) and (why := refusal(body) or self._template_refusal(body)):
             return error_response(400, why[0], "BadRequestError", why[1])
         job = self._job(recorded, shape)
         first = job.generations[0].reply
@@ -192,6 +198,10 @@ class FakeVLLM:
             raise
         finally:
             self._jobs.discard(job)
+
+    def _template_refusal(self, body: Mapping[str, Any]) -> Refusal | None:
+        late = any(message.get("role") == "system" for message in body["messages"][1:])
+        return SYSTEM_NOT_FIRST if self.system_first and late else None
 
     def _job(self, recorded: Recorded, shape: Shape) -> Job:
         body = recorded.body

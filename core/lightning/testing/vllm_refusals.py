@@ -13,6 +13,8 @@ from typing import Any
 Refusal = tuple[str, str]
 """The message, and the field that it is about."""
 
+SYSTEM_NOT_FIRST: Refusal = ("System message must be at the beginning.", "messages")
+"""What a chat template such as Qwen3.5's raises, which vLLM passes on."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 RANGES = {

@@ -56,8 +56,8 @@ class ChatShape(Shape):
 
     prefix = "chatcmpl-"
 
-    def __init__(self, shows_tools: bool = True) -> None:
-        self._shows_tools = shows_tools
+    def __init__(self, shows_tools: bool = True, skips_thinking: bool = False) -> None:
+        self._shows_tools, self._skips_thinking = shows_tools, skips_thinking
 
     def most_tokens(self, body: Mapping[str, Any]) -> tuple[str, int]:
         """See `Shape`."""
@@ -67,7 +67,11 @@ class ChatShape(Shape):
     def prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
         """Every message's text, roles and tools included; as with a chat template, the order of JSON's keys is no matter."""
         tools = body.get("tools") if self._shows_tools else None
-        return [tokenize(json.dumps([body["messages"], tools], sort_keys=True))]
+        said = [body["messages"], tools]
+        effort, options = body.get("reasoning_effort"), body.get("chat_template_kwargs") or {}
+        if self._skips_thinking and not options.get("enable_thinking", effort != "none"):
+            said.append("<think></think>")
+        return [tokenize(json.dumps(said, sort_keys=True))]
 
     def frame(self, job: Job, model: str) -> dict[str, Any]:
         """See `Shape`."""

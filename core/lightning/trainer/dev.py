@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.asyncio_utils import in_thread
-from lightning.gateway.policy import HIDDEN
+from lightning.gateway.chat_template import HIDDEN
 from lightning.plugins.attached_adapters import failed_adapter
 from lightning.terminal import Terminal
 from lightning.trainer.algorithm import needs_pair, try_algorithm

@@ -264,6 +264,148 @@ def test_blocks_of_messages():
     ]
 
 
+def said(text: str) -> dict:
+    return {"type": "text", "text": text}
+
+
+SYSTEM, ANSWERED = {"role": "system", "content": "now"}, {"role": "assistant", "content": "x y z"}
+HEADER = "x-anthropic-billing-header: 1"
+USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "find", "input": {}}]}
+CHAT_USED = {"role": "assistant", "tool_calls": [
+    {"id": "c", "type": "function", "function": {"name": "find", "arguments": "{}"}}]}  # fmt: skip
+REFERENCES = [{"type": "tool_reference", "tool_name": "a"}, {"type": "tool_reference", "name": "b"}]
+CHAT_REFERENCES = [{"type": "tool_reference", "name": "a"}, {"type": "tool_reference", "name": "b"}]
+
+
+def found(*content: dict) -> dict:
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [*content]}]}
+
+
+def result(content: object) -> dict:
+    return {"role": "tool", "tool_call_id": "c", "content": content}
+
+
+AS_VLLM = {
+    "system later": (
+        {"system": "be ", "messages": [HI, SYSTEM, ANSWERED, HI]},
+        [{"role": "system", "content": "be "}, HI, SYSTEM, ANSWERED, HI],
+        [{"role": "system", "content": "be now"}, HI, ANSWERED, HI],
+    ),
+    "system later alone": (
+        {"messages": [HI, {"role": "system", "content": [said("no"), said("w")]}, ANSWERED, HI]},
+        [HI, SYSTEM, ANSWERED, HI],
+        [SYSTEM, HI, ANSWERED, HI],
+    ),
+    "system twice, and billing": (
+        {
+            "system": [said(HEADER), said("a"), said("b")],
+            "messages": [HI, {"role": "system", "content": HEADER}, {"role": "system", "content": [said(HEADER), said("c")]},
+                         ANSWERED, SYSTEM, HI],
+        },
+        [{"role": "system", "content": "ab"}, HI, {"role": "system", "content": "c"}, ANSWERED, SYSTEM, HI],
+        [{"role": "system", "content": "abcnow"}, HI, ANSWERED, HI],
+    ),
+    "system first": ({"messages": [SYSTEM, HI]}, [SYSTEM, HI], [SYSTEM, HI]),
+    "a whole system prompt that begins so": (
+        {"system": f"{HEADER} and more"}, [{"role": "system", "content": f"{HEADER} and more"}, HI],
+        [{"role": "system", "content": f"{HEADER} and more"}, HI],
+    ),
+    "tools that were found": (
+        {"messages": [HI, USED, found(said("two"), *REFERENCES)]},
+        [HI, CHAT_USED, result("two"), result(CHAT_REFERENCES)],
+        [HI, CHAT_USED, result("two"), result(CHAT_REFERENCES)],
+    ),
+    "a tool that was found": (
+        {"messages": [HI, USED, found(REFERENCES[0])]},
+        [HI, CHAT_USED, result(""), result(CHAT_REFERENCES[:1])],
+        [HI, CHAT_USED, result(""), result(CHAT_REFERENCES[:1])],
+    ),
+}  # fmt: skip
+"""Requests, and the chat messages that `to_chat_completion_request` of vLLM 0.31 makes of them: where the chat template takes
+system messages later on, and where it does not (`merge_inline_system`)."""
+
+
+@pytest.mark.parametrize("name", AS_VLLM)
+@pytest.mark.parametrize("system_first", [False, True])
+async def test_messages_are_those_of_vllms_own_endpoint(house, name, system_first):
+    asked, anywhere, first = AS_VLLM[name]
+    house.fake.system_first = system_first
+    http = await house.http()
+    answer = await http.post("/messages", json={"messages": [HI], "max_tokens": 5, **asked})
+    assert answer.status_code == 200, answer.text
+    (sent,) = house.fake.requests
+    assert sent.body["messages"] == (first if system_first else anywhere)
+    assert "continue_final_message" not in sent.body
+    (call,) = await house.transitions()
+    assert call.status is CallStatus.OK
+    counted = (await http.post("/messages/count_tokens", json={"messages": [HI], **asked})).json()
+    assert counted["input_tokens"] == counted["context_management"]["original_input_tokens"] == len(call.prompt_ids)
+
+
+async def test_where_system_messages_may_stand_is_asked_once_and_what_is_joined_is_said(house, caplog):
+    house.fake.system_first = True
+    http = await house.http()
+    asked = {"messages": [HI, SYSTEM, ANSWERED, HI], "max_tokens": 5}
+    assert (await http.post("/messages", json={"messages": [HI], "max_tokens": 5})).status_code == 200
+    assert not caplog.records
+    for _ in range(2):
+        assert (await http.post("/messages", json=asked)).status_code == 200
+    (record,) = caplog.records
+    assert "joined to them, as vLLM does" in record.getMessage()
+    refused = await http.post("/chat/completions", json={"messages": [HI, SYSTEM]})
+    assert (refused.status_code, "must be at the beginning" in refused.text) == (
+        400,
+        True,
+    )  # that API's words stay in place
+
+
+async def test_what_is_not_known_of_a_template_is_said_once_and_changes_nothing(house, caplog):
+    house.fake.tokenizes = False
+    http = await house.http()
+    asked = {"messages": [HI, SYSTEM, HI], "max_tokens": 5, "thinking": {"type": "disabled"}}
+    for _ in range(2):
+        assert (await http.post("/messages", json=asked)).status_code == 200
+    assert [sent.body["messages"][1] for sent in house.fake.requests] == [SYSTEM, SYSTEM]
+    assert [sent.body["reasoning_effort"] for sent in house.fake.requests] == ["none", "none"]
+    assert [record.getMessage().partition(" (")[0].rpartition("template ")[2] for record in caplog.records] == [
+        "takes a system message later on",
+        "can do without thinking",
+    ]
+
+
+@pytest.mark.parametrize(("skips", "effort"), [(True, "none"), (False, "low")])
+async def test_thinking_is_disabled_as_vllms_own_endpoint_does_it(house, skips, effort):
+    """A template that ignores the word is asked for little thinking instead."""
+    house.fake.skips_thinking = skips
+    http = await house.http()
+    asked = {"messages": [HI], "max_tokens": 5, "thinking": {"type": "disabled"}}
+    assert (await http.post("/messages", json=asked)).status_code == 200
+    assert house.fake.requests[0].body["reasoning_effort"] == effort
+    (call,) = await house.transitions()
+    counted = (await http.post("/messages/count_tokens", json=asked)).json()
+    assert counted["input_tokens"] == len(call.prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("turns", "sent", "continues"),
+    [
+        ([HI, ANSWERED, {"role": "user", "content": [said("")]}], [HI, ANSWERED, {"role": "user", "content": ""}], False),
+        ([HI, ANSWERED, {"role": "user", "content": []}], [HI, ANSWERED, {"role": "user", "content": ""}], False),
+        ([HI, ANSWERED, {"role": "user", "content": ""}], [HI, ANSWERED, {"role": "user", "content": ""}], False),
+        ([HI, {"role": "assistant", "content": [said("")]}, HI], [HI, {"role": "assistant", "content": ""}, HI], False),
+        ([HI, ANSWERED, {"role": "system", "content": HEADER}], [HI, ANSWERED], False),
+        ([HI, {"role": "assistant", "content": [said("")]}], [HI, {"role": "assistant", "content": ""}], False),
+        ([HI, USED], [HI, CHAT_USED], False),
+        ([HI, ANSWERED], [HI, ANSWERED], True),
+    ],
+)  # fmt: skip
+def test_a_turn_that_says_nothing_is_a_turn(turns, sent, continues):
+    """What the answer goes on with is what the agent sent last, whatever is left of it."""
+    body = messages(messages=turns)
+    assert body["messages"] == sent
+    assert body.get("continue_final_message", False) is continues
+
+
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
@@ -273,6 +415,7 @@ def test_blocks_of_messages():
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0]"),
+        ({"messages": [HI, USED, found({"type": "tool_reference"})]}, "messages[2].content[0].content[0].tool_name"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x"}]}]}, "messages[0].content[0].name"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         ({"tool_choice": "auto"}, "tool_choice"),

@@ -19,6 +19,7 @@ from lightning.policy_server.packed_logprobs import FIELD, unpack
 from lightning.types import LogProbs, TokenIds, logprobs, token_ids
 
 if TYPE_CHECKING:
+    from lightning.gateway.chat_template import ChatTemplate, Tokenize
     from lightning.gateway.dialects.translated import Translator
 
 LONGEST_TOOL, LONGEST_ARGUMENTS = 256, 4096
@@ -181,6 +182,10 @@ class Dialect(ABC):
     def without_hosted_tools(self, body: Body) -> Body:
         """The request without them."""
         return body
+
+    async def fit(self, body: Body, template: ChatTemplate, tokenize: Tokenize) -> None:
+        """Change a translated request (in place) to what the policy's chat template takes, where the API itself asks for it."""
+        return
 
     @abstractmethod
     def plan(self, body: Body) -> Plan:

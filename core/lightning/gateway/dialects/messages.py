@@ -5,9 +5,9 @@ stream, put together, are those of the whole answer; only arguments that are no 
 they come and a whole answer wraps, as Anthropic asks for it, in `INVALID_JSON`.
 
 Law 7: what vLLM understands goes on under the name it has there, unknown parameters as they are; what could only be ignored
-although it means something is refused with the cure. The chat messages are those of vLLM's own translation. A tool's result is
-its text, whether it was an error or not; results come before what else the user says in that message; cache marks have no
-meaning here.
+although it means something is refused with the cure. The chat messages are those of vLLM's own translation, but for a turn that
+says nothing: it stays a turn, as an empty text is. A tool's result is its text, whether it was an error or not; results come
+before what else the user says in that message; cache marks have no meaning here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import orjson
 
+from lightning.gateway.chat_template import ChatTemplate, Tokenize, effort_in_template
 from lightning.gateway.dialects.base import refuse_parameter
 from lightning.gateway.dialects.translated import (
     Event,
@@ -42,7 +43,11 @@ BILLING = "x-anthropic-billing-header"
 def messages_of(asked: Body) -> list[Body]:
     """`system` and `messages` of a request. Raises `RefusalError` (422) for what only Anthropic's servers can read."""
     found: list[Body] = []
-    _system(found, asked.get("system"), "system")
+    system = asked.get("system")
+    if system and isinstance(system, str):
+        found.append({"role": "system", "content": system})
+    elif system:
+        _system(found, system, "system")
     for number, message in enumerate(items_of(asked.get("messages"), "messages")):
         where = f"messages[{number}]"
         role, content = text_field(message, "role", where), message.get("content")
@@ -60,8 +65,6 @@ def messages_of(asked: Body) -> list[Body]:
 
 
 def _system(found: list[Body], said: object, where: str) -> None:
-    if said is None:
-        return
     texts = [said] if isinstance(said, str) else [_text(block, where) for block in items_of(said, where)]
     text = "".join(text for text in texts if not text.startswith(BILLING))
     if text:
@@ -77,6 +80,7 @@ def _text(block: Body, where: str) -> str:
 
 def _user(found: list[Body], blocks: list[Body], where: str) -> None:
     parts: list[Body] = []
+    before = len(found)
     for number, block in enumerate(blocks):
         place = f"{where}[{number}]"
         if block.get("type") == "tool_result":
@@ -85,28 +89,37 @@ def _user(found: list[Body], blocks: list[Body], where: str) -> None:
             parts.append(_image(block))
         elif text := _text(block, place):
             parts.append({"type": "text", "text": text})
-    if parts:
+    if parts or len(found) == before:
         found.append({"role": "user", "content": _joined(parts)})
 
 
 def _joined(parts: list[Body]) -> str | list[Body]:
-    """One text as it is, else the parts."""
+    """One text as it is, an empty one for none, else the parts."""
     only = parts[0] if len(parts) == 1 else {}
-    return only["text"] if only.get("type") == "text" else parts
+    return only["text"] if only.get("type") == "text" else parts or ""
 
 
 def _result(found: list[Body], block: Body, where: str) -> None:
     call_id, content = text_field(block, "tool_use_id", where), block.get("content")
-    texts, images = [content] if isinstance(content, str) else [], []
+    texts, images, tools = [content] if isinstance(content, str) else [], [], []
     if content is not None and not isinstance(content, str):
         for number, item in enumerate(items_of(content, f"{where}.content")):
             if item.get("type") == "image":
                 images.append(_image(item))
+            elif item.get("type") == "tool_reference":  # a tool that was found, which a template that knows such shows
+                tools.append({"type": "tool_reference", "name": _referred(item, f"{where}.content[{number}]")})
             else:
                 texts.append(_text(item, f"{where}.content[{number}]"))
     found.append({"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)})
     if images:
         found.append({"role": "user", "content": images})
+    if tools:
+        found.append({"role": "tool", "tool_call_id": call_id, "content": tools})
+
+
+def _referred(item: Body, where: str) -> str:
+    """The name of a tool; vLLM takes either field."""
+    return text_field({**item, "tool_name": item.get("tool_name") or item.get("name")}, "tool_name", where)
 
 
 def _image(block: Body) -> Body:
@@ -137,9 +150,21 @@ def _assistant(blocks: list[Body], where: str) -> Body:
         message["reasoning"] = "".join(thoughts)
     if calls:
         message["tool_calls"] = calls
-    if parts:
+    if parts or not (calls or thoughts):
         message["content"] = _joined(parts)
     return message
+
+
+def goes_on(asked: list[Body], last: Body) -> bool:
+    """Whether the conversation ends with the beginning of the answer, which the model is to continue: an assistant's turn that
+    is a text, of which `last` is the chat message."""
+    return asked[-1].get("role") == "assistant" and bool(last.get("content")) and "tool_calls" not in last
+
+
+def with_system_first(messages: list[Body]) -> list[Body]:
+    """The messages with all that the system says at the beginning, joined as vLLM joins it."""
+    said = "".join(message["content"] for message in messages if message["role"] == "system")
+    return [{"role": "system", "content": said}, *(message for message in messages if message["role"] != "system")]
 
 
 RENAMED = {"stop_sequences": "stop"}
@@ -178,7 +203,7 @@ def chat_request(asked: Body) -> Body:
     chat["messages"] = messages = messages_of(asked)
     if not messages:
         raise refuse_parameter("messages", "is missing or empty; send a list of messages.")
-    if messages[-1]["role"] == "assistant":  # the beginning of the answer, which the model is to continue
+    if goes_on(asked["messages"], messages[-1]):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     ask_for_stream(chat, asked)
     _thinking(chat, asked)
@@ -264,7 +289,9 @@ IN_THE_PROMPT = ("messages", "tools", "chat_template_kwargs", "add_generation_pr
 
 
 class Messages(Translated):
-    """Anthropic's Messages API."""
+    """Anthropic's Messages API. What its requests ask of a chat template is fitted to the policy's, as vLLM's own endpoint
+    does: where that takes the system's words at the beginning only, they are put there; where it cannot be told not to think,
+    it is told to think little."""
 
     path = "/messages"
     id_prefix = "msg_"
@@ -286,6 +313,14 @@ class Messages(Translated):
         with readable():
             return chat_request(body), MessageTranslator(response_id)
 
+    async def fit(self, body: Body, template: ChatTemplate, tokenize: Tokenize) -> None:
+        """See `Dialect`."""
+        later = any(message["role"] == "system" for message in body["messages"][1:])
+        if later and await template.wants_system_first(tokenize):
+            body["messages"] = with_system_first(body["messages"])
+        if body.get("reasoning_effort") == "none" and not await template.can_skip_thinking(tokenize):
+            body["reasoning_effort"] = "low"
+
     def refusal(self, refusal: RefusalError) -> bytes:
         """See `Dialect`."""
         return orjson.dumps(error_object(refusal.status, str(refusal)))
@@ -299,11 +334,12 @@ class Messages(Translated):
         return orjson.dumps(error_object(status, message))
 
 
-def prompt_of(body: Body) -> Body:
-    """What vLLM's `/tokenize` needs to count a request's prompt. Raises `RefusalError` (422)."""
-    with readable():
-        chat = chat_request(body)
-    return {name: chat[name] for name in IN_THE_PROMPT if name in chat}
+def prompt_of(chat: Body) -> Body:
+    """What vLLM's `/tokenize` needs to count the prompt of a chat request: it takes the effort as the template does."""
+    prompt = {name: chat[name] for name in IN_THE_PROMPT if name in chat}
+    if effort := chat.get("reasoning_effort"):
+        prompt["chat_template_kwargs"] = effort_in_template(effort) | (chat.get("chat_template_kwargs") or {})
+    return prompt
 
 
 class MessageTranslator(Translator):

@@ -1,0 +1,162 @@
+"""What the policy's chat template does with a request, found out by asking the policy server's own tokenizer.
+
+The invariant: nothing is assumed of a template. Each question is asked once for a policy, with prompts that are the same but
+for what is asked about; while there is no answer, the request goes on as it is, and that is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import orjson
+
+from lightning.asyncio_utils import end
+from lightning.gateway.http import Body, RefusalError, UpstreamError
+
+log = logging.getLogger(__name__)
+
+Tokenize = Callable[[Body], Awaitable[tuple[int, bytes]]]
+"""Status and body of `/tokenize` for a chat prompt."""
+IN_THE_PROMPT = ("messages", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+UNKNOWN = (aiohttp.ClientError, OSError, UpstreamError, RefusalError, ValueError, KeyError, TypeError)
+"""What asking raises when there is no answer, or one that is no vLLM's."""
+TRIES = 3
+"""Calls whose prompts are compared at most, where the policy server does not say."""
+CURE_OF_TEMPLATE = (
+    "give vLLM a template that shows tools (policy_server.args: --chat-template FILE), take a model whose template knows them, "
+    "or describe the tools in the agent's own prompt"
+)
+HIDDEN = (
+    "the model's chat template does not show the tools that an agent sent as `tools=`: the model has never heard of them; "
+    f"{CURE_OF_TEMPLATE}"
+)
+
+
+class ShownTools:
+    """Whether the policy's chat template shows the model the tools that agents send. `calls` is how many had tools that the
+    model could have used.
+
+    What is found out changes no call, since an agent may describe its tools in its own words as well. A template that knows no
+    tools (plain ChatML, as many small models have) drops `tools` without a word, and the agent then waits for tool calls of a
+    model that has never heard of its tools. The policy server's own tokenizer is asked, with the messages of a call that was
+    answered: a prompt that is the same with and without the tools hides them.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._shown: bool | None = None
+        self._tries = 0
+        self._looking: asyncio.Task[None] | None = None
+
+    def look(self, body: Body, tokenize: Tokenize) -> None:
+        """A call with this chat request was answered; the first that has tools is looked at, without waiting."""
+        if not body.get("tools") or body.get("tool_choice") == "none":
+            return
+        self.calls += 1
+        if self._shown is None and self._tries < TRIES and (self._looking is None or self._looking.done()):
+            self._tries += 1
+            self._looking = asyncio.create_task(self._compare(body, tokenize), name="lightning-gateway-tools")
+
+    async def hidden(self) -> int:
+        """How many calls had tools that the model was not shown, as far as it is known when what is under way has ended."""
+        if self._looking is not None:
+            await asyncio.wait({self._looking})
+        return self.calls if self._shown is False else 0
+
+    async def close(self) -> None:
+        """Find out nothing any more."""
+        if self._looking is not None:
+            await end(self._looking)
+
+    async def _compare(self, body: Body, tokenize: Tokenize) -> None:
+        prompt = {name: body[name] for name in IN_THE_PROMPT if name in body}
+        try:
+            with_tools = await tokenize({**prompt, "tools": body["tools"]})
+            without = await tokenize(prompt)
+            found = [orjson.loads(payload)["tokens"] for status, payload in (with_tools, without) if status == 200]
+        except UNKNOWN as error:
+            log.debug("whether the chat template shows tools is not known: %r", error)
+            return
+        if len(found) == 2:
+            self._shown = found[0] != found[1]
+            if not self._shown:
+                log.warning("%s (said once for each policy)", HIDDEN)
+
+
+SYSTEM_LATER = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+A_TOOL = {"type": "function", "function": {"name": "t", "parameters": {"type": "object", "properties": {}}}}
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+MERGED = (
+    "the model's chat template takes the system's words at the beginning only: those of later messages of /v1/messages are "
+    "joined to them, as vLLM does. Each changes the beginning of the prompt, so that the calls of a conversation share less of "
+    "it; a template that takes them where they stand (policy_server.args: --chat-template FILE) avoids that"
+)
+
+AS_IT_IS = "requests go on as they are (said once for each policy)"
+
+
+def effort_in_template(effort: object) -> dict[str, object]:
+    """What vLLM's chat gives a template for `reasoning_effort`."""
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+class ChatTemplate:
+    """What vLLM's own `/v1/messages` finds out of the template when it starts, in the same way. Its methods raise
+    `RefusalError` (503) where no policy server is up."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, bool] = {}
+        self._told: set[str] = set()
+        self._asking = asyncio.Lock()
+
+    async def wants_system_first(self, tokenize: Tokenize) -> bool:
+        """Whether it refuses a system message that is not the first, with tools or without."""
+        return await self._once("takes a system message later on", tokenize, _takes_later_system) is False
+
+    async def can_skip_thinking(self, tokenize: Tokenize) -> bool:
+        """Whether it makes another prompt where no thinking is asked for than where some is."""
+        return await self._once("can do without thinking", tokenize, _heeds_none) is not False
+
+    async def _once(self, what: str, tokenize: Tokenize, find: Callable[[Tokenize], Awaitable[bool]]) -> bool | None:
+        """What `find` finds, for the first who asks; None while it cannot."""
+        async with self._asking:
+            if what not in self._found:
+                try:
+                    self._found[what] = await find(tokenize)
+                except RefusalError:
+                    raise
+                except UNKNOWN as error:
+                    if what not in self._told:
+                        self._told.add(what)
+                        log.warning("nobody knows whether the model's chat template %s (%r): %s", what, error, AS_IT_IS)
+            return self._found.get(what)
+
+
+async def _prompt(tokenize: Tokenize, body: Body) -> list[int] | None:
+    """The prompt, or None where the template refuses it. Raises what stands in `UNKNOWN`."""
+    status, payload = await tokenize(body)
+    if status == 400:
+        return None
+    if status != 200:
+        raise UpstreamError(f"/tokenize answered with status {status}")
+    tokens: list[int] = orjson.loads(payload)["tokens"]
+    return tokens
+
+
+async def _takes_later_system(tokenize: Tokenize) -> bool:
+    prompts = [await _prompt(tokenize, {"messages": SYSTEM_LATER} | more) for more in ({}, {"tools": [A_TOOL]})]
+    if refuses := None in prompts:
+        log.warning("%s (said once for each policy)", MERGED)
+    return not refuses
+
+
+async def _heeds_none(tokenize: Tokenize) -> bool:
+    async def prompt(effort: str) -> list[int] | None:
+        hi = [{"role": "user", "content": "Hi"}]
+        return await _prompt(tokenize, {"messages": hi, "chat_template_kwargs": effort_in_template(effort)})
+
+    without = await prompt("none")
+    return without is not None and without not in [await prompt(effort) for effort in EFFORTS]
