@@ -47,6 +47,13 @@ class RequestBody:
             await self.hold(body)
         return message
 
+    async def receive_packed(self) -> Message:
+        """The next message of a request whose body is compressed: what it will be is not known, only its bytes. Raises as
+        `receive` does."""
+        message = await self._receive()
+        await self.reserve(len(message.get("body", b"")))
+        return message
+
     async def hold(self, data: bytes) -> None:
         """Count a part of a body. Raises `RefusalError`."""
         values = json_values(data)

@@ -34,7 +34,6 @@ from lightning.gateway.http import (
     RefusalError,
     UpstreamError,
     UpstreamGoneError,
-    read_body,
     read_object,
     send_bytes,
     told_of_length,
@@ -46,6 +45,7 @@ from lightning.gateway.policy_registry import Policies
 from lightning.gateway.providers import Providers
 from lightning.gateway.recorder import NOTHING, Recorder
 from lightning.gateway.replay.branches import BranchedAttempt, Branches, recorded_answer
+from lightning.gateway.request_body import read_body
 from lightning.gateway.sampling import (
     apply_sampling,
     call_seed,

@@ -19,9 +19,10 @@ from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
 from lightning.gateway.body_limits import parsed
 from lightning.gateway.conversations import rollout_of_answer
-from lightning.gateway.http import JSON_TYPE, Body, ClientGoneError, RefusalError, read_body, read_object, send_bytes
+from lightning.gateway.http import JSON_TYPE, Body, ClientGoneError, RefusalError, read_object, send_bytes
 from lightning.gateway.identity import Identity, bearer
 from lightning.gateway.redaction import redacted
+from lightning.gateway.request_body import read_body
 from lightning.store.protocol import Store
 from lightning.types import Json, Outcome, Rollout
 

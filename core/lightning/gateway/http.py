@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import orjson
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from lightning.types import TOO_LONG
 
@@ -121,37 +121,10 @@ async def send_bytes(send: Send, status: int, body: bytes, headers: Sequence[Hea
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-LONGEST_LENGTH = 18
-"""Digits of a length that is read as one."""
-RAISE_THE_LIMIT = "raise gateway.max_body_bytes"
 ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 LONG_NUMBER = b"0" * 19
 """Digits, all made zeros, from which on a whole number may need more than 64 bits, so that orjson would round it. To look for
 them so takes a sixtieth of the time that a regular expression takes."""
-
-
-async def read_body(scope: Scope, receive: Receive, limit: int, cure: str = RAISE_THE_LIMIT) -> bytes:
-    """The whole request body. Raises `RefusalError` (413, which names the `cure`) above `limit` bytes, `ClientGoneError` when
-    it is cut off."""
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            if not value.isdigit() or len(value) > LONGEST_LENGTH:
-                raise RefusalError(400, "bad_length", "The header content-length is no number of bytes; send one.")
-            if int(value) > limit:
-                raise too_large(int(value), limit, cure)
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise too_large(size, limit, cure)
-        parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 async def client_left(receive: Receive) -> None:
@@ -162,12 +135,6 @@ async def client_left(receive: Receive) -> None:
 
 class ClientGoneError(Exception):
     """The agent's connection closed before its answer was complete."""
-
-
-def too_large(size: int, limit: int, cure: str = RAISE_THE_LIMIT) -> RefusalError:
-    """The refusal for a body above the limit."""
-    message = f"The request's body has {size} bytes or more, the limit is {limit}; {cure}."
-    return RefusalError(413, "body_too_large", message)
 
 
 def read_object(payload: bytes) -> Body:

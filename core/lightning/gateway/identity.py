@@ -205,10 +205,10 @@ NO_RETRY: Header = (b"x-should-retry", b"false")
 DEFAULT_CALLER = Caller("agent")
 
 OURS = frozenset(
-    b"accept accept-encoding api-key authorization connection content-length content-type cookie expect host keep-alive "
-    b"proxy-authorization te trailer transfer-encoding upgrade user-agent x-api-key x-request-id".split()
+    b"accept accept-encoding api-key authorization connection content-encoding content-length content-type cookie expect host "
+    b"keep-alive proxy-authorization te trailer transfer-encoding upgrade user-agent x-api-key x-request-id".split()
 )
-"""Headers that end at the gateway: credentials, and what belongs to one connection."""
+"""Headers that end at the gateway: credentials, and what belongs to one connection or to the body as it came."""
 OURS_PREFIXES = (b"x-lightning-", b"x-stainless-", b"x-forwarded-", b"openai-", b"anthropic-")
 
 

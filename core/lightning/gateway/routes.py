@@ -36,7 +36,6 @@ from lightning.gateway.http import (
     ClientGoneError,
     RefusalError,
     UpstreamError,
-    read_body,
     read_object,
     send_bytes,
 )
@@ -45,6 +44,7 @@ from lightning.gateway.policy_registry import Policies
 from lightning.gateway.providers import Providers
 from lightning.gateway.recorder import Recorder
 from lightning.gateway.replay.branches import Branches
+from lightning.gateway.request_body import read_body
 from lightning.gateway.traces import PATH, TraceEndpoint
 from lightning.gateway.upstream.client import Forwarder
 

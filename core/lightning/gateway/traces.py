@@ -15,7 +15,6 @@ import contextlib
 import logging
 import sys
 import time
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,16 +26,14 @@ from lightning.config.sections import GatewayConfig
 from lightning.errors import DataError, MissingExtraError, StoreError
 from lightning.gateway.body_limits import KEY, RequestBody
 from lightning.gateway.http import (
-    RAISE_THE_LIMIT,
     ClientGoneError,
     Header,
     RefusalError,
-    read_body,
     send_bytes,
-    too_large,
 )
 from lightning.gateway.identity import Claims, Identity, TokenSigner
 from lightning.gateway.redaction import redacted_span
+from lightning.gateway.request_body import RAISE_THE_LIMIT, read_body
 from lightning.spans import otlp
 from lightning.spans.trace import trace_id_of
 from lightning.store.protocol import MAX_SPANS, Store
@@ -112,8 +109,6 @@ ANONYMOUS_AT_ONCE: Final = 4
 """Requests without a token that are unpacked, read and kept at a time."""
 PROTOBUF_FACTOR: Final = 48
 """Bytes of memory for one of protobuf: an empty message has two, and takes a hundred when it is parsed."""
-MOST_UNPACKED: Final = 1032
-"""Bytes that one of gzip can become."""
 ANONYMOUS_SPANS: Final = 10_000
 """Of a request without a token."""
 SEND_THE_KEY: Final = "send the rollout's API key with the spans"
@@ -161,16 +156,10 @@ class TraceEndpoint:
         if content_type not in READERS:
             message = f"The content type is {content_type!r:.80}; send {' or '.join(READERS)}."
             raise RefusalError(415, "unsupported_media_type", message)
-        encoding = _header(scope, b"content-encoding").strip().lower()
-        if encoding not in ("", "identity", "gzip"):
-            message = f"The content encoding is {encoding!r:.80}; send gzip, or none."
-            raise RefusalError(415, "unsupported_encoding", message)
         bounds = Bounds(self._config.max_body_bytes) if claims is not None else anonymous(self._config.max_body_bytes)
         payload = await read_body(scope, receive, bounds.size, bounds.cure)
         with self._turn(claims):
             body: RequestBody | None = scope.get(KEY)
-            if encoding == "gzip":
-                payload = await _unpacked(payload, bounds, body)
             if body is not None and content_type == otlp.PROTOBUF:
                 await body.reserve(PROTOBUF_FACTOR * len(payload))
             return await self._keep(content_type, payload, bounds, claims)
@@ -239,34 +228,6 @@ def anonymous(most: int) -> Bounds:
     if most <= ANONYMOUS_BYTES:
         return Bounds(most, spans=ANONYMOUS_SPANS)
     return Bounds(ANONYMOUS_BYTES, f"send fewer spans at a time, or {SEND_THE_KEY}", ANONYMOUS_SPANS)
-
-
-async def _unpacked(payload: bytes, bounds: Bounds, body: RequestBody | None) -> bytes:
-    """What a gzip body holds, for which room is found before and kept. Raises `RefusalError`."""
-    if body is None:
-        return await asyncio.to_thread(unzipped, payload, bounds)
-    room = min(bounds.size, MOST_UNPACKED * len(payload))
-    await body.reserve(room)
-    try:
-        data = await asyncio.to_thread(unzipped, payload, bounds)
-    finally:
-        body.give(room)
-    await body.hold(data)
-    return data
-
-
-def unzipped(payload: bytes, bounds: Bounds) -> bytes:
-    """What a gzip body holds. Raises `RefusalError`: 413 for too many bytes, however small the body, 400 if it is broken."""
-    inflate = zlib.decompressobj(wbits=31)
-    try:
-        data = inflate.decompress(payload, bounds.size + 1)
-    except zlib.error as error:
-        raise RefusalError(400, "bad_gzip", f"The body is not gzip, as its header says: {error}.") from error
-    if len(data) > bounds.size:
-        raise too_large(len(data), bounds.size, bounds.cure)
-    if not inflate.eof:
-        raise RefusalError(400, "bad_gzip", "The body's gzip stream is cut off.")
-    return data
 
 
 def _read(content_type: str, payload: bytes, bounds: Bounds) -> Sequence[Span]:

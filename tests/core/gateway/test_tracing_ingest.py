@@ -264,7 +264,7 @@ async def test_gzip_is_read_and_a_bomb_is_not(build, house, post) -> None:
     blown = bomb.compress(b" " * (33 << 20)) + bomb.flush()
     key = {"authorization": f"Bearer {llm.api_key}"}
     for broken, headers, status, text in (
-        (body, {}, 400, "not gzip, as its header says"),
+        (body, {}, 400, "not gzip, as its header content-encoding says"),
         (packed[:-4], {}, 400, "cut off"),
         (blown, key, 413, "raise gateway.max_body_bytes"),
         (blown, {}, 413, "send fewer spans at a time, or send the rollout's API key with the spans"),

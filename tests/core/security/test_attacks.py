@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import jwt
 import pytest
+import zstandard
 from lightning.gateway.identity import TokenSigner
 from lightning.server import auth
 from lightning.server.api.app import ROUTES
@@ -410,6 +411,19 @@ async def _(house: House) -> Got:
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
     async with house_of() as other:
         return await other.ask("POST", "/v1/traces", body=gzip.compress(spans), headers=headers)
+
+
+@attack("20 MB of spaces in 1 kB of zstd, as a call")
+async def _(house: House) -> Got:
+    bomb = zstandard.compress(b" " * 20_000_000)
+    return await house.ask("POST", "/v1/chat/completions", house.agent.api_key, bomb, {"content-encoding": "zstd"})
+
+
+@attack("20 MB of spaces in 1 kB of zstd, at the control API")
+async def _(house: House) -> Got:
+    bomb = zstandard.compress(b" " * 20_000_000)
+    headers = {"content-encoding": "zstd"}
+    return await house.ask("POST", "/api/v1/leases", house.tokens["runner"], bomb, headers)
 
 
 # the connection -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from urllib.parse import parse_qsl, quote, unquote_to_bytes
 from starlette.types import Receive, Scope, Send
 
 from lightning.errors import DataError
-from lightning.gateway.http import ClientGoneError, read_body
+from lightning.gateway.http import ClientGoneError
+from lightning.gateway.request_body import read_body
 from lightning.server.api import handlers, meta
 from lightning.server.api.answers import RETRY, answer, refusal_of, refuse
 from lightning.server.api.change_waiters import Watchers

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.errors import StoreError, UnavailableError
@@ -161,6 +163,21 @@ async def test_a_refusal_names_culprit_and_cure(
 async def test_no_body_is_a_fault_of_the_server(world: World, payload: bytes) -> None:
     answer = await world.ask("POST", "/leases", payload=payload)
     assert answer.status in (200, 400)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "payload", "status", "words"),
+    [
+        ("gzip", gzip.compress(b'{"run": "run", "worker": "w", "limit": 1, "ttl": 60}'), 200, ""),
+        ("zstd", zstandard.compress(b" " * 200_000), 413, "the limit is 100000"),
+        ("br", b"x", 415, "is 'br'"),
+    ],
+    ids=["gzip", "bomb", "br"],
+)
+async def test_a_packed_body_is_read(world: World, encoding: str, payload: bytes, status: int, words: str) -> None:
+    headers = ((b"content-encoding", encoding.encode()),)
+    answer = await world.ask("POST", "/leases", payload=payload, headers=headers, token="runner")
+    assert (answer.status, words in answer.body.decode()) == (status, True), answer.body
 
 
 async def test_two_tokens_are_none(world: World) -> None:

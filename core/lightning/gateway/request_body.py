@@ -1,0 +1,159 @@
+"""Reads the body of a request, whatever it was compressed with.
+
+The invariant: every route that takes a body reads it here. Its limit, and what its token may hold, count the bytes that it has
+when it is unpacked, and they are counted as they are unpacked: a small body that becomes a huge one is refused at the limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable, Iterator
+
+import zstandard
+from starlette.types import Receive, Scope
+
+from lightning.gateway.body_limits import KEY, RequestBody
+from lightning.gateway.http import ClientGoneError, RefusalError
+
+LONGEST_LENGTH = 18
+"""Digits of a length that is read as one."""
+RAISE_THE_LIMIT = "raise gateway.max_body_bytes"
+PIECE = 64 * 1024
+"""Bytes that are unpacked at a time, so that others have their turn between."""
+PARTS = 1024
+"""Steps of a decoder that have a turn, where they make less than that."""
+ZSTD_STEP = 64
+"""Bytes of zstd that are unpacked at a time: they can become 2 MB, and the library knows no limit of its own."""
+ZSTD_WINDOW = 8 << 20
+"""The memory that a decoder of zstd needs at most; RFC 9659 allows no more for what is sent over HTTP."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, cure: str = RAISE_THE_LIMIT) -> bytes:
+    """The whole request body, unpacked. Raises `RefusalError` (413, which names the `cure`) above `limit` bytes, 415 for an
+    encoding that is not known and 400 for one that is broken, `ClientGoneError` when it is cut off."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            if not value.isdigit() or len(value) > LONGEST_LENGTH:
+                raise RefusalError(400, "bad_length", "The header content-length is no number of bytes; send one.")
+            if int(value) > limit:
+                raise _too_large(int(value), limit, cure)
+    encoding, held = _encoding(scope), scope.get(KEY)
+    if not encoding:
+        return await _received(receive, limit, cure)
+    payload = await _received(receive if held is None else held.receive_packed, limit, cure)
+    data = await _unpacked(encoding, payload, limit, cure, held)
+    if held is not None:
+        held.give(len(payload))
+    return data
+
+
+async def _received(receive: Receive, limit: int, cure: str) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(size, limit, cure)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _encoding(scope: Scope) -> str:
+    """What the body is compressed with; empty for nothing. Raises `RefusalError` (415)."""
+    said = b",".join(value for name, value in scope["headers"] if name == b"content-encoding").decode("latin-1").lower()
+    named = [name for part in said.split(",") if (name := part.strip()) not in ("", "identity")]
+    if not named:
+        return ""
+    if len(named) > 1 or named[0] not in READERS:
+        message = f"The body's content-encoding is {said!r:.80}, which is not read here; send {SENDABLE}, or none."
+        raise RefusalError(415, "unsupported_encoding", message, [(b"accept-encoding", SENDABLE.encode())])
+    return named[0]
+
+
+async def _unpacked(encoding: str, payload: bytes, limit: int, cure: str, held: RequestBody | None) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    try:
+        for part in _pieces(encoding, payload):
+            size += len(part)
+            if size > limit:
+                raise _too_large(size, limit, cure)
+            if held is not None:
+                await held.hold(part)
+            parts.append(part)
+            await asyncio.sleep(0)
+    except (EOFError, zlib.error, zstandard.ZstdError) as error:
+        message = f"The body is not {encoding}, as its header content-encoding says: {error}."
+        raise RefusalError(400, "bad_encoding", message) from error
+    return b"".join(parts)
+
+
+def _pieces(encoding: str, payload: bytes) -> Iterator[bytes]:
+    """What a body holds, a piece at a time. Raises what the decoders raise, `EOFError` for one that is cut off."""
+    parts: list[bytes] = []
+    size = 0
+    for part in READERS[encoding](payload) if payload else ():
+        parts.append(part)
+        size += len(part)
+        if size >= PIECE or len(parts) >= PARTS:
+            yield b"".join(parts)
+            parts, size = [], 0
+    yield b"".join(parts)
+
+
+def _zlib(payload: bytes, wbits: int) -> Iterator[bytes]:
+    stream = zlib.decompressobj(wbits)
+    for start in range(0, len(payload), PIECE):
+        data = payload[start : start + PIECE]
+        while data:
+            if stream.eof:  # several, one after another, are one body
+                stream = zlib.decompressobj(wbits)
+            yield stream.decompress(data, PIECE)
+            data = stream.unused_data or stream.unconsumed_tail
+    while rest := stream.decompress(b"", PIECE):
+        yield rest
+    if not stream.eof:
+        raise EOFError("it is cut off")
+
+
+def _gzip(payload: bytes) -> Iterator[bytes]:
+    return _zlib(payload, 31)
+
+
+def _deflate(payload: bytes) -> Iterator[bytes]:
+    """With zlib's header, as the standard has it, or without, as some clients do."""
+    return _zlib(payload, 15 if payload[0] & 0x0F == zlib.DEFLATED else -15)
+
+
+def _zstd(payload: bytes) -> Iterator[bytes]:
+    unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW)
+    frame = unpacker.decompressobj()
+    for start in range(0, len(payload), ZSTD_STEP):
+        data = payload[start : start + ZSTD_STEP]
+        while data:
+            if frame.eof:
+                frame = unpacker.decompressobj()
+            yield frame.decompress(data)
+            data = frame.unused_data
+    if not frame.eof:
+        raise EOFError("it is cut off")
+
+
+READERS: dict[str, Callable[[bytes], Iterator[bytes]]] = {
+    "gzip": _gzip,
+    "x-gzip": _gzip,
+    "deflate": _deflate,
+    "zstd": _zstd,
+}
+SENDABLE = "gzip, deflate, zstd"
+
+
+def _too_large(size: int, limit: int, cure: str) -> RefusalError:
+    message = f"The request's body has {size} bytes or more, the limit is {limit}; {cure}."
+    return RefusalError(413, "body_too_large", message)
