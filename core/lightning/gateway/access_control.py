@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,9 +21,10 @@ from lightning.addresses import is_loopback
 from lightning.config import LimitsConfig
 from lightning.gateway.body_limits import KEY, RequestBody
 from lightning.gateway.http import JSON_TYPE, RefusalError, send_bytes
-from lightning.gateway.identity import KEYS, ROLLOUT_HEADER, bearer
+from lightning.gateway.identity import KEYS, ROLLOUT_HEADER, bearer, keys_in
 from lightning.memory_budget import Budget, Holder
 
+KeyOf = Callable[[Sequence[str]], str]
 CLIENTS = 16_384
 """Tokens and addresses that are remembered at most."""
 CREDENTIALS = frozenset({b"authorization", *KEYS, ROLLOUT_HEADER})
@@ -94,9 +95,11 @@ class Shares:
 
 
 class Guard:
-    """An ASGI application before another one. `loopback` says that the port is bound to this machine alone."""
+    """An ASGI application before another one. `loopback` says that the port is bound to this machine alone, `key_of` which of
+    several API keys in one request the application looks at (the first, unless it says otherwise)."""
 
-    def __init__(self, app: ASGIApp, limits: LimitsConfig, *, loopback: bool) -> None:
+    def __init__(self, app: ASGIApp, limits: LimitsConfig, *, loopback: bool, key_of: KeyOf | None = None) -> None:
+        self._key_of = key_of or (lambda keys: next(iter(keys), ""))
         self._app, self._limits = app, limits
         self._hosts = frozenset(host.lower() for host in limits.hosts)
         self._loopback, self._checks_host = loopback, loopback or bool(limits.hosts)
@@ -151,7 +154,7 @@ class Guard:
                 f"This server is not called {host.decode('latin-1')[:200]!r}; name it in gateway.limits.hosts if it is."
             )
             raise RefusalError(421, "wrong_host", text)
-        credential = _credential(scope["path"], sent)
+        credential = self._credential(scope["path"], sent)
         where = (scope["client"] or ("",))[0].encode()
         client = hashlib.blake2b(credential, digest_size=16).digest() if credential else b""
         now = time.monotonic()
@@ -202,22 +205,20 @@ class Guard:
             name = before if colon and port.isdecimal() else name
         return name in self._hosts or (self._loopback and is_loopback(name.strip("[]")))
 
+    def _credential(self, path: str, sent: Mapping[bytes, bytes]) -> bytes:
+        """The token that the route will look at, in its order and as it reads it: neither a header that it ignores nor a space
+        that it strips must make another client of one. Empty where there is none."""
+        if path.startswith("/api/"):
+            return bearer(sent.get(b"authorization", b"")).encode("latin-1")
+        if ROLLOUT_HEADER in sent:
+            return sent[ROLLOUT_HEADER]
+        if path.startswith("/r/"):
+            return path.split("/", 3)[2].encode("utf-8", "surrogatepass")
+        return self._key_of(keys_in(sent)).encode("latin-1")
+
 
 def _is_no_call(path: str) -> bool:
     return path.startswith("/api/") or path.endswith("/traces")
-
-
-def _credential(path: str, sent: Mapping[bytes, bytes]) -> bytes:
-    """The token that the route will look at, in its order and as it reads it: neither a header that it ignores nor a space that
-    it strips must make another client of one. Empty where there is none."""
-    token = bearer(sent.get(b"authorization", b"")).encode("latin-1")
-    if path.startswith("/api/"):
-        return token
-    if ROLLOUT_HEADER in sent:
-        return sent[ROLLOUT_HEADER]
-    if path.startswith("/r/"):
-        return path.split("/", 3)[2].encode("utf-8", "surrogatepass")
-    return token or next((sent[name] for name in KEYS if name in sent), b"")
 
 
 def _too_many(what: str, seconds: float) -> RefusalError:

@@ -31,7 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from lightning.addresses import is_loopback
 from lightning.config import LimitsConfig
 from lightning.errors import GatewayError
-from lightning.gateway.access_control import Guard
+from lightning.gateway.access_control import Guard, KeyOf
 from lightning.gateway.http import RefusalError
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,10 @@ class _Patience(_Base):
         self._watch()
         super().connection_lost(exc)
         self.resume_writing()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The request is answered over HTTP; uvicorn would advise whoever reads the log to install WebSockets."""
+        log.debug("a client asked for another protocol than HTTP/1.1")
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -310,12 +314,14 @@ class _Server(uvicorn.Server):
 class Serving:
     """One application on one socket. Every port of lightning is one of these, so that all have the same limits."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, limits: LimitsConfig) -> None:
+    def __init__(
+        self, app: ASGIApp, listener: socket.socket, limits: LimitsConfig, key_of: KeyOf | None = None
+    ) -> None:
         self._listener = listener
         host, port = listener.getsockname()[:2]
         self.url = f"http://{reachable(host)}:{port}"
         allow_many_files()
-        self._guard = Guard(app, limits, loopback=is_loopback(host))
+        self._guard = Guard(app, limits, loopback=is_loopback(host), key_of=key_of)
         config = uvicorn.Config(
             self._guard,
             http=patient(limits),

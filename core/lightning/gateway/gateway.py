@@ -79,7 +79,7 @@ class Gateway:
         self._serving: Serving | None = None
         recording = Exchanges(wanted=config.record_requests)
         self._recorder = Recorder(store, config.token_ttl, recording)
-        identity = Identity(self._signer)
+        self._identity = identity = Identity(self._signer)
         self._tracebook = TraceBook(store, self._signer, shared=shared)
         traces = TraceEndpoint(config, identity, self._tracebook, store)
         self._history = History(store)
@@ -111,7 +111,7 @@ class Gateway:
         if self._serving is not None:
             return
         listener = bind(self._config.host, self._config.port)
-        self._serving = Serving(self._front, listener, self._config.limits)
+        self._serving = Serving(self._front, listener, self._config.limits, self._identity.key_of)
         await self._serving.start()
         self.url = self._serving.url
 

@@ -1,8 +1,8 @@
 """What requests and answers are made of: JSON bodies, errors, and server-sent events.
 
-The invariant: what the agent wrote is what goes on. Whole numbers keep every digit, and lone surrogates are accepted, since
-agents send both and vLLM takes them; orjson, which rounds the one and refuses the other, is only the fast road. What JSON has
-no number for (NaN, infinity) is refused: it could only be passed on as something else.
+The invariant: what the agent wrote is what goes on. Whole numbers keep every digit, since vLLM takes them; orjson, which rounds
+them, is only the fast road. What JSON has no number for (NaN, infinity) and texts with half of a character (a lone surrogate),
+which no tokenizer takes, are refused: they could only be passed on as something else.
 
 Whatever goes wrong, the agent's client gets the error object of its API with a status its retry logic understands and a message
 that names the cure; never a bare stack trace, never a silent close. Errors have OpenAI's shape here; other dialects make their
@@ -38,7 +38,7 @@ CURE_OF_LENGTH = (
 )
 """Without quotation marks: a client shows it in the text of an exception, which is searched for it."""
 TYPES = {
-    **dict.fromkeys((400, 408, 421, 422), "invalid_request_error"),
+    **dict.fromkeys((400, 408, 415, 421, 422, 426), "invalid_request_error"),
     401: "authentication_error",
     403: "permission_error",
     **dict.fromkeys((404, 405), "not_found_error"),
@@ -121,6 +121,7 @@ async def send_bytes(send: Send, status: int, body: bytes, headers: Sequence[Hea
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 LONG_NUMBER = b"0" * 19
 """Digits, all made zeros, from which on a whole number may need more than 64 bits, so that orjson would round it. To look for
@@ -155,11 +156,35 @@ def _has_long_number(payload: bytes) -> bool:
 
 def _read_slowly(payload: bytes) -> object:
     try:
-        return json.loads(payload, parse_constant=_finite, parse_float=_finite)
+        said: object = json.loads(payload, parse_constant=_finite, parse_float=_finite)
+        json.dumps(said, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise _half_a_character(said, ord(error.object[error.start])) from None
     except ValueError as error:
         raise RefusalError(422, "invalid_json", f"The request's body is not JSON: {error}") from None
     except RecursionError:
         raise too_deep() from None
+    return said
+
+
+def _half_a_character(said: object, code: int) -> RefusalError:
+    """The refusal of the first text with a lone surrogate, by its place."""
+    left, where = [("", said)], ""
+    while left:
+        where, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{where}.{name}" if where else name, item) for name, item in reversed(value.items())]
+            left += [(where or "a name", name) for name in value]
+        elif isinstance(value, list):
+            left += [(f"{where}[{number}]", item) for number, item in reversed(list(enumerate(value)))]
+        elif isinstance(value, str) and LONE_SURROGATE.search(value):
+            break
+    where = LONE_SURROGATE.sub("\ufffd", where or "body")
+    message = (
+        f"{where!r} has half of a character (the lone surrogate \\u{code:04x}), which no tokenizer takes: let the agent send "
+        "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')."
+    )
+    return RefusalError(422, "lone_surrogate", message, param=where)
 
 
 def _finite(text: str) -> float:

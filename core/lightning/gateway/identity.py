@@ -2,7 +2,8 @@
 
 The invariant (law 6): the key is a signed, expiring token that names one attempt of one rollout. One that verifies gives the
 right to call the model for that attempt, and no other right. It has one spelling: whoever counts by the token's text counts
-each attempt once. It is looked for in the order header, URL path, API key; the caller's name is only a label, so nonsense in
+each attempt once. It is looked for in the order header, URL path, API key; of several API keys (clients send what they find in
+their environment beside what they were given) the one that verifies counts. The caller's name is only a label, so nonsense in
 it costs the label and never the call. That an attempt is over is the store's to say, when it is given a call of it: a token
 that it has once refused is refused here from then on, before anything is sampled.
 """
@@ -14,7 +15,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -222,18 +223,25 @@ class Identity:
 
     def claims(self, scope: Scope) -> Claims:
         """The attempt this request belongs to. Raises `RefusalError` (401)."""
-        authorization = key = b""
-        for name, value in scope["headers"]:
-            if name == ROLLOUT_HEADER:
-                return self._signer.verify(value.decode("latin-1"))
-            if name == b"authorization":
-                authorization = value
-            elif name in KEYS:
-                key = value
+        sent = dict(scope["headers"])
+        if (named := sent.get(ROLLOUT_HEADER)) is not None:
+            return self._signer.verify(named.decode("latin-1"))
         token = scope.get("path_params", {}).get("token")
-        if token is None:
-            token = bearer(authorization) or key.decode("latin-1")
-        return self._signer.verify(token)
+        return self._signer.verify(self.key_of(keys_in(sent)) if token is None else token)
+
+    def key_of(self, keys: Sequence[str]) -> str:
+        """The one of a request's API keys that counts: the first that verifies, else one that has expired, else the first."""
+        expired = ""
+        for key in keys if len(keys) > 1 else ():
+            try:
+                self._signer.verify(key)
+            except ExpiredTokenError:
+                expired = expired or key
+            except RefusalError:
+                continue
+            else:
+                return key
+        return expired or next(iter(keys), "")
 
     def over(self, claims: Claims, why: object) -> RefusalError:
         """The refusal (409) of a call whose attempt the store says to be over; `check_over` raises it from now on.
@@ -307,6 +315,12 @@ def parse_caller(value: bytes) -> Caller:
     if not agent or not all(isinstance(text, str) for text in (agent, *rest, *path)):
         raise ValueError("'agent' must be a non-empty string, 'path' a list of strings, the rest strings")
     return Caller(agent, path, *rest)
+
+
+def keys_in(sent: Mapping[bytes, bytes]) -> list[str]:
+    """The API keys in a request's headers, each once, in the order in which they are looked at."""
+    found = [bearer(sent.get(b"authorization", b"")), *(sent.get(name, b"").decode("latin-1") for name in KEYS)]
+    return [key for key in dict.fromkeys(found) if key]
 
 
 def bearer(authorization: bytes) -> str:

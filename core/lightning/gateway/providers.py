@@ -38,7 +38,8 @@ ASKED = (b"content-type", b"accept", b"anthropic-version", b"anthropic-beta", b"
 ANSWERED = ("Content-Type", "Content-Disposition", "Retry-After")
 """Headers of the provider that the agent gets; not the id of its call, by which rewards find the policy's."""
 KEY_HEADERS = {b"x-api-key": "x-api-key", b"api-key": "api-key"}
-"""The headers for a key that a client may have instead of `authorization`; the provider gets its key in the same one."""
+"""The headers in which clients of some providers send their key, whatever they have in `authorization`; the provider gets its
+key in the same one."""
 REFUSED_KEY = (401, 403)
 CONNECT_SECONDS = 10.0
 LONGEST_ERROR = 1 << 20
@@ -194,9 +195,7 @@ def _headers(provider: Provider, scope: Scope) -> dict[str, str]:
     sent = dict(pairs)
     headers = {name.decode(): sent[name].decode("latin-1") for name in ASKED if name in sent}
     if provider.key:
-        other = next(
-            (header for name, header in KEY_HEADERS.items() if name in sent and b"authorization" not in sent), ""
-        )
+        other = next((header for name, header in KEY_HEADERS.items() if name in sent), "")
         headers |= {other: provider.key} if other else {"authorization": f"Bearer {provider.key}"}
     return headers
 

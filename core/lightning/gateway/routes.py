@@ -185,6 +185,19 @@ def _model_in(payload: bytes, scope: Scope) -> object:
     return scope["path_params"].get("deployment")
 
 
+NO_WEBSOCKET = RefusalError(
+    426,
+    "no_websocket",
+    "There are no WebSockets here; send the request by POST over HTTP.",
+    [(b"upgrade", b"HTTP/1.1")],
+)
+"""What clients that try a WebSocket first (Codex) take for the word to go on without."""
+
+
+def _wants_websocket(scope: Scope) -> bool:
+    return any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"])
+
+
 class Front:
     """`app` answers everything; calls to `/v1` go straight to their endpoints, past what Starlette does for each request."""
 
@@ -195,6 +208,9 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
+        if scope["type"] == "http" and scope["method"] == "GET" and _wants_websocket(scope):
+            await send_bytes(send, NO_WEBSOCKET.status, NO_WEBSOCKET.body, (JSON_TYPE, *NO_WEBSOCKET.headers))
+            return
         if self.mounted and scope["type"] == "http":
             other = self.mounted.get(scope["path"][1:].partition("/")[0])
             if other is not None:

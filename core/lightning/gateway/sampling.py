@@ -26,10 +26,10 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "min_tokens": (0, None),
 }
 """Values that leave the distribution alone; anything else masks or shifts logits after the temperature."""
-GRAMMARS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
-"""Parameters that hold the answer to a form whenever they are set at all; `has_grammar` knows more of them."""
+GRAMMAR = "structured_outputs"
+"""The parameter that holds the answer to a form whenever it is set at all; `has_grammar` knows more of them."""
 MASKS = (
-    *GRAMMARS,
+    GRAMMAR,
     "logit_bias",
     "allowed_token_ids",
     "bad_words",
@@ -96,7 +96,7 @@ def is_constrained(body: Body) -> bool:
 
 def has_grammar(body: Body) -> bool:
     """Whether a grammar holds the answer to a form: structured output, a forced or a strict tool."""
-    if any(body.get(name) for name in GRAMMARS):
+    if body.get(GRAMMAR):
         return True
     wanted = body.get("response_format")
     if isinstance(wanted, dict) and wanted.get("type", "text") != "text":

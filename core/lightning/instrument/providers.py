@@ -24,6 +24,20 @@ ADDRESSES: Final = {
     "AZURE_OPENAI_ENDPOINT": f"http://{NOWHERE}",
 }
 KEYS: Final = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "AZURE_OPENAI_API_KEY")
+LOGINS: Final = frozenset(
+    {
+        "ANTHROPIC_AUTH_TOKEN",
+        "ANTHROPIC_CUSTOM_HEADERS",
+        "ANTHROPIC_PROFILE",
+        "CLAUDE_CODE_OAUTH_TOKEN",
+        "CODEX_API_KEY",
+    }
+    | {"CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX", "CLAUDE_CODE_USE_FOUNDRY"}
+    | {"OPENAI_ADMIN_KEY", "OPENAI_CUSTOM_HEADERS"}
+    | {"OPENAI_ORGANIZATION", "OPENAI_ORG_ID", "OPENAI_PROJECT", "OPENAI_PROJECT_ID"}
+)
+"""Logins, accounts and services that the clients of OpenAI and Anthropic take beside a key or before it: the policy has none of
+these, so that every runner takes them out."""
 ONLY_CHANGED: Final = frozenset({"OPENAI_API_BASE", "AZURE_OPENAI_ENDPOINT"})
 """Set only where the process has them: frameworks take another client where they find them."""
 OPENAI, ANTHROPIC = "https://api.openai.com/v1", "https://api.anthropic.com"
@@ -38,6 +52,18 @@ def for_import(environment: Mapping[str, str]) -> dict[str, str]:
     addresses = {name: url for name, url in ADDRESSES.items() if name not in ONLY_CHANGED or environment.get(name)}
     wanted = [name for name in KEYS if name != "AZURE_OPENAI_API_KEY" or "AZURE_OPENAI_ENDPOINT" in addresses]
     return {**addresses, **{name: NO_KEY for name in wanted if not environment.get(name)}}
+
+
+def for_rollout(base_url: str, api_key: str) -> dict[str, str | None]:
+    """What the clients of OpenAI and Anthropic read by themselves, for a rollout: its address and key, and None for what must
+    not be set. Every runner gives its agents these."""
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": api_key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # their client adds it
+        "ANTHROPIC_API_KEY": api_key,
+        **dict.fromkeys(LOGINS),
+    }
 
 
 def own(environment: Mapping[str, str]) -> dict[str, str]:

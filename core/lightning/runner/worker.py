@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from lightning.addresses import leads_to_itself
 from lightning.instrument import ActiveAttempt, activate, emit, install_tap
+from lightning.instrument.providers import for_rollout
 from lightning.instrument.tool_slots import ToolLimits, limit_tools, unheld
 from lightning.plugins import plugins
 from lightning.runner import socket_framing
@@ -140,23 +141,21 @@ async def _awaited(result: Awaitable[Reward], attempt: ActiveAttempt) -> Reward:
 def _environment(llm: LLM) -> Iterator[None]:
     """The variables that clients of OpenAI and Anthropic read by themselves, for agents never told about `llm`, and those that
     keep calls to the gateway from a proxy."""
-    ours = {
-        "OPENAI_BASE_URL": llm.base_url,
-        "OPENAI_API_KEY": llm.api_key,
-        "ANTHROPIC_BASE_URL": llm.base_url.removesuffix("/v1"),  # their client adds it
-        "ANTHROPIC_API_KEY": llm.api_key,
-        **without_proxy(os.environ, llm.base_url),
-    }
+    ours = {**for_rollout(llm.base_url, llm.api_key), **without_proxy(os.environ, llm.base_url)}
     before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
+    _set(ours)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def without_proxy(environment: Mapping[str, str], url: str) -> dict[str, str]:

@@ -51,13 +51,14 @@ class ChatRequest:
     @property
     def text(self) -> str:
         """The content of the last message."""
-        messages = self.body.get("messages") or [{"content": ""}]
-        return str(messages[-1]["content"])
+        messages = self.body.get("messages") or self.body.get("input") or [{"content": ""}]
+        return messages if isinstance(messages, str) else str(messages[-1]["content"])
 
 
 @dataclass
 class ChatServer:
-    """Answers `POST .../chat/completions`, plain or streamed, with `answer(call)`; use it in a `with` block.
+    """Answers `POST .../chat/completions`, plain or streamed, with `answer(call)`; use it in a `with` block. Responses and
+    Messages are answered in their own shapes, as the gateway makes them of a chat.
 
     An `answer` that raises `ConnectionError` drops the connection, as a dying server does.
     """
@@ -109,13 +110,11 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
             call = ChatRequest(self.path, headers, json.loads(body or b"{}"))
             server.calls.append(call)
             text = server.answer(call)
-            if call.body.get("stream"):
-                self._reply("text/event-stream", _stream(call, text))
-            else:
-                self._reply("application/json", json.dumps(_completion(call, text)).encode())
+            kind = "text/event-stream" if call.body.get("stream") else "application/json"
+            self._reply(kind, *_answer(call, text))
 
-        def _reply(self, kind: str, data: bytes) -> None:
-            self.send_response(200)
+        def _reply(self, kind: str, data: bytes, status: int = 200) -> None:
+            self.send_response(status)
             self.send_header("content-type", kind)
             self.send_header("content-length", str(len(data)))
             self.end_headers()
@@ -127,21 +126,46 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+def _answer(call: ChatRequest, text: str) -> tuple[bytes, int]:
+    """The body of the answer, and its status."""
+    from lightning.gateway.dialects import Messages, Responses
+    from lightning.gateway.http import RefusalError
+
+    streams, route = bool(call.body.get("stream")), call.path.partition("?")[0]
+    dialect = next((dialect for dialect in (Responses(), Messages()) if route.endswith(f"/v1{dialect.path}")), None)
+    if dialect is None:
+        return _stream(call, text) if streams else json.dumps(_completion(call, text)).encode(), 200
+    try:
+        _, translator = dialect.translate(dict(call.body), (), f"{dialect.id_prefix}1")
+    except RefusalError as refusal:
+        return dialect.refusal(refusal), refusal.status
+    assert translator is not None
+    if not streams:
+        return json.dumps(translator.whole(_completion(call, text))).encode(), 200
+    return b"".join([*map(translator.chunk, _chunks(call, text)), translator.end()]), 200
+
+
 def _completion(call: ChatRequest, text: str) -> dict[str, Any]:
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
     return {**_head("chat.completion"), "choices": [choice], "usage": _usage(call, text)}
 
 
 def _stream(call: ChatRequest, text: str) -> bytes:
-    """One event for each word, then the finish, and the usage where it was asked for."""
+    """The usage only where it was asked for."""
+    chunks = _chunks(call, text)
+    if not (call.body.get("stream_options") or {}).get("include_usage"):
+        chunks.pop()
+    return "".join([*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]).encode()
+
+
+def _chunks(call: ChatRequest, text: str) -> list[dict[str, Any]]:
+    """One for each word, then the finish, and the usage."""
     deltas: list[tuple[dict[str, str], str | None]] = [({"content": piece}, None) for piece in PIECES.findall(text)]
     chunks = [
         {**_head("chat.completion.chunk"), "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
         for delta, finish in [*deltas, ({}, "stop")]
     ]
-    if (call.body.get("stream_options") or {}).get("include_usage"):
-        chunks.append({**_head("chat.completion.chunk"), "choices": [], "usage": _usage(call, text)})
-    return "".join([*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]).encode()
+    return [*chunks, {**_head("chat.completion.chunk"), "choices": [], "usage": _usage(call, text)}]
 
 
 def _head(kind: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from lightning.testing.vllm_refusals import SYSTEM_NOT_FIRST, Refusal, refusal
+from lightning.testing.vllm_refusals import NO_TEXT, SYSTEM_NOT_FIRST, Refusal, cannot_be_tokenized, refusal
 from lightning.testing.vllm_replies import (
     Generation,
     Job,
@@ -157,6 +157,8 @@ class FakeVLLM:
         if not self.tokenizes:
             return error_response(404, "Not Found", "NotFoundError")
         body = json.loads(await request.read())
+        if cannot_be_tokenized(body):
+            return error_response(400, NO_TEXT, "BadRequestError")
         if why := self._template_refusal(body):
             return error_response(400, why[0], "BadRequestError", why[1])
         (ids,) = self._chat_shape.prompts(body)
@@ -179,6 +181,8 @@ class FakeVLLM:
         self.requests.append(recorded)
         if body.get("model") not in self._names:
             return error_response(404, f"The model `{body.get('model')}` does not exist.", "NotFoundError")
+        if cannot_be_tokenized(body):
+            return error_response(400, NO_TEXT, "BadRequestError")
         if problem := too_long(shape, body, self.max_model_len):
             return error_response(400, *problem)
         fails = bool(self._queue) and self._queue[0].status != 200  # what a test says comes first

@@ -6,6 +6,7 @@ a prompt is looked at elsewhere (`vllm_shapes.too_long`), and the fake's model t
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 Refusal = tuple[str, str]
 """The message, and the field that it is about."""
 
+NO_TEXT = "TextEncodeInput must be Union[TextInputSequence, Tuple[InputSequence, InputSequence]]"
+"""What tokenizers say to a text with a lone surrogate, which vLLM passes on."""
 SYSTEM_NOT_FIRST: Refusal = ("System message must be at the beginning.", "messages")
 """What a chat template such as Qwen3.5's raises, which vLLM passes on."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -29,6 +32,15 @@ RANGES = {
 def refusal(body: Mapping[str, Any]) -> Refusal | None:
     """Why vLLM refuses a chat request, or None."""
     return next(_all(body), None)
+
+
+def cannot_be_tokenized(body: Mapping[str, Any]) -> bool:
+    """Whether something of the prompt is no text: half of a character."""
+    try:
+        json.dumps([body.get(name) for name in ("messages", "tools", "prompt")], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _all(body: Mapping[str, Any]) -> Iterator[Refusal]:

@@ -6,13 +6,15 @@ The invariant: only the tokens are made up: one per word, the same word always w
 from __future__ import annotations
 
 import re
+import uuid
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 EOS = 2
 VOCABULARY = 32_000
+GREETING = "hello from the fake policy"
 PIECES = re.compile(r"\s*\S+|\s+")
 _WORDS: dict[int, str] = {}
 """The word of each id that was made up in this process: a made-up tokenizer has no vocabulary file."""
@@ -31,13 +33,14 @@ class ToolCall:
 class Reply:
     """What one request is answered with. Ids and logprobs are made from the text unless given; times are in seconds.
 
-    `reasoning` comes before the text, as where vLLM has a reasoning parser. `delay` passes before the first token,
+    `reasoning` comes before the text, as where vLLM has a reasoning parser, and tool calls after it; without a text there is
+    none before tool calls, and a greeting else. `delay` passes before the first token,
     `token_delay` between tokens. `status` other than 200 answers with vLLM's error object. `die_after` tokens the connection
     is cut (0: before anything is sent), `error_after` tokens a stream ends with vLLM's error event. `raw` replaces the whole
     body. `chunk_bytes` cuts a stream's bytes at odd places.
     """
 
-    text: str = "hello from the fake policy"
+    text: str = None  # type: ignore[assignment]  # `__post_init__` sets it
     tool_calls: Sequence[ToolCall] = ()
     token_ids: Sequence[int] | None = None
     logprobs: Sequence[float] | None = None
@@ -51,6 +54,10 @@ class Reply:
     raw: bytes | None = None
     chunk_bytes: int = 0
     reasoning: str = ""
+
+    def __post_init__(self) -> None:
+        if self.text is None:
+            object.__setattr__(self, "text", "" if self.tool_calls else GREETING)
 
     @property
     def ending(self) -> str:
@@ -84,13 +91,19 @@ class ReplyToken:
 
 @dataclass
 class Generation:
-    """One choice being sampled. `sampled` is how many tokens the engine has produced, `done` that it has ended."""
+    """One choice being sampled. `sampled` is how many tokens the engine has produced, `done` that it has ended. `calls` are the
+    reply's tool calls, each with an id that no other has, as vLLM gives them where a model writes none."""
 
     index: int
     reply: Reply
     tokens: list[ReplyToken]
     sampled: int = 0
     done: bool = False
+
+    def __post_init__(self) -> None:
+        self.calls = [
+            replace(call, id=call.id or f"chatcmpl-tool-{uuid.uuid4().hex[:16]}") for call in self.reply.tool_calls
+        ]
 
 
 @dataclass(eq=False)
@@ -131,9 +144,9 @@ def detokenize(ids: Sequence[int]) -> str:
 
 def tokenize_reply(reply: Reply, index: int) -> list[ReplyToken]:
     """The tokens a reply is made of, end-of-sequence included when it stopped by itself."""
-    text = reply.text if not reply.tool_calls else tool_text(reply)
-    pieces = [*PIECES.findall(reply.reasoning), *PIECES.findall(text)] or [""]
-    ids = [*tokenize(reply.reasoning), *tokenize(text)] or [3]
+    texts = (reply.reasoning, reply.text, tool_text(reply))
+    pieces = [piece for text in texts for piece in PIECES.findall(text)] or [""]
+    ids = [number for text in texts for number in tokenize(text)] or [3]
     if reply.token_ids is not None:
         ids = list(reply.token_ids)
         pieces = [*pieces[: len(ids)], *[""] * (len(ids) - len(pieces))]

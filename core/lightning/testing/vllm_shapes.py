@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.policy_server.packed_logprobs import FIELD, HEADER, LOWEST, WANTED, pack
-from lightning.testing.vllm_replies import PIECES, Generation, Job, Reply, ReplyToken, ToolCall, detokenize, tokenize
+from lightning.testing.vllm_replies import PIECES, Generation, Job, ReplyToken, ToolCall, detokenize, tokenize
 
 
 class Shape(ABC):
@@ -89,7 +89,7 @@ class ChatShape(Shape):
             "choices": [
                 {
                     "index": item.index,
-                    "message": chat_message(item.reply) | ({"reasoning": None} if hides else {}),
+                    "message": chat_message(item) | ({"reasoning": None} if hides else {}),
                     "logprobs": chat_logprobs(item.tokens, job) if wants_logprobs and not hides else None,
                     "finish_reason": item.reply.ending,
                     "stop_reason": None,
@@ -218,11 +218,12 @@ class CompletionShape(Shape):
         return [{**self.frame(job, model), "choices": [choice]}]
 
 
-def chat_message(reply: Reply) -> dict[str, Any]:
+def chat_message(generation: Generation) -> dict[str, Any]:
     """The message of a whole answer."""
+    reply = generation.reply
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": None if reply.tool_calls else reply.text,
+        "content": reply.text or None if reply.tool_calls else reply.text,
         "refusal": None,
         "annotations": None,
         "audio": None,
@@ -231,8 +232,7 @@ def chat_message(reply: Reply) -> dict[str, Any]:
     }
     if reply.tool_calls:
         message["tool_calls"] = [
-            {"id": call.id or f"call_{number}", "type": "function", "function": function_of(call)}
-            for number, call in enumerate(reply.tool_calls)
+            {"id": call.id, "type": "function", "function": function_of(call)} for call in generation.calls
         ]
     return message
 
@@ -245,15 +245,17 @@ def function_of(call: ToolCall) -> dict[str, str]:
 def chat_delta(generation: Generation, token: ReplyToken) -> dict[str, Any] | None:
     """What a token shows: its text; or, inside tool calls, mostly nothing, because the tool parser buffers."""
     reply = generation.reply
-    if generation.sampled <= len(PIECES.findall(reply.reasoning)):
+    thoughts = len(PIECES.findall(reply.reasoning))
+    before = thoughts + len(PIECES.findall(reply.text))
+    if generation.sampled <= thoughts:
         return {"reasoning": token.text}
-    if not reply.tool_calls:
+    if not reply.tool_calls or generation.sampled <= before:
         return {"content": token.text}
-    texts = [item.text.strip() for item in generation.tokens[: generation.sampled]]
+    texts = [item.text.strip() for item in generation.tokens[before : generation.sampled]]
     if texts[-1] == '"arguments":':
         number = texts.count('"arguments":') - 1
-        call = reply.tool_calls[number]
-        said = {"id": call.id or f"call_{number}", "type": "function", "index": number, "function": {"name": call.name}}
+        call = generation.calls[number]
+        said = {"id": call.id, "type": "function", "index": number, "function": {"name": call.name}}
     elif texts[-1].startswith("</tool_call>"):
         number = texts.count('"arguments":') - 1
         said = {"index": number, "function": {"arguments": reply.tool_calls[number].arguments}}

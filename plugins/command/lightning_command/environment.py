@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning.instrument.providers import for_rollout
 from lightning.runner.worker import without_proxy
 from lightning.types import LLM
 
@@ -32,18 +33,11 @@ QUIET = {
 """Telemetry, traces and updates, as many programs are told to leave them."""
 
 LEFT_OUT = frozenset(
-    {"LIGHTNING_TOKEN", "LIGHTNING_VLLM_SECRET", "ANTHROPIC_AUTH_TOKEN", "CLAUDE_CODE_OAUTH_TOKEN", "CLAUDE_CONFIG_DIR"}
-    | {"CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX", "ANTHROPIC_CUSTOM_HEADERS", "CODEX_HOME", "CODEX_API_KEY"}
-    | {
-        "OPENAI_ORGANIZATION",
-        "OPENAI_ORG_ID",
-        "OPENAI_PROJECT",
-        "OPENAI_PROJECT_ID",
-        "OPENCODE_CONFIG",
-        "OPENCODE_CONFIG_DIR",
-    }
-    | {"OPENCODE_CONFIG_CONTENT", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "CLAUDECODE"}
+    {"LIGHTNING_TOKEN", "LIGHTNING_VLLM_SECRET", "CLAUDE_CONFIG_DIR", "CLAUDECODE", "CODEX_HOME", "OPENCODE_CONFIG"}
+    | {"OPENCODE_CONFIG_DIR", "OPENCODE_CONFIG_CONTENT"}
+    | {"XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"}
 )
+"""Ours, and where programs keep their settings; `for_rollout` leaves logins out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,20 +135,17 @@ CLIS: Mapping[str, Cli] = {
 
 def variables_of(program: str, llm: LLM, name: str, home: Path, inherited: Mapping[str, str]) -> dict[str, str]:
     """The environment of a program, with what this process has and what the policy's address needs."""
-    at = Address(llm, name)
+    at, policy = Address(llm, name), for_rollout(llm.base_url, llm.api_key)
     ours = {
         "HOME": str(home),
-        "OPENAI_BASE_URL": llm.base_url,
+        **{key: value for key, value in policy.items() if value is not None},
         "OPENAI_API_BASE": llm.base_url,  # older clients
-        "OPENAI_API_KEY": llm.api_key,
         "OPENAI_MODEL": at.model,
-        "ANTHROPIC_BASE_URL": llm.base_url.removesuffix("/v1"),  # their client adds it
-        "ANTHROPIC_API_KEY": llm.api_key,
         "ANTHROPIC_MODEL": at.model,
         **QUIET,
         **without_proxy(inherited, llm.base_url),
     }
-    kept = {key: value for key, value in inherited.items() if key not in LEFT_OUT}
+    kept = {key: value for key, value in inherited.items() if key not in LEFT_OUT and key not in policy}
     return kept | ours | (dict(CLIS[program].variables(at)) if program in CLIS else {})
 
 

@@ -52,6 +52,47 @@ async def test_no_token_is_a_401_with_the_cure(house, path):
     assert "llm.api_key" in said(answer)["message"]
 
 
+FOREIGN = [lambda _: "sk-ant-of-the-user", forged, lambda _: "a.b.c"]
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("x-api-key", "authorization"), ("authorization", "x-api-key"), ("api-key", "x-api-key")]
+)
+async def test_of_several_keys_the_one_that_verifies_counts(house, foreign, right, wrong):
+    """Clients send what they find in their environment (`ANTHROPIC_AUTH_TOKEN`) beside the key that they were given."""
+    llm = await house.llm()
+    keys = {right: llm.api_key, wrong: foreign("rollout-0")}
+    sent = {name: f"Bearer {key}" if name == "authorization" else key for name, key in keys.items()}
+    assert (await post(house, json=OK, headers=sent)).status_code == 200
+    (call,) = await house.transitions()
+    assert call.status is CallStatus.OK
+    assert not set(house.fake.requests[0].headers) & {"authorization", "x-api-key", "api-key"}
+
+
+async def test_of_several_keys_that_open_nothing_the_one_that_has_expired_is_told_of(house):
+    llm = await house.llm()
+    old = house.gateway.issue("rollout-0", 1, ttl=-1)
+    answer = await post(house, json=OK, headers={"authorization": "Bearer sk-other", "x-api-key": old})
+    assert (answer.status_code, said(answer)["code"]) == (401, "expired_token")
+    answer = await post(house, json=OK, headers={"authorization": "Bearer sk-1", "x-api-key": "sk-2"})
+    assert (answer.status_code, said(answer)["code"]) == (401, "invalid_token")
+    named = {"x-lightning-rollout": "sk-1", "authorization": f"Bearer {llm.api_key}"}
+    assert (
+        await post(house, json=OK, headers=named)
+    ).status_code == 401  # the header is more than a key that was found
+
+
+async def test_a_foreign_key_beside_the_right_one_makes_no_other_client_of_it(build):
+    house = await build(limits={"requests_per_second": 0.5})
+    llm = await house.llm()
+    answers = [
+        await post(house, json=OK, headers={"authorization": f"Bearer sk-{number}", "x-api-key": llm.api_key})
+        for number in range(2)
+    ]
+    assert [answer.status_code for answer in answers] == [200, 429]
+
+
 @pytest.mark.parametrize("make", [forged, unsigned, lambda _: "sk-123", lambda _: "a.b.c", lambda _: "x" * 10_000])
 async def test_foreign_tokens_are_a_401(house, make):
     lease = await house.lease()
@@ -331,7 +372,6 @@ def test_the_last_of_two_fields_of_one_name_counts(number):
         ({"logit_bias": {"4": 1}}, True),
         ({"response_format": {"type": "json_object"}}, True),
         ({"structured_outputs": {"regex": "a"}}, True),
-        ({"guided_json": {}, "guided_regex": "a"}, True),
         ({"tool_choice": "required"}, True),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, True),
         ({"tools": [{"function": {"name": "f", "strict": True}}]}, True),

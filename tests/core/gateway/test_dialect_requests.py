@@ -440,6 +440,72 @@ def test_what_messages_refuses(asked, param):
     assert (said["type"], said["error"]["type"]) == ("error", "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    ("path", "asked", "param", "cure"),
+    [
+        ("/chat/completions", {"functions": [{"name": "f"}]}, "functions", "Send them as 'tools'."),
+        ("/chat/completions", {"function_call": "auto"}, "function_call", "Send 'tool_choice'."),
+        ("/chat/completions", {"messages": [HI, {"role": "assistant", "function_call": {"name": "f"}}]},
+         "messages[1].function_call", "Send 'tool_calls'."),
+        ("/chat/completions", {"web_search_options": {"a": 1}}, "web_search_options", "Give the agent a tool that does it."),
+        ("/chat/completions", {"audio": {"voice": "alloy"}}, "audio", "Leave it out."),
+        ("/chat/completions", {"guided_json": {"type": "object"}}, "guided_json", "Send 'structured_outputs'."),
+        ("/chat/completions", {"guided_choice": ["a", "b"]}, "guided_choice", "Send 'structured_outputs'."),
+        ("/completions", {"prompt": "a", "best_of": 3}, "best_of", "Send 'n', and choose in the agent."),
+        ("/messages", {"guided_regex": "a", "max_tokens": 5}, "guided_regex", "Send 'structured_outputs'."),
+        ("/responses", {"input": "a", "guided_grammar": "a"}, "guided_grammar", "Send 'structured_outputs'."),
+    ],
+)  # fmt: skip
+async def test_what_vllm_would_ignore_though_it_changes_the_answer_is_refused(house, path, asked, param, cure):
+    """The agent would get another answer than it asked for, and nobody would say so."""
+    http = await house.http()
+    answer = await http.post(path, json={"messages": [HI], **asked})
+    message = answer.json()["error"]["message"]
+    assert (answer.status_code, message.startswith(repr(param)), message.endswith(cure)) == (422, True, True), message
+    (call,) = await house.transitions()
+    assert (call.status, not house.fake.requests) == (CallStatus.REFUSED, True)
+
+
+async def test_what_vllm_ignores_and_changes_nothing_is_taken(house):
+    http = await house.http()
+    asked = {
+        "functions": [],
+        "function_call": None,
+        "store": True,
+        "prediction": {"type": "content"},
+        "verbosity": "low",
+    }
+    assert (await http.post("/chat/completions", json={"messages": [HI], **asked})).status_code == 200
+    assert (await http.post("/completions", json={"prompt": "a", "n": 2, "best_of": 2})).status_code == 200
+
+
+async def test_a_response_goes_on_without_new_input(house):
+    http = await house.http()
+    first = (await http.post("/responses", json={"input": "hi"})).json()
+    answer = await http.post("/responses", json={"previous_response_id": first["id"]})
+    assert answer.status_code == 200, answer.text
+    said = first["output"][0]["content"][0]["text"]
+    assert house.fake.requests[1].body["messages"] == [HI, {"role": "assistant", "content": said}]
+    for asked in ({}, {"previous_response_id": first["id"], "input": ""}):
+        assert (await http.post("/responses", json=asked)).json()["error"]["param"] == "input"
+
+
+async def test_a_websocket_is_refused_with_the_word_to_go_on_without_it(house, caplog):
+    """Codex asks for one first, and six times more if it is told anything else."""
+    http = await house.http()
+    headers = {
+        "connection": "Upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "eA==",
+    }
+    answer = await http.get("/responses", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (426, "no_websocket")
+    assert (answer.headers["upgrade"], "by POST over HTTP" in answer.text) == ("HTTP/1.1", True)
+    assert (await http.post("/responses", json={"input": "hi"})).status_code == 200
+    assert not caplog.records
+
+
 CALL = {"type": "tool_use", "id": "c", "name": "f"}
 TOWER: list = []
 for _ in range(2000):

@@ -67,7 +67,11 @@ async def test_a_stream_is_recorded_like_a_whole_answer(house):
 async def test_the_agent_sees_the_stream_it_would_see_without_us(house, tools, usage, asked, chunk_bytes):
     """Law 7 for streams: same chunks, in the same order, as vLLM's own stream for the agent's own request."""
     thought = "well then, " if "include_reasoning" in asked else ""
-    said = {"tool_calls": [ToolCall("add", '{"a": 1}')] * 2} if tools else {"text": "äh three words"}
+    said = (
+        {"tool_calls": [ToolCall("add", '{"a": 1}', id=f"call_{number}") for number in range(2)]}
+        if tools
+        else {"text": "äh three words"}
+    )
     reply = Reply(**said, reasoning=thought)
     body = {"model": "tiny", "messages": HI, "stream": True, **asked}
     if tools:

@@ -178,6 +178,35 @@ def test_text_after_a_tool_call_keeps_its_white_space():
     assert said[1]["content"][0]["text"] == "\nso \nbe it"
 
 
+def test_a_streamed_call_without_arguments_has_an_empty_object_as_a_whole_one_has():
+    chunk = {"choices": [{"delta": {"tool_calls": [{"id": "call_1", "index": 0, "function": {"name": "now"}}]}}]}
+    translator = response_translator()
+    events = [*events_of(translator.chunk(chunk)), *events_of(translator.end())]
+    (call,) = events[-1]["response"]["output"]
+    (done,) = [event for event in events if event["type"] == "response.function_call_arguments.done"]
+    deltas = [event["delta"] for event in events if event["type"] == "response.function_call_arguments.delta"]
+    (item,) = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert call["arguments"] == done["arguments"] == "".join(deltas) == item["arguments"] == "{}"
+    message = MessageTranslator("msg_1")
+    assert put_together([*events_of(message.chunk(chunk)), *events_of(message.end())])["content"][0]["input"] == {}
+
+
+def test_calls_of_a_server_that_numbers_them_all_alike_are_told_by_their_ids():
+    calls = [{"id": f"call_{name}", "index": 0, "function": {"name": name, "arguments": '{"a"'}} for name in "xy"]
+    rest = {"index": 0, "function": {"arguments": ": 1}"}}
+    deltas = [calls[0], rest, calls[1], {**rest, "id": "call_y"}]
+    translator = response_translator()
+    for delta in deltas:
+        translator.chunk({"choices": [{"delta": {"tool_calls": [delta]}}]})
+    found = events_of(translator.end())[-1]["response"]["output"]
+    assert [(item["call_id"], item["name"], item["arguments"]) for item in found] == [
+        ("call_x", "x", '{"a": 1}'),
+        ("call_y", "y", '{"a": 1}'),
+    ]
+    with pytest.raises(ValueError, match="'call_z', which nothing began"):
+        response_translator().chunk({"choices": [{"delta": {"tool_calls": [calls[0], {**rest, "id": "call_z"}]}}]})
+
+
 def test_arguments_that_are_no_json_object_are_wrapped():
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": '}}
     choice = {"message": {"content": None, "tool_calls": [call]}, "finish_reason": "length", "stop_reason": None}

@@ -30,6 +30,7 @@ import pytest
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.instrument import component_path, current_attempt, emit
+from lightning.instrument.providers import LOGINS
 from lightning.runner.forkserver import ForkServer
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
@@ -370,8 +371,15 @@ async def test_eight_rollouts_at_once_are_told_apart(lease: Leases, server: Chat
         assert call.caller == lightning.Caller(f"agent-{number}", (f"agent-{number}",), framework="raw")
 
 
-async def test_an_agent_that_only_reads_the_environment_works(lease: Leases, server: ChatServer) -> None:
+async def test_an_agent_that_only_reads_the_environment_works(
+    lease: Leases, server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no login of the user's is in it, which a client would send beside the rollout's key, or before it."""
+    for name in LOGINS:
+        monkeypatch.setenv(name, "the-users-own")
+
     def agent(task: Task, llm: LLM) -> float:
+        assert "the-users-own" not in os.environ.values()
         with openai.OpenAI() as client:
             messages = [{"role": "user", "content": "hi"}]
             client.chat.completions.create(model="policy", messages=messages)  # type: ignore[call-overload]
@@ -382,6 +390,7 @@ async def test_an_agent_that_only_reads_the_environment_works(lease: Leases, ser
         assert (await runner.run(lease(), server.llm("key-1"))).reward == 1.0
     assert [call.key for call in server.calls] == ["key-1"]
     assert os.environ.get("OPENAI_API_KEY") == before
+    assert {os.environ[name] for name in LOGINS} == {"the-users-own"}
 
 
 async def test_agents_call_the_gateway_past_the_users_proxy(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
+import openai
 import pytest
-from lightning.testing.fake_vllm import FakeVLLM
-from lightning.testing.vllm_refusals import refusal
+from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
+from lightning.testing.tiny_models import make_tiny_tokenizer
+from lightning.testing.vllm_refusals import NO_TEXT, refusal
 
 HI = [{"role": "user", "content": "hi"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -83,6 +86,41 @@ async def test_the_server_answers_400_and_names_the_field() -> None:
     async with FakeVLLM() as fake, httpx.AsyncClient(base_url=fake.url) as client:
         reply = await client.post("/v1/chat/completions", json=body({"tools": []}))
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+async def test_half_a_character_is_refused_in_vllms_words(path: str) -> None:
+    payload = json.dumps({"model": "tiny", "prompt": "\ud83d", "messages": [{"role": "user", "content": "\ud83d"}]})
+    async with FakeVLLM() as fake, httpx.AsyncClient(base_url=fake.url) as client:
+        reply = await client.post(path, content=payload)
+        assert (reply.status_code, reply.json()["error"]["message"]) == (400, NO_TEXT)
+
+
+def test_these_are_the_tokenizers_own_words() -> None:
+    with pytest.raises(TypeError) as caught:
+        make_tiny_tokenizer().encode_batch(["\ud83d"])
+    assert str(caught.value) == NO_TEXT
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_beside_tool_calls_is_said_and_each_call_has_an_id_of_its_own(stream: bool) -> None:
+    calls = [ToolCall("add", '{"a": 1}'), ToolCall("now")]
+    asked = {"model": "tiny", "messages": HI, "tools": [ADD]}
+    ids = []
+    async with FakeVLLM() as fake, openai.AsyncOpenAI(base_url=f"{fake.url}/v1", api_key="x", max_retries=0) as client:
+        for text in ("Let me see. ", None):
+            fake.queue(Reply(text, tool_calls=calls) if text else Reply(tool_calls=calls))
+            if stream:
+                async with client.chat.completions.stream(**asked) as events:
+                    answer = await events.get_final_completion()
+            else:
+                answer = await client.chat.completions.create(**asked)
+            message = answer.choices[0].message
+            assert (message.content or None, answer.choices[0].finish_reason) == (text, "tool_calls")
+            assert [call.function.arguments for call in message.tool_calls] == ['{"a": 1}', "{}"]
+            ids += [call.id for call in message.tool_calls]
+    assert len(set(ids)) == 4
+    assert all(found.startswith("chatcmpl-tool-") for found in ids)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import pytest
 from lightning.cli.locate import load_agent
 from lightning.config import RunnerConfig
 from lightning.errors import ConfigError, RunnerError
+from lightning.instrument.providers import LOGINS
 from lightning.runner.inline import InlineRunner
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent, Runner
@@ -133,7 +134,8 @@ def seen_by(task: Task, result: CommandResult) -> float:
 
 
 def test_the_environment_leads_to_the_policy_and_to_nothing_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "mine")
+    for name in LOGINS:
+        monkeypatch.setenv(name, "mine")
     monkeypatch.setenv("CODEX_HOME", "/home/me/.codex")
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     outcome = run_once(
@@ -148,7 +150,7 @@ def test_the_environment_leads_to_the_policy_and_to_nothing_of_the_users(monkeyp
     assert (there["CREWAI_DISABLE_TELEMETRY"], there["CREWAI_TRACING_ENABLED"]) == ("true", "false")
     assert "127.0.0.1" in there["NO_PROXY"]
     assert there["HOME"] != os.environ["HOME"]
-    assert not {"ANTHROPIC_AUTH_TOKEN", "CODEX_HOME"} & set(there)
+    assert not {*LOGINS, "CODEX_HOME"} & set(there)
 
 
 @pytest.mark.parametrize("program", ["claude", "codex", "opencode"])

@@ -27,6 +27,18 @@ from lightning.gateway.dialects.base import (
 from lightning.gateway.http import Body
 from lightning.gateway.sampling import has_grammar
 
+_ELSEWHERE = "runs on OpenAI's servers, and vLLM would ignore it. Give the agent a tool that does it."
+_UNHELD = "was taken out of vLLM, which would ignore it and hold the answer to nothing. Send 'structured_outputs'."
+IGNORED = {
+    "functions": "is OpenAI's older form, which vLLM ignores: the model would never hear of them. Send them as 'tools'.",
+    "function_call": "is OpenAI's older form, which vLLM ignores. Send 'tool_choice'.",
+    "web_search_options": _ELSEWHERE,
+    "audio": "asks for speech, and the policy writes text: vLLM would ignore it. Leave it out.",
+    "best_of": "was taken out of vLLM, which would ignore it. Send 'n', and choose in the agent.",
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), _UNHELD),
+}
+"""Fields that vLLM ignores, silently or with a line in its own log, although without them the agent gets another answer than it
+asked for; what only concerns accounts, caches or speed may stay."""
 REASONING = ("reasoning", "reasoning_content")
 """What a message or a delta calls the model's reasoning."""
 
@@ -39,9 +51,14 @@ class Chat(Dialect):
 
     def plan(self, body: Body) -> Plan:
         """See `Dialect`."""
+        _refuse_ignored(body)
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise refuse_parameter("messages", "is missing or empty; send a list of chat messages.")
+        for number, message in enumerate(messages):
+            if isinstance(message, dict) and message.get("function_call"):
+                why = "is OpenAI's older form, which vLLM leaves out of the prompt. Send 'tool_calls'."
+                raise refuse_parameter(f"messages[{number}].function_call", why)
         stream, n = check_common(body)
         hides = _hides_reasoning(body)
         plan = Plan(
@@ -133,6 +150,7 @@ class Completions(Dialect):
 
     def plan(self, body: Body) -> Plan:
         """See `Dialect`."""
+        _refuse_ignored(body)
         prompt = body.get("prompt")
         if not isinstance(prompt, str | list) or not prompt:
             raise refuse_parameter("prompt", "is missing or empty; send text, token ids, or a list of either.")
@@ -174,6 +192,12 @@ class Completions(Dialect):
             if not plan.keep_logprobs and plan.body.get("prompt_logprobs") is None:
                 changed |= take_out(choice, "prompt_logprobs")
         return changed
+
+
+def _refuse_ignored(body: Body) -> None:
+    for name in IGNORED.keys() & body.keys():
+        if body[name] and (name != "best_of" or body[name] != (body.get("n") or 1)):
+            raise refuse_parameter(name, IGNORED[name])
 
 
 def _is_text(prompt: str | list[object]) -> bool:

@@ -58,13 +58,13 @@ class Responses(Translated):
 
     def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
         """See `Dialect`."""
-        if not body.get("input"):
+        if not body.get("input") and not (before and body.get("input") is None):
             raise refuse_parameter("input", "is missing or empty; send a text or a list of items.")
         instructions = body.get("instructions")
         if instructions is not None and not isinstance(instructions, str):
             raise refuse_parameter("instructions", f"must be a string, not {type(instructions).__name__}.")
         with readable():
-            said = messages_of(body["input"], before)
+            said = messages_of(body.get("input") or [], before)
             # Instructions hold for one response; the rest of the conversation is carried on.
             system = [{"role": "system", "content": instructions}] if instructions else []
             chat, names = chat_request(body, [*system, *said]), ToolNames(namespaces(body), client_tools(body))

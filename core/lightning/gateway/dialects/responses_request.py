@@ -177,7 +177,7 @@ def chat_request(asked: Body, messages: list[Body]) -> Body:
     _tools(chat, asked)
     if asked.get("truncation") == "auto":
         chat.setdefault("truncate_prompt_tokens", -1)
-    if goes_on(asked["input"]):
+    if goes_on(asked.get("input")):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     return chat
 

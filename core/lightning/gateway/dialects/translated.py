@@ -129,6 +129,7 @@ class Part:
         return "".join(self.pieces)
 
 
+NO_ARGUMENTS = "{}"
 Event = tuple[Step, Part, str]
 """A step, the part it concerns, and for `ADD` the piece that was added."""
 
@@ -153,13 +154,17 @@ class Parts:
             yield from self._tool(call.get("index", position), call)
 
     def close(self, *, at_least_one: bool = True) -> Iterator[Event]:
-        """End the part that is open; an answer without any has an empty text, and one without tool calls its white space."""
+        """End the part that is open; an answer without any has an empty text, and one without tool calls its white space. A
+        tool call of which vLLM streams no arguments has none, which is an object as in a whole answer."""
         if at_least_one and self._blank and not self._calls:
             yield from self._add(Kind.TEXT, self._blank)
         elif at_least_one and not self.all:
             yield from self._enter(Kind.TEXT)
-        if self._open is not None:
-            yield Step.CLOSE, self._open, ""
+        if (part := self._open) is not None:
+            if part.kind is Kind.TOOL and not part.pieces:
+                part.pieces.append(NO_ARGUMENTS)
+                yield Step.ADD, part, NO_ARGUMENTS
+            yield Step.CLOSE, part, ""
             self._open = None
 
     def _text(self, piece: str) -> Iterator[Event]:
@@ -183,14 +188,20 @@ class Parts:
         yield Step.ADD, part, piece
 
     def _tool(self, number: object, call: Body) -> Iterator[Event]:
+        """Some servers give every call the number 0, so that a new one is told by its id and name as well."""
         part, function = self._open, call.get("function") or {}
-        if part is None or part.kind is not Kind.TOOL or number != self._call:
-            if number in self._calls:
+        call_id, name = call.get("id") or "", function.get("name") or ""
+        goes_on = part is not None and part.kind is Kind.TOOL and number == self._call
+        begins = bool(call_id and name) and (part is None or call_id != part.call_id)
+        if part is None or not goes_on or begins:
+            if number in self._calls and not (goes_on and begins):
                 raise ValueError(f"tool call {number} went on after it had ended")
             self._calls.add(number)
             self._call, self._blank = number, ""
-            yield from self._enter(Kind.TOOL, call.get("id") or "", function.get("name") or "")
+            yield from self._enter(Kind.TOOL, call_id, name)
             part = self.all[-1]
+        elif call_id and call_id != part.call_id:
+            raise ValueError(f"tool call {number} went on as {call_id!r}, which nothing began")
         if piece := function.get("arguments"):
             part.pieces.append(piece)
             yield Step.ADD, part, piece
