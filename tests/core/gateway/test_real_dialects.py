@@ -11,6 +11,7 @@ import pytest
 from lightning.gateway import Upstream
 from lightning.policy_server import OwnedVLLM
 from lightning.testing.tiny_models import make_tiny_tokenizer
+from lightning.testing.vllm_refusals import NO_TEXT
 from lightning.types import LLM, CallStatus
 
 pytestmark = pytest.mark.slow
@@ -23,6 +24,7 @@ SEEDS = {"seed": 5}
 LAST = {"response.completed", "response.incomplete"}
 ONE = {"type": "object", "properties": {"expression": {"enum": ["12 + 30"]}}, "required": ["expression"]}
 FORCED = {"name": "calculator", "strict": True}
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture
@@ -181,3 +183,39 @@ async def test_a_forced_tool_call_is_the_same_through_every_dialect(real):
     assert all(step.constrained for step in steps)
     assert {len(step.tool_calls) for step in steps} == {len(choice["message"]["tool_calls"])}
     assert len({step.tool_calls[0] for step in steps}) == 6
+
+
+LATER = [{"role": "user", "content": QUESTION}, {"role": "system", "content": "Now."}, {"role": "user", "content": "?"}]
+FOUND = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": RESULT}]}
+USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "calculator", "input": ARGUMENTS}]}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"messages": LATER},
+        {"messages": LATER, "thinking": {"type": "disabled"}},
+        {"messages": [*LATER, USED, {"role": "user", "content": [FOUND]}], "system": SYSTEM},
+    ],
+    ids=["system later", "without thinking", "results"],
+)
+async def test_messages_have_the_prompt_of_vllms_own_endpoint(real, vllm, asked):
+    asked = {"max_tokens": 4, **asked}
+    http = await real.http()
+    answer = await http.post("/messages", json=asked, timeout=120)
+    assert answer.status_code == 200, answer.text
+    (step,) = await real.transitions()
+    counted = (await http.post("/messages/count_tokens", json=asked, timeout=120)).json()
+    async with httpx.AsyncClient(base_url=vllm.url, timeout=120) as direct:
+        own = await direct.post("/v1/messages", json={"model": vllm.model, **asked})
+        assert own.status_code == 200, own.text
+        usage = own.json()["usage"]
+    total = sum(usage.get(f"{part}input_tokens", 0) for part in ("", "cache_read_", "cache_creation_"))
+    assert len(step.prompt_ids) == counted["input_tokens"] == total
+
+
+async def test_vllm_refuses_half_a_character_as_its_double_does(vllm):
+    said = {"model": vllm.model, "messages": [{"role": "user", "content": "half \ud83d"}], "max_tokens": 1}
+    async with httpx.AsyncClient(base_url=vllm.url, timeout=120) as direct:
+        reply = await direct.post("/v1/chat/completions", content=json.dumps(said), headers=JSON)
+    assert (reply.status_code, NO_TEXT in reply.text) == (400, True), reply.text
