@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import orjson
-from starlette.types import Send
+from starlette.types import Receive, Send
 
 from lightning.types import TOO_LONG
 
