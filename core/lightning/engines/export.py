@@ -10,10 +10,11 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 
+from lightning.engines.adapters import ADAPTER, WRAPPER, adapted_layers, delta_of, factors
 from lightning.engines.files import whole_file, whole_folder
 from lightning.engines.loading import beside_text, original_names, unwrapped
 from lightning.engines.model_contents import as_stored, tensors_of, tied_heads
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_ADAPTER, _WRAPPER = "default", "base_model.model."
-"""What peft calls an adapter, and what it puts before the names of a model that it wraps."""
 WEIGHTS = "model.safetensors"
 TEMPLATES = "additional_chat_templates"
 """Where `save_pretrained` of a tokenizer keeps chat templates that have a name, such as that for tools."""
@@ -59,14 +58,14 @@ def write_adapters(source: Path, model: nn.Module, dtype: torch.dtype, file: Pat
     stored, kept = folder_tensors(source), ""
     tensors: dict[str, torch.Tensor] = {}
     scaling: dict[str, float] = {}
-    for name, layer in _adapted(model).items():
-        down, up = (part[_ADAPTER].weight.detach() for part in (layer.lora_A, layer.lora_B))
+    for name, layer in adapted_layers(model).items():
+        down, up = (factor.detach() for factor in factors(layer))
         spec, base = stored.get(name), layer.get_base_layer().weight
-        shape = (up.shape[0], down.shape[1])
+        shape = (up.shape[0], down.shape[1])  # of a table, the transposed one's
         if spec is None or spec.dtype not in CASTABLE or spec.shape != shape or tuple(base.shape) != shape:
             return None
         tensors |= {name + LORA_A: down.cpu().contiguous(), name + LORA_B: up.cpu().contiguous()}
-        scaling[name] = float(layer.scaling[_ADAPTER])
+        scaling[name] = float(layer.scaling[ADAPTER])
         kept = str(base.dtype).removeprefix("torch.")
     told = {
         "base": str(source.resolve()),
@@ -77,15 +76,6 @@ def write_adapters(source: Path, model: nn.Module, dtype: torch.dtype, file: Pat
     with whole_file(file) as path:
         save_file(tensors, path, metadata={"format": "pt", ADAPTERS: json.dumps(told)})
     return file
-
-
-def _adapted(model: nn.Module) -> dict[str, Any]:
-    """The layers that have an adapter, by the names of their matrices."""
-    return {
-        f"{name.removeprefix(_WRAPPER)}.weight": layer
-        for name, layer in model.named_modules()
-        if _ADAPTER in getattr(layer, "lora_A", {})
-    }
 
 
 def write_folder(source: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, folder: Path) -> Path:
@@ -144,31 +134,24 @@ def whole_weights(
     `whole` makes a tensor of a sharded one; then all ranks must call this, and those where it is not `wanted` keep nothing.
     Layers with an adapter (arXiv 2106.09685) are merged one after the other, so that no second model is ever in memory.
     """
-    adapted = _adapted(model)
+    adapted = adapted_layers(model)
     found: dict[str, torch.Tensor] = {}
     written: set[int] = set()
     beside = beside_text(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if ".lora_" in name or id(tensor) in beside:
             continue
-        key = name.removeprefix(_WRAPPER).replace(".base_layer.", ".")
+        key = name.removeprefix(WRAPPER).replace(".base_layer.", ".")
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if key not in adapted and local.numel() and local.data_ptr() in written:
             continue
         written.add(local.data_ptr())
         value = whole(tensor.detach())
         if key in adapted:
-            delta = _delta(adapted[key], whole)
+            delta = delta_of(adapted[key], whole)
             value = value.to(delta.dtype) + delta
         if wanted:
             # Vectors are small, and folders may store some of them wider: `as_stored` has the last word.
             narrow = value.is_floating_point() and value.ndim > 1
             found[key] = (value.to(dtype) if narrow else value).cpu().contiguous()
     return original_names(unwrapped(model), found) if wanted else {}
-
-
-def _delta(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What an adapter adds to its weight: alpha / rank times B A."""
-    down, up = (whole(part[_ADAPTER].weight.detach()) for part in (layer.lora_A, layer.lora_B))
-    delta = (up @ down) * float(layer.scaling[_ADAPTER])
-    return delta.T if layer.fan_in_fan_out else delta

@@ -1,12 +1,13 @@
 """Model folders, read by `transformers`, and what is trained of the model.
 
-The invariant: weights that a folder does not hold whole are refused by name; left to itself, `transformers` makes them up. The
-same tokens always have the same logprobs, whatever the model's configuration says of noise.
+The invariant: weights that a folder does not hold whole are refused by name; left to itself, `transformers` makes them up. No
+noise is active, whatever the model's configuration says of it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,14 +23,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def silence_dropout(model: nn.Module) -> None:
-    """A policy is trained as it was sampled from: without noise."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+_NOISE = re.compile("drop|jitter|noise")
+"""What the names of probabilities and widths of noise have in common."""
+
+
+def gradient_mode(model: nn.Module) -> None:
+    """The mode that gradients are computed in: that of evaluation, without noise of any name. Only layers that compute their
+    activations a second time are in training mode, since they do so in no other; their own noise is set to 0."""
+    model.eval()
+    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    inner = [layer for layer in layers if not hasattr(layer, "gradient_checkpointing_enable")]
+    for layer in inner or layers:  # older code asks the whole trunk for its mode
+        layer.training = True
+        for owner in (layer, getattr(layer, "config", None)):
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if isinstance(value, float) and _NOISE.search(name):
+                    setattr(owner, name, 0.0)
 
 
 def read_model(folder: Path, kind: Any = None, **how: Any) -> PreTrainedModel:

@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning.engines.adapters import add_adapters
 from lightning.engines.loading import names_and_shapes, quantisation, read_model
+from lightning.engines.rope import fix_positions
 from lightning.errors import ConfigError, EngineError
 from lightning.policy_server.model_folder import TensorSpec, check_model_folder, checkpoint_files, folder_tensors
 
 if TYPE_CHECKING:
     import torch
+
+    from lightning.config import LoraConfig
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 SCALE = "_scale_inv"
@@ -52,8 +56,9 @@ class Contents:
         return " ".join(said)
 
 
-def contents(folder: Path) -> Contents:
-    """Compare what `transformers` makes of a folder, on the device `meta`, with the headers of its files.
+def contents(folder: Path, *, lora: LoraConfig | None = None, max_model_len: int | None = None) -> Contents:
+    """Compare what `transformers` makes of a folder, on the device `meta`, with the headers of its files; try these
+    adapters and this length of the policy server (`engines.rope`) on it.
 
     Raises `ConfigError` naming the first tensors for a layout that weights cannot be written back into, and for one that is
     quantised in a way that cannot be trained; `EngineError` and `PolicyServerError` for a folder that cannot be read.
@@ -71,6 +76,9 @@ def contents(folder: Path) -> Contents:
             f"would be trained as {_some(unknown)} it has none of that name and shape. Load and save it once with transformers "
             "(AutoModelForCausalLM.from_pretrained, save_pretrained; the tokenizer alike), and train the new folder"
         )
+    fix_positions(model, folder, max_model_len)
+    if lora is not None:
+        add_adapters(model, lora)
     written = with_scales(trained, stored)
     carried = stored.keys() - set(written) - tied_heads(written, stored).keys()
     return Contents(written, tuple(sorted(carried)), any(stored[name].dtype in FP8 for name in trained))

@@ -26,6 +26,7 @@ def torch_engine(config: Config) -> TorchEngine:
         import transformers  # noqa: F401 — a missing one must be named now, not in the middle of a run
 
         from lightning.engines.torch.engine import TorchEngine
+        from lightning.policy_server.profiles import served_length
     except ImportError as error:
         if (error.name or "").startswith("lightning"):
             raise
@@ -38,6 +39,7 @@ def torch_engine(config: Config) -> TorchEngine:
         tokens_per_microbatch=section.tokens_per_microbatch,
         gradient_checkpointing=section.gradient_checkpointing,
         lora=section.lora,
+        max_model_len=served_length(config.policy_server),
         step=section.step,
         critic_trunk=section.critic_trunk,
         max_nonfinite_steps=section.max_nonfinite_steps,

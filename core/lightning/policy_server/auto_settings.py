@@ -183,8 +183,10 @@ def choose(
             why = "set"
         room = f" = {kv // each:,} tokens" if each else ""
         reasons.append(f"KV cache {kv / GIBI:.2f} GiB{room} ({why})")
-    length = config.max_model_len
-    reasons.append(f"context {length} (set)" if length else "the model's own context, as far as the KV cache goes")
+    length, why = config.max_model_len, "set"
+    if length is None and facts.growing is not None:
+        length, why = facts.growing.length, f"the model's own before {facts.growing.kind} scaling"
+    reasons.append(f"context {length} ({why})" if length else "the model's own context, as far as the KV cache goes")
     found = parsers_for(facts)
     tool = found.tool if config.tool_call_parser == "auto" else config.tool_call_parser
     reasoning = found.reasoning if config.reasoning_parser == "auto" else config.reasoning_parser

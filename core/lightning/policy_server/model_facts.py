@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from lightning.errors import PolicyServerError
 from lightning.policy_server.model_folder import DTYPE_BYTES, folder_tensors
@@ -19,6 +20,14 @@ TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Where a model of several kinds of input keeps the configuration of its language model."""
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 """Entries of `layer_types` (`layers_block_type`) that keep keys and values for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrowingPositions:
+    """Rotary positions that are scaled for rows longer than `length`."""
+
+    kind: Literal["longrope", "dynamic"]
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,8 @@ class ModelFacts:
     """All chat templates of the folder, one after another; empty without one."""
     vocabulary: str
     """The text of tokenizer.json; empty without one."""
+    growing: GrowingPositions | None = None
+    """How positions are scaled by the length of what is computed; None where they are not."""
 
     @property
     def knows_tools(self) -> bool:
@@ -57,8 +68,7 @@ class ModelFacts:
 def read_facts(folder: Path) -> ModelFacts:
     """The facts of a complete model folder (see `check_model_folder`). Raises PolicyServerError for one that cannot be read."""
     config = _object(folder / "config.json")
-    text = next((config[name] for name in TEXT_PARTS if isinstance(config.get(name), dict)), config)
-    assert isinstance(text, dict)  # for the type checker: chosen so above
+    text = _text_part(config)
     tensors = folder_tensors(folder).values()
     latent = isinstance(text.get("kv_lora_rank"), int)
     kinds = text.get("layer_types") or text.get("layers_block_type") or []
@@ -77,7 +87,33 @@ def read_facts(folder: Path) -> ModelFacts:
         why_bfloat16="linear attention" if linear else "FP8 weights" if _is_fp8(config, text) else "",
         template="\n".join(_templates(folder)),
         vocabulary=tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else "",
+        growing=growing_positions(folder),
     )
+
+
+def growing_positions(folder: Path) -> GrowingPositions | None:
+    """How a folder's model scales positions by length, by its `config.json`; None where it does not. Raises
+    PolicyServerError for a file that cannot be read."""
+    text = _text_part(_object(folder / "config.json"))
+    given = text.get("rope_parameters") or text.get("rope_scaling")
+    if not isinstance(given, dict):
+        return None
+    for rope in [given, *(value for value in given.values() if isinstance(value, dict))]:
+        kind = rope.get("rope_type", rope.get("type"))
+        own = _integer(rope, "original_max_position_embeddings")
+        whole = _integer(text, "max_position_embeddings", "n_positions")
+        if kind in ("longrope", "su") and (
+            length := own or _integer(text, "original_max_position_embeddings") or whole
+        ):
+            return GrowingPositions("longrope", length)
+        if kind == "dynamic" and whole:
+            return GrowingPositions("dynamic", whole)
+    return None
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the language model."""
+    return next((part for name in TEXT_PARTS if isinstance(part := config.get(name), dict)), config)
 
 
 def _is_fp8(*configs: Mapping[str, object]) -> bool:

@@ -96,6 +96,14 @@ def check_args(config: PolicyServerConfig) -> None:
             )
 
 
+def served_length(config: PolicyServerConfig) -> int | None:
+    """The `max_model_len` of the server; None where an own one is to choose it, 0 where somebody else has chosen."""
+    given = _argument(config.args, "--max-model-len")
+    if given:
+        return int(given) if given.isdigit() else 0
+    return config.max_model_len or (0 if config.attach else None)
+
+
 def server_args(
     model: Path,
     config: PolicyServerConfig,

@@ -15,6 +15,7 @@ from lightning.batch.sample import Sample
 from lightning.config import LoraConfig
 from lightning.engines import export
 from lightning.engines.export import write_adapters
+from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import EngineError, PolicyServerError
 from lightning.losses.correction import NO_CORRECTION
@@ -165,9 +166,54 @@ def test_lora_under_bfloat16_has_float32_adapters(open_engine: Open, make_row: M
     )
 
 
-def test_lora_that_fits_no_module_is_refused(open_engine: Open) -> None:
-    with pytest.raises(EngineError, match=r"engine\.lora does not fit this model: .*no_such_layer"):
-        open_engine(lora=LoraConfig(target_modules=("no_such_layer",)))
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (("no_such_layer",), r"'no_such_layer', and no module has that name: name modules such as 'down_proj'"),
+        (("q_proj", "v_porj"), r"'v_porj', and no module has that name: did you mean 'v_proj'\?"),
+        (("q_proj", ".*v_proj"), r"'\.\*v_proj', and no module has that name: did you mean 'v_proj'\?"),
+        (("proj",), r"'proj', and no module has that name"),
+        (("layers.7.self_attn.q_proj",), r"'layers\.7\.self_attn\.q_proj', and no module has that name"),
+    ],
+)
+def test_a_name_that_fits_no_module_is_refused(model: Path, targets: tuple[str, ...], said: str) -> None:
+    """Before anything is started, and when the model is loaded."""
+    engine = TorchEngine(lora=LoraConfig(target_modules=targets), device="cpu")
+    for refused in (lambda: engine.check(model), lambda: engine.open(model, OptimizerConfig(), seed=0)):
+        with pytest.raises(EngineError, match=rf"engine\.lora does not fit this model: target_modules has {said}"):
+            refused()
+
+
+@pytest.mark.parametrize(
+    "targets", [("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head", "layers.1.mlp.up_proj")]
+)
+@pytest.mark.parametrize("step", ["linear", "tree"])
+def test_adapters_of_tables_and_output_layers_make_a_step_and_reach_the_export(
+    open_engine: Open, make_row: Make, tmp_path: Path, targets: tuple[str, ...], step: str
+) -> None:
+    engine = open_engine(lora=LoraConfig(rank=4, target_modules=targets), step=step, lr=1e-2)
+    rows = [make_row(16, [(4, 16, 1.0, 0.1)], seed=seed) for seed in (0, 1)]
+    rows[1].ids[:8] = rows[0].ids[:8]
+    before = engine.logprobs(rows)[0][1:]
+    for _ in range(3):
+        assert engine.step(rows, ClippedPolicyGradient(correction=NO_CORRECTION)).metrics["stepped"] == 1.0
+    ours = engine.logprobs(rows)[0][1:]
+    assert np.abs(ours - before).max() > 1e-2
+    np.testing.assert_allclose(logprobs_of(engine.export(tmp_path / "model"), rows[0]), ours, atol=2e-5)
+    # vLLM merges matrices alone; a table is handed over whole.
+    assert (engine.adapters(tmp_path / "a.safetensors") is None) == ("embed_tokens" in targets)
+
+
+@pytest.mark.parametrize(
+    ("target", "shared"), [("embed_tokens", "lm_head"), ("lm_head", r"model\.embed_tokens")], ids=["table", "head"]
+)
+def test_an_adapter_on_a_weight_that_two_layers_share_is_refused(
+    open_engine: Open, tied_model: Path, target: str, shared: str
+) -> None:
+    lora = LoraConfig(target_modules=("q_proj", target))
+    for refused in (lambda: TorchEngine(lora=lora).check(tied_model), lambda: open_engine(tied_model, lora=lora)):
+        with pytest.raises(EngineError, match=rf"{target} has the same weight as {shared} \(tied\).*target_modules"):
+            refused()
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])

@@ -164,8 +164,10 @@ def test_adapters_on_experts_that_are_one_parameter_are_refused_and_others_are_m
 ) -> None:
     """peft gives a router and fused experts wrappers of their own, which would be trained and never written."""
     for family in ("qwen3_next", "deepseek_v3"):
-        with pytest.raises(EngineError, match=r"experts in one parameter.*engine\.lora\.target_modules = "):
+        with pytest.raises(EngineError, match=r"in one parameter, so an adapter.*engine\.lora\.target_modules = "):
             open_engine(folders(family), lora=LoraConfig(rank=4))
+    with pytest.raises(EngineError, match=r"model\.layers\.0\.linear_attn\.conv1d is no plain matrix, so an adapter"):
+        open_engine(folders("qwen3_next"), lora=LoraConfig(rank=768, target_modules=("conv1d",)))
     engine = open_engine(folders("qwen3_next"), lora=LoraConfig(rank=4, target_modules=("q_proj", "v_proj")), lr=1e-2)
     row = make_row(16, [(4, 16, 1.0, 0.1)])
     engine.step([row], ClippedPolicyGradient())

@@ -58,7 +58,8 @@ T = TypeVar("T")
 
 
 class TorchEngine:
-    """Implements `lightning.engines.protocol.Engine`. Arguments are those of `EngineConfig`; `dtype` may also be `float64`."""
+    """Implements `lightning.engines.protocol.Engine`. Arguments are those of `EngineConfig`; `dtype` may also be `float64`, and
+    `max_model_len` is the policy server's (`engines.rope`)."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class TorchEngine:
         tokens_per_microbatch: int = 8192,
         gradient_checkpointing: bool = False,
         lora: LoraConfig | None = None,
+        max_model_len: int | None = None,
         step: StepKind = "auto",
         critic_trunk: Trunk = "frozen",
         max_nonfinite_steps: int = 3,
@@ -76,6 +78,7 @@ class TorchEngine:
         self._dtype, self._device_name, self._threads, self._kind = dtype, device, threads, step
         self._budget, self._gradient_checkpointing, self._lora = tokens_per_microbatch, gradient_checkpointing, lora
         self._trunk: Trunk = critic_trunk
+        self._served = max_model_len
         self._lm: CausalLM | None = None
         self._reference: Reference | None = None
         self._critic: ValueHead | None = None
@@ -91,7 +94,7 @@ class TorchEngine:
 
     def check(self, model: Path) -> str:
         """See `lightning.engines.protocol.ChecksModel`."""
-        return contents(model).remark()
+        return contents(model, lora=self._lora, max_model_len=self._served).remark()
 
     def check_teacher(self, teacher: Path) -> None:
         """See `lightning.engines.protocol.ChecksTeacher`."""
@@ -113,8 +116,9 @@ class TorchEngine:
                 device=device,
                 lora=self._lora,
                 gradient_checkpointing=self._gradient_checkpointing,
+                max_model_len=self._served,
             )
-        self._reference = Reference(self._lm, lora=self._lora is not None, folder=reference)
+        self._reference = Reference(self._lm, lora=self._lora is not None, folder=reference, max_model_len=self._served)
         self._critic = ValueHead(self._lm.model, self._trunk, dtype=self._lm.dtype, device=device) if critic else None
         self._parameters = self._lm.trainable()
         self._optimizer = _adamw(self._parameters, self._critic, optimizer)

@@ -1,7 +1,7 @@
 """A causal language model in two halves: the trunk that makes hidden states, and the output layer.
 
-The invariant: trunk and output layer together give exactly the model's own logits (checked when it is loaded), and no
-dropout is active, so that the same tokens always have the same logprobs. The reference model, the one that training began
+The invariant: trunk and output layer together give exactly the model's own logits, and a token's logprob depends on the tokens
+before it alone (both are checked when it is loaded). The reference model, the one that training began
 with, computes exactly as the trained one did before its first step, in the same dtype, also in a run that was resumed: it comes
 from the folder that the engine was opened with, never from a training state.
 
@@ -22,11 +22,14 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from lightning.engines.adapters import add_adapters
 from lightning.engines.failures import needing_room
-from lightning.engines.loading import beside_text, read_model, silence_dropout
+from lightning.engines.loading import beside_text, gradient_mode, read_model
+from lightning.engines.rope import fix_positions
+from lightning.engines.sameness import refuse_dependence
 from lightning.engines.torch.gradients import add_in_place
 from lightning.engines.torch.logprobs import Logits
-from lightning.errors import EngineError, MissingExtraError
+from lightning.errors import EngineError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -67,13 +70,12 @@ class CausalLM:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Without gradients and without checkpointing."""
-        training = self.model.training
         self.model.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
-            self.model.train(training)
+            gradient_mode(self.model)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -95,26 +97,43 @@ class CausalLM:
 
 
 def load_model(
-    folder: Path, *, dtype: str, device: torch.device, lora: LoraConfig | None, gradient_checkpointing: bool
+    folder: Path,
+    *,
+    dtype: str,
+    device: torch.device,
+    lora: LoraConfig | None = None,
+    gradient_checkpointing: bool = False,
+    max_model_len: int | None = None,
 ) -> CausalLM:
-    """Load a `transformers` causal LM folder for training. Raises `EngineError` naming the folder and what is wrong."""
+    """Load a `transformers` causal LM folder for training beside a vLLM of this `max_model_len` (`engines.rope` says what no
+    number means). Raises `EngineError` naming the folder and what is wrong."""
     kind = _resolve_dtype(dtype, device)
     held = torch.bfloat16 if lora is not None and kind is torch.bfloat16 else _master(kind)
     model = read_model(folder, dtype=held).to(device)
+    context = fix_positions(model, folder, max_model_len)
     if lora is not None:
-        _add_lora(model, lora)
+        add_adapters(model, lora)
     beside = beside_text(model)
     for parameter in model.parameters():
         if id(parameter) in beside:
             parameter.requires_grad_(requires_grad=False)
-    silence_dropout(model)
     add_in_place(model)
+    if gradient_checkpointing and not model.supports_gradient_checkpointing:
+        raise EngineError(
+            f"{type(model).__name__} in {folder} cannot compute its activations a second time: set "
+            "engine.gradient_checkpointing = false"
+        )
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with torch.no_grad(), _autocast(device, kind):
         logits = _find_output(model.eval(), device, folder)
-    model.train(gradient_checkpointing)  # which works in training mode only; all dropout is silenced
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
+
+    def compute(ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        with _autocast(device, kind):
+            return _hidden(model, ids, **({} if positions is None else {"position_ids": positions}))
+
+    refuse_dependence(model, compute, dtype=kind, vocab_size=vocab_size, context=context, folder=folder)
     return CausalLM(model, folder, device, kind, vocab_size, logits)
 
 
@@ -154,46 +173,16 @@ def _autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManage
     return nullcontext()
 
 
-def _add_lora(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """Put adapters on the layers that are named, in float32. Raises `EngineError` where they do not fit the model."""
-    try:
-        import peft
-    except ImportError as error:
-        raise MissingExtraError("torch", "peft") from error
-    targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-    try:
-        peft.inject_adapter_in_model(
-            peft.LoraConfig(
-                r=lora.rank,
-                lora_alpha=lora.alpha,
-                target_modules=targets,
-                task_type="CAUSAL_LM",
-            ),
-            model,
-        )
-    except ValueError as error:
-        raise EngineError(f"engine.lora does not fit this model: {error}") from error
-    fused = next((name for name, module in model.named_modules() if hasattr(module, "parameter_name")), "")
-    if fused:  # peft's wrapper of a parameter
-        raise EngineError(
-            f"engine.lora does not fit this model: {fused} keeps its experts in one parameter, and adapters there cannot be "
-            "merged into the weights that are served. Name the layers to adapt without experts and routers, such as "
-            'engine.lora.target_modules = ["q_proj", "k_proj", "v_proj", "o_proj"]'
-        )
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype is torch.bfloat16:
-            parameter.data = parameter.data.float()
-
-
-def _hidden(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    states: torch.Tensor = _trunk(model)(input_ids=ids, use_cache=False).last_hidden_state
+def _hidden(model: PreTrainedModel, ids: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+    states: torch.Tensor = _trunk(model)(input_ids=ids, use_cache=False, **more).last_hidden_state
     return states
 
 
 def _trunk(model: PreTrainedModel) -> nn.Module:
     """What makes hidden states of text; of a model that also sees, the part that does not."""
     if model.config.get_text_config() is model.config:
-        return cast("nn.Module", getattr(model, model.base_model_prefix))
+        named = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"  # Llama 4's text model
+        return cast("nn.Module", getattr(model, named))
     return cast("nn.Module", model.get_decoder())
 
 
@@ -215,8 +204,11 @@ def _find_output(model: PreTrainedModel, device: torch.device, folder: Path) -> 
 def _outputs(module: nn.Module, config: PretrainedConfig) -> Iterator[Logits]:
     """What a model may make of its output layer's numbers, by what its configuration says; last, nothing."""
     layer: Logits = module
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    if cap:
+    # Gemma, RecurrentGemma, xLSTM
+    caps = (
+        getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    )
+    if cap := next(filter(None, caps), None):
         yield lambda hidden: torch.tanh(layer(hidden) / cap) * cap
     scale = getattr(config, "logit_scale", None)  # Cohere
     if scale:
@@ -235,7 +227,10 @@ class Reference:
     trained one without its adapters and costs no memory; otherwise it is a second model, which is loaded when it is first
     asked for."""
 
-    def __init__(self, trained: CausalLM, *, lora: bool, folder: Path | None = None) -> None:
+    def __init__(
+        self, trained: CausalLM, *, lora: bool, folder: Path | None = None, max_model_len: int | None = None
+    ) -> None:
+        self._served = max_model_len
         self._trained, self._lora, self._folder = trained, lora and folder is None, folder or trained.folder
         self.takes_trees: bool | None = True if folder is None else None
         """Whether it can be computed over a tree where the trained one can; None while nobody has tried."""
@@ -263,8 +258,7 @@ class Reference:
                     folder,
                     dtype=str(self._trained.dtype).removeprefix("torch."),
                     device=device,
-                    lora=None,
-                    gradient_checkpointing=False,
+                    max_model_len=self._served,
                 )
             self._copy.model.requires_grad_(False)
         return self._copy

@@ -75,7 +75,8 @@ class GradientPass:
                 losses.append(self._policy_loss(part, seen))
             if len(part.states):
                 losses.append(self._value_loss(part))
-            return sum(losses[1:], losses[0]) if losses else None
+            open_ones = [loss for loss in losses if loss.requires_grad]  # none where the output layer alone is trained
+            return sum(open_ones[1:], open_ones[0]) if open_ones else None
 
         computed = self.layout.walk(self.lm, budget, visit)
         self.tally.tree = isinstance(self.layout, Forest)

@@ -18,6 +18,7 @@ import torch
 
 from lightning.batch.radix import Node, PrefixTree, build_tree
 from lightning.engines.failures import needing_room
+from lightning.engines.sameness import CONTROL_SHARE, ROUNDING, moved
 from lightning.engines.torch.model import CausalLM
 from lightning.engines.torch.packing import Branch, Enter, Extend, Leave, Pack, Retract, moves, pack_tree
 from lightning.engines.torch.path_attention import (
@@ -45,14 +46,6 @@ def kernel_for(device: torch.device) -> Kernel:
 
 TRIED = ((0, 1, 2, 3, 4, 5), (0, 1, 2, 6, 7), (0, 1, 8))
 """Rows that a model is tried on; the numbers stand for tokens of its vocabulary."""
-
-ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""By what a model computes in, how far rounding may move a hidden state, relative to its norm. float64 is no better than
-float32: most norms round to that inside. Measured on 30 layers: 1e-5 in float32, 0.02 in bfloat16."""
-
-CONTROL_SHARE = 0.25
-"""How much of what another context token changes the tree may change, at the most. A tree that is wrong lets a token see one
-token more or fewer, or at another place, so it changes as much as that."""
 
 
 def why_no_tree(lm: CausalLM) -> str:
@@ -82,8 +75,8 @@ def why_no_tree(lm: CausalLM) -> str:
     except (RuntimeError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         return f"its layers do not take the keys and values of earlier tokens ({error})"
     whole, control = _row_states(lm, rows), _row_states(lm, changed_rows)
-    difference = float(torch.cat([_moved(*pair) for pair in zip(found, whole, strict=True)]).max())
-    changed = float(torch.cat([_moved(*pair)[2:] for pair in zip(control, whole, strict=True)]).mean())
+    difference = float(torch.cat([moved(*pair) for pair in zip(found, whole, strict=True)]).max())
+    changed = float(torch.cat([moved(*pair)[2:] for pair in zip(control, whole, strict=True)]).mean())
     if difference <= min(ROUNDING[lm.dtype], CONTROL_SHARE * changed):
         return ""
     return (
@@ -111,12 +104,6 @@ def _row_states(lm: CausalLM, rows: Sequence[npt.NDArray[np.int32]]) -> list[tor
     """Hidden states (T, H) of each row by itself."""
     with lm.evaluating(), lm.computing():
         return [lm.hidden(torch.from_numpy(row).long()[None].to(lm.device))[0] for row in rows]
-
-
-def _moved(states: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """(T,) how far each state is from the original one, relative to that one's norm."""
-    away, size = ((of.double().square().sum(-1)).sqrt() for of in (states - original, original))
-    return away / size
 
 
 @dataclass(slots=True)
@@ -225,7 +212,8 @@ class TreeWalk:
                 if output.requires_grad:
                     outputs.append(output)
                     gradients.append(gradient.to(output.dtype))
-        torch.autograd.backward(outputs, gradients)
+        if outputs:  # none where the output layer alone is trained
+            torch.autograd.backward(outputs, gradients)
         self._held -= len(pack) if opened.held else 0
 
     def _forward(self, pack: Pack, *, keep: bool) -> tuple[torch.Tensor, dict[int, tuple[torch.Tensor, torch.Tensor]]]:
