@@ -29,6 +29,7 @@ from lightning.engines.rows import Numbers, Tokens, trained_tokens
 from lightning.engines.step import StepDriver, is_prepared, prepared
 from lightning.errors import ConfigError, EngineError, WorkersLostError
 from lightning.losses.protocol import Loss
+from lightning.policy_server.profiles import served_length
 from lightning.types import Json
 
 from lightning_verl.device import choose
@@ -92,7 +93,7 @@ class VerlEngine:
 
     def check(self, model: Path) -> str:
         """See `lightning.engines.protocol.ChecksModel`."""
-        found = contents(model)
+        found = contents(model, lora=self._config.engine.lora, max_model_len=served_length(self._config.policy_server))
         if found.fp8:
             raise ConfigError(f"the weights in {model} are FP8, which verl does not train: {UNTRAINABLE}")
         return found.remark()
@@ -296,7 +297,7 @@ class VerlEngine:
                 refuse_holes(each)
         arguments = {
             "seed": opened.seed, "threads": engine.threads, "optimizer": opened.optimizer, "trunk": opened.trunk,
-            "teacher": teacher,
+            "teacher": teacher, "max_model_len": served_length(self._config.policy_server),
         }  # fmt: skip
         group: Group | None = None
         try:

@@ -7,12 +7,15 @@ since outside of them those that it offloads may still be on their way.
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.engines import export
-from lightning.engines.loading import silence_dropout
+from lightning.engines.loading import gradient_mode, unwrapped
+from lightning.engines.rope import fix_positions
+from lightning.engines.sameness import refuse_dependence
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +23,8 @@ from lightning_verl import api
 from lightning_verl.critic import Learner, PolicyEngine
 from lightning_verl.shards import load_shards, save_shards
 from lightning_verl.strategy import ReferenceWeights
+
+_DTYPES = {"bf16": torch.bfloat16}
 
 
 # verl takes a vendor's own engine before the one of all vendors; and it has none for a CPU, where its code runs as it is.
@@ -29,12 +34,31 @@ from lightning_verl.strategy import ReferenceWeights
 class Fsdp2Engine(PolicyEngine):
     """Implements `lightning_verl.strategy.Strategy`."""
 
-    def begin(self) -> None:
+    def begin(self, max_model_len: int | None) -> None:
         """See `Strategy.begin`."""
-        silence_dropout(self.trained)
+        self.trained.train = partial(_train, self.trained)  # type: ignore[method-assign]  # verl calls it for each gradient
+        folder = Path(self.model_config.local_path)
+        context = fix_positions(self.trained, folder, max_model_len)
+        base = unwrapped(self.trained)
+        with self.eval_mode():
+            refuse_dependence(
+                self.trained,
+                self._packed,
+                dtype=_DTYPES.get(self.engine_config.mixed_precision["param_dtype"], torch.float32),
+                vocab_size=base.config.get_text_config().vocab_size,
+                context=context,
+                folder=folder,
+            )
         # verl takes the softmax in the dtype of the logits: in bfloat16 a logprob would be off by up to 0.04.
         self.trained.register_forward_hook(_in_float32)
         _spare_vectors(self.optimizer)
+
+    def _packed(self, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """Logits (B, T, V) of rows one behind another, as verl computes them."""
+        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids) if positions is None else positions
+        output = self.trained(input_ids=ids.reshape(1, -1), position_ids=places.reshape(1, -1), use_cache=False)
+        logits: torch.Tensor = output.logits
+        return logits.reshape(*ids.shape, -1)
 
     @property
     def trained(self) -> nn.Module:
@@ -71,6 +95,14 @@ class Fsdp2Engine(PolicyEngine):
 
     def end(self) -> None:
         """See `Strategy.end`."""
+
+
+def _train(module: nn.Module, mode: bool = True) -> nn.Module:
+    """In the place of `nn.Module.train`: without noise."""
+    nn.Module.train(module, mode=False)
+    if mode:
+        gradient_mode(module)
+    return module
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

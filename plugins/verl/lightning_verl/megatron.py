@@ -62,7 +62,7 @@ class MegatronEngine(api.megatron_engine()):  # type: ignore[misc]
                 super().optimizer_step()
         return norm
 
-    def begin(self) -> None:
+    def begin(self, max_model_len: int | None) -> None:
         """See `Strategy.begin`. Nothing is left to do: dropout is off in the settings, Megatron returns logits in float32 and
         spares norms and biases the weight decay."""
 

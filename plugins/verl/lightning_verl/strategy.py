@@ -61,8 +61,9 @@ def _trained(module: nn.Module) -> dict[str, torch.Tensor]:
 class Strategy(Protocol):
     """How a model is cut into the parts that ranks hold. All ranks call the same methods."""
 
-    def begin(self) -> None:
-        """Make the model what our losses expect, when it has been loaded: no dropout, and a softmax in float32."""
+    def begin(self, max_model_len: int | None) -> None:
+        """Make the model what our losses expect, when it has been loaded: no noise, positions as a vLLM of this length has
+        them, and a softmax in float32. Raises `EngineError` for a model that cannot be so."""
 
     @property
     def trained(self) -> nn.Module:

@@ -37,8 +37,9 @@ MODULES = {"fsdp2": "fsdp", "megatron": "megatron"}
 
 class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has no types
     """Holds this rank's shard of the model and of its optimizer, and a critic where one is told on which `trunk`. `seed` is
-    that of new adapters, the same on all ranks; `optimizer` is how a critic learns, `config` says so of the model. `teacher` is
-    the configuration of another reference model, where there is one."""
+    that of new adapters, the same on all ranks; `optimizer` is how a critic learns, `config` says so of the model.
+    `max_model_len` is the policy server's (`lightning.engines.rope`), `teacher` the configuration of another reference model,
+    where there is one."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         threads: int,
         optimizer: OptimizerConfig,
         trunk: Trunk | None,
+        max_model_len: int | None = None,
         teacher: Any | None = None,
     ) -> None:
         if api.get_device_name() == "cpu":
@@ -61,7 +63,7 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         super().__init__(config)
         self.engine.initialize()
         self._part: Strategy = self.engine
-        self._part.begin()
+        self._part.begin(max_model_len)
         self._sender = LocalSender()
         self._moved = False
         # Adapters are small; whole weights are kept when a loss wants them, see `_first_weights`.
@@ -69,7 +71,7 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         self._learner = None if trunk is None else Learner(self._part.trained, trunk, optimizer)
         if self._learner is not None:
             self.engine.attach(self._learner.critic)
-        self._teacher = None if teacher is None else _read_beside(teacher)
+        self._teacher = None if teacher is None else _read_beside(teacher, max_model_len)
 
     def place(self) -> tuple[int, bool]:
         """The rank's place among those that share out rows, and whether it is the one of its place that answers."""
@@ -214,7 +216,7 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         return data
 
 
-def _read_beside(config: Any) -> Any:
+def _read_beside(config: Any, max_model_len: int | None) -> Any:
     """Another model than the worker's own, as verl's engine, sharded over the same ranks. All of them must call it."""
     config.model_config.model_type = config.model_type
     config.engine_config.use_remove_padding = True
@@ -228,7 +230,7 @@ def _read_beside(config: Any) -> Any:
     )
     engine.initialize()
     part: Strategy = engine
-    part.begin()
+    part.begin(max_model_len)
     return engine
 
 

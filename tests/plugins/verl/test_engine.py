@@ -26,6 +26,7 @@ from lightning.policy_server.weight_transfer.links import Spec, join
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from tests.plugins.verl.conftest import ALONE, CALLS, LOSS, VOCAB, OpenVerl
 
@@ -113,6 +114,21 @@ def test_it_computes_what_the_torch_engine_computes(
     """The critic too, on a frozen trunk or one that it trains."""
     engine = open_verl(ALONE, optimizer=UNCLIPPED, critic=True, tokens_per_microbatch=64, **settings)
     compare(engine, open_torch(**settings), tmp_path)
+
+
+def test_noise_that_nothing_silences_is_refused_by_the_layers_name(
+    open_verl: OpenVerl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The torch engine's check, on packed rows; what `gradient_mode` silences is no noise."""
+
+    def noisy(self: torch.nn.Module, *given: Any, **more: Any) -> torch.Tensor:
+        return torch.nn.functional.dropout(layer(self, *given, **more), 0.2, self.training)
+
+    layer = Qwen3DecoderLayer.forward
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward", noisy)
+    with pytest.raises(EngineError, match=r"first in .*layers\.0 .*engine\.gradient_checkpointing = false"):
+        open_verl(ALONE, gradient_checkpointing=True)
+    open_verl(ALONE)
 
 
 def test_two_workers_compute_it_also_when_one_is_killed(
