@@ -19,12 +19,15 @@ import typer
 from lightning._version import __version__
 from lightning.cli.check import Check, Extra, Status, check_gpus, extras, version_of
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
-from lightning.config import Config
+from lightning.config import Config, with_settings
 from lightning.engines.plugin import torch_engine
+from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import LightningError, PluginError
 from lightning.gateway.chat_template import CURE_OF_TEMPLATE
 from lightning.installation import conflicts, install_command
 from lightning.plugins import OWN, plugins
+from lightning.policy_server.auto_settings import free_memory
+from lightning.policy_server.model_facts import read_facts
 
 COLOURS: dict[Status, str] = {"ok": "green", "missing": "yellow", "broken": "red", "low": "yellow"}
 
@@ -34,6 +37,8 @@ DEMO = "demo"
 MINIMUM_PYTHON = (3, 11)
 FREE_GB = 2.0
 """Disk below which a run may not have room for its checkpoints."""
+LOADED_BYTES = 5
+"""For each parameter of a model that is loaded: float32, and what is read of the file meanwhile."""
 
 
 def doctor(
@@ -52,7 +57,7 @@ def doctor(
     run, or the model cannot be trained."""
     checks = list(examine(try_ or ()))
     if model is not None:
-        checks += [_model(model), _template(model)]
+        checks += [*_model(model), _template(model)]
     ok = not any(check.fatal for check in checks)
     if as_json:
         print_json({"ok": ok, "lightning": __version__, "checks": checks})
@@ -137,13 +142,43 @@ def _extra(extra: Extra, needed: set[str]) -> Check:
     return Check(f"[{extra.name}]", "ok", have, needed=is_needed)
 
 
-def _model(folder: Path) -> Check:
-    """Names and shapes of its tensors, on the device `meta`: what the torch engine checks before it trains."""
+def _model(folder: Path) -> Iterator[Check]:
+    """What the torch engine checks before it trains: names and shapes of tensors, and then a few tokens, for which the model is
+    loaded where the memory has room for it."""
+    limited = ""
     try:
-        remark = torch_engine(Config()).check(folder)
+        said = torch_engine(Config()).check(folder)
+        needed, room = LOADED_BYTES * read_facts(folder).parameters, free_memory()
+        if fits := room is None or needed < room:
+            limited = _tried(folder)
     except LightningError as error:
-        return Check("model", "broken", str(error), needed=True)
-    return Check("model", "ok", f"{folder} can be trained. {remark}".strip(), needed=True)
+        yield Check("model", "broken", str(error), needed=True)
+        return
+    yield Check("model", "ok", f"{folder} can be trained. {said}".strip(), needed=True)
+    if limited:
+        yield Check("gradient checkpointing", "low", limited, "leave out engine.gradient_checkpointing")
+    if not fits:
+        told = f"no token was tried: loading the model takes {needed / 1e9:.0f} GB of memory, which is not free"
+        yield Check("model's tokens", "low", told, "use a larger machine, or begin the run, which tries them")
+
+
+def _tried(folder: Path) -> str:
+    """Load a model as a run does; returns why that cannot be with gradient checkpointing, which is the harder case. Raises the
+    `LightningError` that every run would end with."""
+    why = ""
+    for checkpointing in (True, False):
+        engine = torch_engine(with_settings(Config(), {"engine.gradient_checkpointing": checkpointing}))
+        try:
+            engine.open(folder, OptimizerConfig(), seed=0)
+        except LightningError as error:
+            if not checkpointing:
+                raise
+            why = str(error)
+        else:
+            break
+        finally:
+            engine.close()
+    return why
 
 
 def _template(folder: Path) -> Check:

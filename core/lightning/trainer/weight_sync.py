@@ -287,5 +287,6 @@ class Publisher:
                 logger.warning("%s: it is given the weights once more", told)
         raise PolicyServerError(
             f"{told}, also at a second try: it does not serve the trained weights. Nothing is lost; resume the run. If it "
-            "comes again, compare dtypes (policy_server.dtype, engine.dtype); trainer.max_logprob_gap sets a bound of your own"
+            "comes again, resuming does not help: compare dtypes (policy_server.dtype, engine.dtype), and run lightning doctor "
+            "--model FOLDER; trainer.max_logprob_gap sets a bound of your own"
         )

@@ -7,12 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from lightning import __version__
 from lightning.cli import adapters, doctor
 from lightning.cli import check as installed
 from lightning.installation import install_command
 from lightning.plugins import Plugins
-from lightning.testing.tiny_models import make_tiny_family
+from lightning.testing.tiny_models import make_tiny_family, make_tiny_model
+from torch import nn
+from torch.nn.functional import dropout
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP
 
 
 @pytest.fixture
@@ -123,6 +127,30 @@ def test_extras_are_read_from_the_metadata(monkeypatch: pytest.MonkeyPatch) -> N
     a, b = installed.extras()
     assert (a.name, a.versions, a.missing) == ("a", {"one": "1.0"}, [])
     assert (b.name, b.versions, b.missing) == ("b", {"one": "1.0", "two": None}, ["two"])
+
+
+def test_doctor_tries_a_few_tokens_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run would refuse when it loads the model is said here, and what it would refuse under one setting alone."""
+    model = make_tiny_model(tmp_path / "model")
+
+    def found() -> dict[str, tuple[str, str]]:
+        return {one.name: (one.status, one.detail) for one in doctor._model(model)}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(doctor, "free_memory", lambda: 1000)
+        assert found()["model's tokens"][0] == "low"
+
+    def noisy(self: nn.Module, states: torch.Tensor, *given: object, **more: object) -> torch.Tensor:
+        result: torch.Tensor = original(self, states, *given, **more)
+        return dropout(result, 0.5, self.training)
+
+    original = Qwen3DecoderLayer.forward
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward", noisy)
+    assert found()["model"] == ("ok", f"{model} can be trained.")
+    assert "first in model.layers.0 (Qwen3DecoderLayer)" in found()["gradient checkpointing"][1]
+    monkeypatch.setattr(Qwen3MLP, "forward", lambda self, states: states + states.sum(0, keepdim=True))
+    status, said = found()["model"]
+    assert (status, "first in model.layers.0.mlp (Qwen3MLP)" in said) == ("broken", True)
 
 
 def test_doctor_says_whether_a_model_folder_can_be_trained(lightning, tmp_path: Path) -> None:
