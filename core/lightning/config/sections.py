@@ -358,7 +358,8 @@ class PolicyServerConfig(Section):
     """vLLM's dtype. `auto` takes `engine.dtype` where that is set, else one type is chosen for both: bfloat16 on CUDA,
     bfloat16 for models of 50 M parameters or more on a CPU that is faster in bfloat16, else float32."""
     max_model_len: int | None = Field(default=None, ge=16)
-    """Maximum length of prompt plus response, in tokens; null is the model's context length, limited by the KV cache."""
+    """Maximum length of prompt plus response, in tokens; null is the model's context length, limited by the KV cache. With
+    positions that are scaled for longer texts (longrope, dynamic) null is the length before scaling."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     """Size of the KV cache. null computes it from the model's size and `runner.concurrency` on a CPU; on CUDA it is what
     `gpu_memory_utilization` leaves."""

@@ -67,22 +67,22 @@ def refuse_dependence(
     trial = _Trial(model, compute, ids, short, places, dtype, f"{type(base).__name__} in {folder}")
     with torch.no_grad(), _random_states(device):
         model.eval()
-        trial.measure()
         trial.attention()
-        trial.neighbours()
+        repeats = trial.neighbours()
         gradient_mode(model)
-        trial.noise()
+        if any(module.training for module in model.modules()):
+            trial.noise(repeats=repeats)
 
 
 def _last_places(base: Any, context: int | None, long: int) -> torch.Tensor | None:
-    """Positions (2, long) of a row from the first place on and of another that ends at the context's last one; None where the
+    """Positions (3, long) of rows from the first place on, but of the second one up to the context's last one; None where the
     model does not take positions, or nobody knows how many it has."""
     config, trunk = base.config.get_text_config(), base.get_decoder() or base
     known = context or getattr(config, "max_position_embeddings", None)
     if not isinstance(known, int) or known < long or "position_ids" not in inspect.signature(trunk.forward).parameters:
         return None
     device = base.get_input_embeddings().weight.device
-    return torch.arange(long, device=device) + torch.tensor([[0], [known - long]], device=device)
+    return torch.arange(long, device=device) + torch.tensor([[0], [known - long], [0]], device=device)
 
 
 def _seeded(seed: int) -> list[object]:
@@ -121,6 +121,8 @@ class _Trial:
     what: str
     row: torch.Tensor = field(init=False)
     """States (short, H) of the row by itself."""
+    between: torch.Tensor = field(init=False)
+    """The same of it above longer ones."""
     control: float = field(default=0.0, init=False)
     """How far another token in the row moves the states behind it."""
 
@@ -128,17 +130,12 @@ class _Trial:
         return self.compute(self.ids[:, : self.short], None)[0]
 
     def beside(self) -> torch.Tensor:
-        """States of the same row above another one, padded with zeros as the engine's micro-batches are."""
-        pair = torch.cat([self.ids[:, :-1], self.ids[:, 1:].flip(1)])
-        pair[0, self.short :] = 0
-        return self.compute(pair, self.places)[0, : self.short]
-
-    def measure(self) -> None:
-        """Compute the row, and the control."""
-        self.row = self.alone()
-        other = self.ids[:, : self.short].clone()
-        other[0, 1] = self.ids[0, -1]
-        self.control = float(moved(self.compute(other, None)[0], self.row)[2:].mean())
+        """States (3, long, H) of the row, padded with zeros as the engine's micro-batches are, of a longer one at the last
+        places, and of the control: the row with another token."""
+        rows = torch.cat([self.ids[:, :-1], self.ids[:, 1:].flip(1), self.ids[:, :-1]])
+        rows[0, self.short :] = 0
+        rows[2, 1] = self.ids[0, -1]
+        return self.compute(rows, self.places)
 
     def off(self, states: torch.Tensor, share: float = 1.0) -> float:
         """How far the last states are from the row's, in the median: a router that rounding tips over moves few. 0: not further
@@ -147,44 +144,53 @@ class _Trial:
         return 0.0 if away <= share * min(ROUNDING[self.dtype], CONTROL_SHARE * self.control) else away
 
     def attention(self) -> None:
-        """Take `eager` where the attention in use leaves something out, as `sdpa` does with a cap of the scores."""
+        """Compute the row, and take `eager` where the attention in use leaves something out, as `sdpa` does with a cap of the
+        scores."""
         config = unwrapped(self.model).config.get_text_config()
         used = config._attn_implementation  # noqa: SLF001 — transformers has no other name for it
-        if used != "sdpa":
-            return
-        config._attn_implementation = "eager"  # noqa: SLF001
-        capped = [name for name, value in vars(config).items() if "att" in name and "cap" in name and value]
+        self.row = self.alone()
+        config._attn_implementation = "eager" if used == "sdpa" else used  # noqa: SLF001
         eager = self.alone()
+        config._attn_implementation = used  # noqa: SLF001
+        self._above()
+        capped = [name for name, value in vars(config).items() if "att" in name and "cap" in name and value]
         away = self.off(eager)
-        if capped or away:
+        if used == "sdpa" and (capped or away):
             why = (
                 f"which leaves out {capped[0]}"
                 if capped
                 else f"which moves the hidden states by {away:.1e} of their norm"
             )
             logger.info("%s is computed with eager attention, not with %s, %s", self.what, used, why)
-            self.row = eager
-        else:
-            config._attn_implementation = used  # noqa: SLF001
+            config._attn_implementation, self.row = "eager", eager  # noqa: SLF001
+            self._above()
 
-    def neighbours(self) -> None:
-        """Raises where a row depends on the one beside it, or on rows before it."""
-        if away := self.off(self.beside()):
+    def _above(self) -> None:
+        """Compute the row above others, and the control."""
+        found = self.beside()
+        self.between = found[0, : self.short]
+        self.control = float(moved(found[2, : self.short], self.between)[2:].mean())
+
+    def neighbours(self) -> bool:
+        """Raises where a row depends on those beside it, or on rows before it; returns whether it is the same to the last bit
+        when it is computed again."""
+        if away := self.off(self.between):
             raise EngineError(
                 f"{self.what} gives a row other hidden states beside a longer row than alone (by {away:.1e} of their norm), "
                 f"first in {self._first(self.alone, self.beside)}: its logprobs would not be those that vLLM sampled with. "
                 "If config.json scales the positions of long contexts, set policy_server.max_model_len to the length before "
                 "scaling; otherwise train a model of another family"
             )
-        if away := self.off(self.alone()):
+        again = self.alone()
+        if away := self.off(again):
             raise EngineError(
                 f"{self.what} gives a row other hidden states after other rows than before them (by {away:.1e} of their "
                 f"norm), first in {self._first(self.alone, self.alone)}: train a model of another family"
             )
+        return torch.equal(again, self.row)
 
-    def noise(self) -> None:
-        """Raises where a row depends on chance, or on the mode."""
-        repeats = torch.equal(self._evaluated(), self.row)  # then rounding explains next to nothing
+    def noise(self, *, repeats: bool) -> None:
+        """Raises where a row depends on chance, or on the mode. Of one that `repeats` rounding explains next to nothing."""
         for seed in range(TRIES):
             before = _seeded(seed)
             away = self.off(self.alone(), 0.01 if repeats else 1.0)

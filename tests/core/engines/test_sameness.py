@@ -19,9 +19,11 @@ from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import EngineError
 from torch import nn
 from torch.nn.functional import dropout
+from transformers import AutoModelForCausalLM
+from transformers.models.doge.modeling_doge import DogeCDMoE
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP, Qwen3Model, Qwen3RotaryEmbedding
 
-from tests.bench.family_table import CASES, CONTEXT, ORIGINAL, configuration, try_family, verdict
+from tests.bench.family_table import CASES, CONTEXT, ORIGINAL, Case, configuration, try_family, verdict
 
 Open = Callable[..., TorchEngine]
 
@@ -30,7 +32,7 @@ Open = Callable[..., TorchEngine]
     ("name", "said"),
     [
         ("bloom", "right"),  # dropout of the residual stream, by the configuration
-        ("doge", "right"),  # sdpa lets it see the tokens that follow
+        ("doge", "right"),  # dropout of the residual stream, by a layer
         ("gemma2", "right"),  # a cap of the scores, which sdpa leaves out
         ("llama dynamic", "scales the positions behind 16 tokens (dynamic), by each row's own length"),
         ("llama longrope", "right"),
@@ -47,6 +49,19 @@ Open = Callable[..., TorchEngine]
 def test_a_family_is_right_or_refused_by_name(name: str, said: str, tmp_path: Path) -> None:
     found = try_family(CASES[name], tmp_path)
     assert said == verdict(found) or said in str(found.get("refused")), found
+
+
+def test_doges_experts_depend_on_their_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They halve a micro-batch where they mean to halve the router's numbers; transformers 5.10 cannot compute them at all."""
+    more: dict[str, object] = {"is_moe": True, "num_experts": 16, "keep_window_size": 2048}
+    AutoModelForCausalLM.from_config(configuration(Case("doge", more))).save_pretrained(tmp_path)
+    engine = TorchEngine(device="cpu")
+    with pytest.raises(EngineError, match=r"cannot compute DogeForCausalLM .*argument 'input'.*another family"):
+        engine.open(tmp_path, OptimizerConfig(), seed=0)
+    experts = DogeCDMoE.forward
+    monkeypatch.setattr(DogeCDMoE, "forward", lambda self, states: experts(self, states)[0])
+    with pytest.raises(EngineError, match=r"beside a longer row than alone .* first in model\.layers\.0\.mlp"):
+        engine.open(tmp_path, OptimizerConfig(), seed=0)
 
 
 def noisy_layer(self: nn.Module, *given: object, **more: object) -> torch.Tensor:
@@ -96,7 +111,7 @@ def test_a_row_that_depends_on_history_is_refused(open_engine: Open, monkeypatch
 
     def remembering(self: nn.Module, states: torch.Tensor) -> torch.Tensor:
         seen.append(states.shape[0])
-        result: torch.Tensor = MLP(self, states) * (2.0 if seen[-1] == 1 and 2 in seen else 1.0)
+        result: torch.Tensor = MLP(self, states) * (2.0 if seen[-1] == 1 and 3 in seen else 1.0)
         return result
 
     monkeypatch.setattr(Qwen3MLP, "forward", remembering)

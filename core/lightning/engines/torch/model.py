@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
+import transformers
 from torch import nn
 
 from lightning.engines.adapters import add_adapters
@@ -189,7 +190,13 @@ def _trunk(model: PreTrainedModel) -> nn.Module:
 def _find_output(model: PreTrainedModel, device: torch.device, folder: Path) -> Logits:
     """The function from hidden states to logits: some families cap or scale what their output layer gives."""
     ids = torch.arange(4, device=device)[None]
-    expected = model(input_ids=ids, use_cache=False).logits[0].float()
+    try:
+        expected = model(input_ids=ids, use_cache=False).logits[0].float()
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"transformers {transformers.__version__} cannot compute {type(model).__name__} in {folder} ({error}): try another "
+            "version of transformers, or train a model of another family"
+        ) from error
     hidden = _hidden(model, ids)[0]
     tolerance = 1e-2 if hidden.dtype is torch.bfloat16 or torch.is_autocast_enabled(device.type) else 1e-4
     for logits in _outputs(model.get_output_embeddings(), model.config.get_text_config()):
