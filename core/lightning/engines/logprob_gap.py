@@ -1,15 +1,24 @@
 """How far the sampler's logprobs of the same tokens may be from the trainer's, by what both compute in.
 
 The invariant: a bound holds for two programs that compute with the same weights, and does not for weights that are one step
-old or for layers in another order; `tests/core/engines/test_real_model.py` holds that on a trained model.
+old or for layers in another order; `tests/core/engines/test_real_model.py` holds that on a trained model. It holds for a few
+tokens as for many: what so few may exceed it by, by chance, is allowed for.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+CHANCE = 1e-4
+"""How probable it is at most that tokens whose `share` keeps to a bound are found beyond it."""
+OF_FEW = 3.0
+"""Standard errors by which the mean of a few tokens may exceed that of many. The gaps of single tokens are spread about as
+widely as their mean is large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +31,18 @@ class GapBound:
 
     def exceeded(self, gaps: npt.NDArray[np.floating]) -> str:
         """Which part some tokens' gaps exceed, for messages; nothing where they keep to the bound. NaN never does."""
-        if not len(gaps):
+        return self.broken(float(np.mean(gaps)), quantile(gaps, self.share), len(gaps)) if len(gaps) else ""
+
+    def broken(self, mean: float, most: float, tokens: int) -> str:
+        """The same of the `mean` of so many tokens' gaps, and of what a `share` of them keep to (`quantile`)."""
+        allowed = self.mean * of_few(tokens)
+        if not mean <= allowed:
+            return f"{mean:.3g} nats in the mean of {tokens} tokens, more than {allowed:.3g}"
+        if most <= self.most:
             return ""
-        mean, most = float(np.mean(gaps)), quantile(gaps, self.share)
-        if not mean <= self.mean:
-            return f"{mean:.3g} nats in the mean of {len(gaps)} tokens, more than {self.mean:g}"
-        if not most <= self.most:
-            return f"{most:.3g} nats for {self.share:.1%} of {len(gaps)} tokens, more than {self.most:g}"
-        return ""
+        return (
+            f"{most:.3g} nats or more on {beyond(tokens, self.share) + 1} of {tokens} tokens, more than {self.most:g}"
+        )
 
 
 FLOAT32 = GapBound(mean=1e-3, most=1e-3, share=1.0)
@@ -44,6 +57,36 @@ def bound_for(*dtypes: str) -> GapBound:
     return FLOAT32 if {*dtypes} <= {"float32", "float64"} else BFLOAT16
 
 
+def of_few(tokens: int) -> float:
+    """How many times its bound the mean of so many tokens may be."""
+    return 1.0 + OF_FEW / math.sqrt(tokens)
+
+
 def quantile(gaps: npt.NDArray[np.floating], share: float) -> float:
-    """The smallest gap that at least a `share` of them do not exceed; NaN where one is."""
-    return float(np.quantile(gaps, share, method="inverted_cdf")) if len(gaps) else 0.0
+    """What a `share` of all tokens keep to, at the least, as far as these (one or more) can say; NaN where one is. It is the
+    lower end of the interval that order statistics give for a quantile (Clopper and Pearson, Biometrika 26, 1934; David and
+    Nagaraja, Order Statistics, 7.1): of 929 tokens the largest gap says nothing of 99.9 %, and the seventh does."""
+    ordered = np.sort(gaps)
+    return (
+        float(ordered[-1])
+        if np.isnan(ordered[-1])
+        else float(ordered[max(0, len(gaps) - 1 - beyond(len(gaps), share))])
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def beyond(tokens: int, share: float) -> int:
+    """How many of so many tokens may be beyond what a `share` of all keep to: with a probability of `CHANCE` at most it are
+    more, by the binomial distribution."""
+    rare = 1.0 - share
+    if rare <= 0.0:
+        return 0
+    first = math.floor(tokens * rare)
+    counts = range(first, min(tokens, first + 60 + math.ceil(20 * math.sqrt(tokens * rare))) + 1)
+    log = [
+        math.lgamma(tokens + 1) - math.lgamma(k + 1) - math.lgamma(tokens - k + 1)
+        + k * math.log(rare) + (tokens - k) * math.log(share)
+        for k in counts
+    ]  # fmt: skip
+    tail = np.cumsum(np.exp(log)[::-1])[::-1]  # of so many and more
+    return first + int(np.argmax(np.append(tail[1:], 0.0) <= CHANCE))

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from lightning.algorithms.protocol import Batch
 from lightning.batch.sample import FloatArray, Sample
 from lightning.config import Config
-from lightning.engines.logprob_gap import GapBound, bound_for
+from lightning.engines.logprob_gap import GapBound, bound_for, of_few
 from lightning.engines.protocol import Engine, WritesAdapters
 from lightning.errors import PolicyServerError
 from lightning.policy_server.model_folder import hash_weights
@@ -44,9 +44,6 @@ LEAST_TOKENS = 96
 """Tokens of a probe that are enough where the prompt is compared."""
 BASELINE = 2.0
 """The gap may be so many times what it was before an update, where the bound is smaller: some models round more than most."""
-OF_FEW = 3.0
-"""Standard errors by which the mean of the few tokens of a probe may exceed that of all tokens of a step. The gaps of single
-tokens are spread about as widely as their mean is large."""
 NOISE = math.sqrt(2.0)
 """An update that moves logprobs by as much as sampler and trainer differ makes them differ so many times as much."""
 STEPS_BELOW = 3
@@ -123,9 +120,9 @@ class Prober:
         gaps = every[chosen]
         if not len(gaps):
             return Verdict(0.0, 0.0, "")
-        base, few = self._baseline, 1 + OF_FEW / math.sqrt(len(gaps))
+        base, few = self._baseline, of_few(len(gaps))
         bound = GapBound(
-            few * max(self._bound.mean, BASELINE * base.mean),
+            max(self._bound.mean, BASELINE * base.mean),
             max(self._bound.most, BASELINE * base.most),
             self._bound.share,
         )
@@ -154,13 +151,11 @@ class Prober:
 
 
 def exceeds(metrics: Mapping[str, float], bound: GapBound) -> str:
-    """By what a step's own gaps exceed the bound; empty where they keep to it."""
-    mean, most = metrics.get("mean_logprob_gap", 0.0), metrics.get("p999_logprob_gap", metrics["max_logprob_gap"])
-    if bound.share == 1.0:
-        most = metrics["max_logprob_gap"]
-    if not mean <= bound.mean:
-        return f"{mean:.3g} nats in the mean"
-    return "" if most <= bound.most else f"{most:.3g} nats for {bound.share:.1%} of the tokens"
+    """By what a step's own gaps exceed the bound; empty where they keep to it, or where nothing was compared."""
+    if "mean_logprob_gap" not in metrics:
+        return ""
+    most = metrics["max_logprob_gap" if bound.share == 1.0 else "p999_logprob_gap"]
+    return bound.broken(metrics["mean_logprob_gap"], most, int(metrics["tokens_compared"]))
 
 
 def _window(sampled: Sequence[tuple[int, int]], length: int) -> tuple[int, int]:

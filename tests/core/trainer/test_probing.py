@@ -128,7 +128,7 @@ def test_few_sampled_tokens_are_compared_with_their_prompt_and_long_prompts_alon
     [
         ("bfloat16", 0.03, 0.4, False),
         ("bfloat16", 0.07, 0.4, True),
-        ("bfloat16", 0.01, 0.9, True),
+        ("bfloat16", 0.01, 0.9, False),  # one token of so few says nothing of one in a thousand
         ("float32", 5e-4, 5e-4, False),
         ("float32", 5e-4, 0.01, True),
     ],
@@ -209,9 +209,14 @@ def test_a_second_try_is_no_second_update(caplog: pytest.LogCaptureFixture) -> N
 
 def test_a_step_says_by_what_it_exceeds_the_bound() -> None:
     config = with_settings(Config(), {"engine.dtype": "bfloat16", "policy_server.dtype": "bfloat16"})
-    metrics = {"mean_logprob_gap": 0.04, "p999_logprob_gap": 0.5, "max_logprob_gap": 5.0}
+    metrics = {"mean_logprob_gap": 0.04, "p999_logprob_gap": 0.5, "max_logprob_gap": 5.0, "tokens_compared": 1e4}
     assert exceeds(metrics, bound_of(config)) == ""
-    assert exceeds(metrics | {"p999_logprob_gap": 0.7}, bound_of(config)) == "0.7 nats for 99.9% of the tokens"
-    assert exceeds(metrics | {"mean_logprob_gap": 0.06}, bound_of(config)) == "0.06 nats in the mean"
+    assert exceeds(metrics | {"p999_logprob_gap": 0.7}, bound_of(config)) == (
+        "0.7 nats or more on 25 of 10000 tokens, more than 0.6"
+    )
+    many = "0.06 nats in the mean of 10000 tokens, more than 0.0515"
+    assert exceeds(metrics | {"mean_logprob_gap": 0.06}, bound_of(config)) == many
+    assert exceeds(metrics | {"mean_logprob_gap": 0.06, "tokens_compared": 100.0}, bound_of(config)) == ""
     own = with_settings(config, {"trainer.max_logprob_gap": 4.0})
-    assert exceeds(metrics, bound_of(own)) == "5 nats for 100.0% of the tokens"
+    assert exceeds(metrics, bound_of(own)) == "5 nats or more on 1 of 10000 tokens, more than 4"
+    assert exceeds({"tokens": 12.0, "tokens_compared": 0.0}, bound_of(config)) == "", "nothing was compared"
