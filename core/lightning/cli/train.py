@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from lightning.config import load_config
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.terminal import Terminal
+from lightning.text_files import read_text
 from lightning.trainer import Summary, Trainer
 from lightning.types import Task
 
@@ -25,6 +27,9 @@ ALGORITHM = (
     "A registered algorithm, alone or with arguments: grpo:group_size=4,kl_coefficient=0.01. Several in turn with the steps of "
     "each: sft:2,grpo:20."
 )
+
+SETTING = {"--steps": "trainer.steps", "--tasks-per-step": "trainer.tasks_per_step", "--lr": "engine.lr"}
+"""The settings that have an option of their own."""
 
 
 def train(
@@ -82,11 +87,20 @@ def train(
         ),
     ] = None,
     dev: Annotated[bool, typer.Option("--dev", help="Dry run: a few tasks, a report, no training.")] = False,
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of optimizer steps (trainer.steps).")] = None,
+    tasks_per_step: Annotated[
+        int | None, typer.Option(min=1, help="Tasks of a step, each run group_size times (trainer.tasks_per_step).")
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate (engine.lr); default: by the size of the model.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
 ) -> None:
     """Train the model behind your agent."""
     console = Terminal()
+    given = {"--steps": steps, "--tasks-per-step": tasks_per_step, "--lr": lr}
+    _refuse_twice({SETTING[name] for name, value in given.items() if value is not None}, set_ or [])
     function = None if agent is None else load_agent(agent)
     trainer = Trainer(
         model,
@@ -100,6 +114,9 @@ def train(
         from_run=from_run,
         recorded=recorded,
         config=load_config(config, set_ or []),
+        steps=steps,
+        tasks_per_step=tasks_per_step,
+        lr=lr,
     )
     if (tasks is None) == (recorded is None):
         raise ConfigError("give --tasks to train on, or --recorded with what was recorded: one of the two")
@@ -111,6 +128,13 @@ def train(
     with stoppable(f"the same command with --out {trainer.out} --resume"):
         summary = trainer.fit(function, train_tasks, read_tasks(val) if val else ())
     _report(summary, trainer, console)
+
+
+def _refuse_twice(given: set[str], overrides: Sequence[str]) -> None:
+    """Raise `ConfigError` where an option and `--set` give the same setting."""
+    if twice := sorted(given & {each.partition("=")[0].strip() for each in overrides}):
+        option = next(name for name, setting in SETTING.items() if setting == twice[0])
+        raise ConfigError(f"{option} and --set {twice[0]} give the same setting: leave one of them away")
 
 
 def _report(summary: Summary, trainer: Trainer, console: Terminal) -> None:
@@ -132,11 +156,9 @@ def read_tasks(file: Path) -> list[Task]:
     if text and not file.exists() and name in plugins().names("tasks"):
         return list(plugins().tasks(name)(text))
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = read_text(file, DataError).split("\n")
     except OSError as error:
         raise DataError(f"cannot read tasks: {error}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 text ({error}): save it as UTF-8") from error
     tasks = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -272,7 +272,7 @@ class TrainerConfig(Section):
     """Warn when |trainer - sampler| (nats) exceeds this on any token of a step without stale tokens. When the probe
     after an update exceeds it, the weights are sent again; the run ends if vLLM still does not serve them. null depends
     on the dtype: 0.001 on any token with float32; 0.05 in the mean and 0.6 on 99.9 % of the tokens with bfloat16, where
-    the mean of a probe may exceed it by what few tokens differ by chance."""
+    few tokens may exceed it by what they differ by chance."""
 
 
 class LoraConfig(Section):
@@ -303,7 +303,7 @@ class EngineConfig(Section):
     """Maximum of padded tokens per forward and backward pass. A tree step on a CPU is also limited to 1.25 GiB of
     activations."""
     lr: float | None = Field(default=None, gt=0)
-    """AdamW's learning rate; null is 1e-6, or 1e-4 with `lora`, which trains fewer parameters."""
+    """AdamW's learning rate; null takes one by the size of the model, ten times that with `lora` (`lightning train --lr`)."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's betas."""
     eps: float = Field(default=1e-8, gt=0)

@@ -81,6 +81,7 @@ class RunOpening:
     recorded: str | None
     _base: Path
     _project: str
+    _rate_chosen: str
     _steps_set: bool
     _store_url: str | None
     _make_engine: Callable[[Config], Engine]
@@ -148,6 +149,8 @@ class RunOpening:
             )
             if not isinstance(self.algorithm, SearchAlgorithm):
                 check_disk(self.out, self.model, self.config)
+            if self._rate_chosen:
+                reporter.say(f"engine.lr is {self.config.engine.lr:g}, {self._rate_chosen}; --lr sets another")
             computed = with_dtypes(self.config, self.model, self.engine)
             url, teacher = self._store_url or "", None
             if isinstance(self.schedule, AlgorithmSchedule):

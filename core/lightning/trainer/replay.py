@@ -32,10 +32,6 @@ from lightning.types import Json, StepRecord
 
 logger = logging.getLogger(__name__)
 
-LORA_LR = 1e-4
-"""The learning rate of adapters where none is set. At that of all weights twenty steps change one in a hundred weights of a
-sampler that computes in bfloat16."""
-
 FORKED: Final = "forked_from"
 """The key of a run's configuration that names the run and the step whose weights it began with."""
 
@@ -103,7 +99,7 @@ def optimizer_of(config: Config, begun: int = 0) -> OptimizerConfig:
     """The optimizer of the settings; `begun` as of `begun_with`."""
     engine = config.engine
     return OptimizerConfig(
-        engine.lr or (LORA_LR if engine.lora else OptimizerConfig().lr),
+        engine.lr or OptimizerConfig().lr,
         engine.betas,
         engine.weight_decay,
         engine.eps,

@@ -29,6 +29,7 @@ from lightning.tracking.alerts import read_alerts
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
 from lightning.trainer.dev import DevReport, dry_run
 from lightning.trainer.held_out import check_held_out
+from lightning.trainer.learning_rate import default_rate
 from lightning.trainer.model import resolve_model
 from lightning.trainer.opening import RunOpening, check_model, say_how_to_join
 from lightning.trainer.plan import as_tasks
@@ -109,6 +110,10 @@ class Trainer(RunOpening):
             raise ConfigError("resume needs the run to go on with: give its folder as `out` (--out runs/NAME)")
         self.model = self._base = resolve_model(model)
         self.algorithm = schedule.at(0) if isinstance(schedule, AlgorithmSchedule) else schedule
+        self._rate_chosen = ""
+        if isinstance(schedule, AlgorithmSchedule) and self.config.engine.lr is None:
+            rate, self._rate_chosen = default_rate(self.config, self.model)
+            self.config = with_settings(self.config, {"engine.lr": rate})
         self.schedule = schedule
         self.from_run, self.recorded = from_run, recorded
         if recorded is not None and isinstance(schedule, SearchAlgorithm):

@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.config import Config, with_settings
-from lightning.trainer.replay import LORA_LR, optimizer_of
-from lightning.trainer.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -44,13 +41,3 @@ async def test_adapters_go_alone_where_vllm_can_merge_them(
         await made.loop.publish()
         assert did == [written]
         assert len(await made.loop.publisher.digest()) == 64
-
-
-@pytest.mark.parametrize(
-    ("settings", "lr"),
-    [({}, 1e-6), ({"engine.lora": {"rank": 2}}, LORA_LR), ({"engine.lora": {"rank": 2}, "engine.lr": 3e-5}, 3e-5)],
-)
-def test_adapters_learn_at_a_rate_of_their_own(tmp_path: Path, settings: dict[str, object], lr: float) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    trainer = Trainer(tmp_path, out=tmp_path / "run", config=with_settings(Config(), settings))
-    assert optimizer_of(trainer.config).lr == lr
