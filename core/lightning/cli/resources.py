@@ -25,6 +25,7 @@ from lightning.printable import printable
 from lightning.store.protocol import LATEST, Alias, ResourceUse, Store
 from lightning.store.resource_ref import ResourceReference, existing_store, find, parse_reference
 from lightning.store.url import redacted
+from lightning.text_files import read_text
 from lightning.trainer.checkpoints import weights_content
 from lightning.trainer.retention import superseded
 from lightning.types import Json, Resource, ResourceKind
@@ -276,7 +277,7 @@ def read_content(source: Path, kind: ResourceKind) -> Json:
     try:
         if kind is ResourceKind.WEIGHTS:
             return weights_content(source)
-        text = source.read_text(encoding="utf-8")
+        text = read_text(source, DataError)
         content: Json = json.loads(text) if kind is ResourceKind.CONFIG else text
     except (OSError, ValueError) as error:
         raise DataError(f"{source} cannot be read as a {kind.value}: {error}") from error

@@ -20,6 +20,7 @@ from lightning.config.fields import accepts, did_you_mean, find, section_of, set
 from lightning.config.sections import Config
 from lightning.errors import ConfigError
 from lightning.types.values import as_texts
+from lightning.text_files import read_text
 
 ENV_PREFIX = "LIGHTNING_"
 NOT_SETTINGS = ("LIGHTNING_DISABLE_PLUGINS", "LIGHTNING_TOKEN", "LIGHTNING_VLLM_SECRET")
@@ -80,13 +81,11 @@ def _build(base: dict[str, object], given: Sequence[Given]) -> Config:
 
 def _from_file(file: Path) -> Iterator[Given]:
     try:
-        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        tree = tomllib.loads(read_text(file, ConfigError))
     except OSError as error:
         raise ConfigError(f"the configuration file {file} cannot be read: {error.strerror or error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not UTF-8 text: {error}") from error
     for name, value in tree.items():
         yield Given(name, value, str(file))
 

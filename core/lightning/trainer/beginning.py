@@ -24,7 +24,7 @@ from lightning.errors import AuditError, ConfigError, EngineError, StoreError
 from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import run_id_of, store_in
+from lightning.store.resource_ref import apart, run_id_of, store_in
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints
@@ -113,7 +113,7 @@ class _RunAt:
 
 @asynccontextmanager
 async def _opened(parent: str, into: Path, store: str) -> AsyncIterator[_RunAt]:
-    name, at, text = parent.rpartition("@") if "@" in parent else (parent, "", "")
+    name, at, text = apart(parent, "@", into.parent)
     if at and not text.isdecimal():
         raise ConfigError(
             f"{parent!r} names no step of a run: write RUN@STEP, as runs/first@20, or RUN for its last step"
@@ -206,7 +206,7 @@ async def find_teacher(
 
 
 async def _teacher_folder(name: str, into: Path, config: Config, url: str, *, kept: bool) -> Path:
-    run, at, step = name.rpartition("@")
+    run, at, step = apart(name, "@", into.parent)
     if at and step.isdecimal():
         known = hashlib.sha256(name.encode()).hexdigest()[:8]
         made = into / TEACHER / f"{Path(run).name}@{step}-{known}"
@@ -311,7 +311,7 @@ class Beginning:
                     f"run {run.id!r} began with the model's own weights: give another `out` to fork a run"
                 )
             theirs, step = str(run.config[FORKED]).rsplit("@", 1)
-            name, _, asked = parent.partition("@")
+            name, _, asked = apart(parent, "@", self.folder.parent)
             if theirs not in {run_id_of(Path(name)), run_id_of(self.folder.parent / name)} or asked not in ("", step):
                 raise ConfigError(
                     f"run {run.id!r} began with the weights of {theirs}@{step}, not of {parent}: leave --from away to go on "

@@ -23,7 +23,7 @@ from lightning.gateway.conversations import PREFIX, SPLIT
 from lightning.plugins import plugins
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import existing_store
+from lightning.store.resource_ref import apart, existing_store
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.plan import TRAIN, units_from
@@ -79,7 +79,7 @@ async def open_record(place: str, pinned: Json, project: str) -> AsyncIterator[R
     `pinned` is what a run that goes on has recorded of it; None: all that is there now. Raises `ConfigError` for a place that
     has no scored rollouts, and where some that the run began with are gone.
     """
-    where, _, only = place.rpartition("#") if "#" in place else (place, "", "")
+    where, _, only = apart(place, "#")
     url = existing_store(where)
     store = plugins().store(url)
     await store.open()
@@ -304,11 +304,11 @@ def steps_of_pass(groups: int, tasks_per_step: int) -> int:
 
 
 def ages(step: int, groups: Sequence[Group], newest: Mapping[str, int]) -> dict[str, float]:
-    """How many versions behind the trained tokens of recorded rollouts are: mean and maximum over tokens. `newest` is the
-    version of the record that training began with, by rollout; each step since makes them one older."""
+    """How many versions behind the trained tokens of recorded rollouts are: mean and maximum over tokens, nothing of none.
+    `newest` is the version of the record that training began with, by rollout; each step since makes them one older."""
     found = list(_aged(step, groups, newest))
     if not found:
-        return {"staleness_mean": 0.0, "staleness_max": 0.0}
+        return {}
     old, tokens = np.array(found, dtype=np.float64).T
     return {"staleness_mean": float(np.average(old, weights=tokens)), "staleness_max": float(old.max())}
 
@@ -327,7 +327,7 @@ def _aged(step: int, groups: Sequence[Group], newest: Mapping[str, int]) -> Iter
 
 def _beside(place: str, out: Path) -> str:
     """The place of a record, where a run may be named by the name of its folder beside `out`."""
-    where, hash_sign, only = place.rpartition("#") if "#" in place else (place, "", "")
+    where, hash_sign, only = apart(place, "#", out.parent)
     beside = out.parent / where
     if "://" not in where and not Path(where).exists() and beside.exists():
         return f"{beside}{hash_sign}{only}"

@@ -21,6 +21,7 @@ from typing import Any
 
 from lightning.errors import ConfigError, DataError, RunnerError
 from lightning.installation import install_command
+from lightning.text_files import read_text
 from lightning.types import Task
 
 from lightning_command.running import CommandResult
@@ -91,10 +92,10 @@ def harbor_tasks(text: str) -> Sequence[Task]:
 def read_task(folder: Path) -> HarborTask:
     """What a task's folder says. Raises `DataError` naming the file that cannot be used."""
     try:
-        said = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+        said = tomllib.loads(read_text(folder / "task.toml", DataError))
         if said.get("steps") or (folder / "steps").is_dir():
             raise DataError(f"{folder} is a task of several steps, which are not run here: make a task of each")
-        instruction = (folder / "instruction.md").read_text(encoding="utf-8")
+        instruction = read_text(folder / "instruction.md", DataError)
     except (OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise

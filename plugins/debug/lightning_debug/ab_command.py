@@ -19,6 +19,7 @@ from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.instrument.components import declared_prompts
 from lightning.store.resource_ref import existing_store
+from lightning.text_files import read_text
 from lightning.trainer.summary import Reporter
 
 from lightning_debug.ab import Comparison, compare, promote, shuffled
@@ -154,7 +155,7 @@ def variants(
         raise ConfigError(f"--temperature {temperature}: both are the same")
     if texts:
         warn_of_name(name, "the first batch will tell")
-        both = [read_text(Path(file)) for file in texts]
+        both = [read_prompt(Path(file)) for file in texts]
         if both[0] == both[1]:
             raise ConfigError(f"--prompt: the texts in {texts[0]} and {texts[1]} are the same")
         made = [
@@ -171,11 +172,11 @@ def warn_of_name(name: str, then: str) -> None:
         warn(f"the agent's module has a prompt for {', '.join(known)}, and none for {name!r}: {then}")
 
 
-def read_text(file: Path) -> str:
+def read_prompt(file: Path) -> str:
     """A prompt's text. Raises `DataError`."""
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(file, DataError)
+    except OSError as error:
         raise DataError(f"cannot read the prompt: {error}") from error
 
 

@@ -17,7 +17,7 @@ from lightning.config import Config, load_config
 from lightning.errors import ConfigError
 from lightning.store.url import redacted
 
-from lightning_debug.ab_command import read_text, warn_of_name
+from lightning_debug.ab_command import read_prompt, warn_of_name
 from lightning_debug.branch_parent import unused
 from lightning_debug.branching import BranchOutcome, BranchReport
 from lightning_debug.branching import branch as run_branches
@@ -129,7 +129,7 @@ def _prompts(given: list[str]) -> dict[str, str]:
             raise ConfigError(f"--prompt {each!r}: write NAME=FILE, the component's name and a file with the text")
         if name in found:
             raise ConfigError(f"--prompt {each!r}: there is another prompt for {name} already, and it can have one")
-        found[name] = read_text(Path(file))
+        found[name] = read_prompt(Path(file))
     return found
 
 

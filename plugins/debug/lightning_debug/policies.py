@@ -24,7 +24,15 @@ from lightning.plugins import plugins
 from lightning.server.projects import of_project
 from lightning.store.epochs import Epoch, is_over, read_epochs
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import ResourceReference, existing_store, find, parse_reference, run_id_of, store_in
+from lightning.store.resource_ref import (
+    ResourceReference,
+    apart,
+    existing_store,
+    find,
+    parse_reference,
+    run_id_of,
+    store_in,
+)
 from lightning.store.url import redacted
 from lightning.trainer.checkpoints import WEIGHTS_NAME, Checkpoints, checked_weights
 from lightning.trainer.held_out import BEST
@@ -56,11 +64,10 @@ def find_model(what: str, runs: Path, into: Path, config: Config) -> EvaluatedMo
     Weights that have to be made again are written below `into`, once. `runs` is where names are looked for.
     Raises `ConfigError` or `StoreError`, naming what there is, for what is not there.
     """
-    if "#" in what:
+    if apart(what, "#", runs)[1]:
         reference = parse_reference(what)
         return _of_resource(existing_store(reference.place), reference)
-    name, at, which = what.rpartition("@")
-    run = name if at else what
+    run, at, which = apart(what, "@", runs)
     tried = [Path(run), runs / run]
     if folder := next((each for each in tried if store_in(each)), None):
         if at and not which.isdecimal():

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.errors import ConfigError
+from lightning.text_files import read_text
 
 KEYS = frozenset({"train", "seeds", "settings", "variants"})
 OURS = ("--out", "--resume", "--dev", "-h", "--help")
@@ -43,10 +44,10 @@ class PlannedRun:
 def read_sweep(file: Path) -> list[PlannedRun]:
     """The runs of a file, seed by seed: a sweep that is stopped early has compared all variants. Raises `ConfigError`."""
     try:
-        content = tomllib.loads(file.read_text(encoding="utf-8"))
+        content = tomllib.loads(read_text(file, ConfigError))
     except OSError as error:
         raise ConfigError(f"cannot read the sweep: {error}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} is not TOML: {error}") from error
     unknown = sorted(set(content) - KEYS)
     if unknown:

@@ -19,6 +19,7 @@ from typing import Any, cast
 from lightning.config import RunnerConfig
 from lightning.errors import ConfigError
 from lightning.runner.protocol import Site
+from lightning.text_files import read_text
 
 from lightning_k8s.cluster import Object
 
@@ -65,10 +66,10 @@ def read_template(path: str) -> Object:
     if not path:
         return {}
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        found = yaml.safe_load(read_text(Path(path), ConfigError))
     except OSError as error:
         raise ConfigError(f"runner.k8s.template {path} cannot be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
         raise ConfigError(f"runner.k8s.template {path} is not YAML of one document: {error}") from error
     if isinstance(found, dict) and isinstance(found.get("template"), dict):  # a PodTemplate
         found = found["template"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.errors import ConfigError, MissingExtraError
+from lightning.text_files import read_text
 
 KNOWN: Mapping[str, Mapping[str, object]] = {
     "Qwen/Qwen3-4B": {
@@ -125,7 +126,7 @@ def read_shape(model: str) -> Shape:
     else:
         file = _from_hub(model)
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(read_text(file, ConfigError))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as a model's configuration: {error}") from error
     return shape_of(model, values)

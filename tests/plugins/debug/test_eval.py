@@ -207,6 +207,16 @@ def test_a_run_a_step_and_an_alias_are_found_with_their_very_weights(train: Any,
         find_model(f"{folder}#policy/weights", runs, into, Config())
 
 
+@pytest.mark.parametrize("name", ["tiny@2", "a#b", "a@b#c"])
+@pytest.mark.parametrize("place", ["models", "runs"])
+def test_a_folder_that_exists_is_meant_whatever_its_name_looks_like(tmp_path: Path, name: str, place: str) -> None:
+    folder = tmp_path / place / name
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    found = find_model(str(folder), tmp_path / "runs", tmp_path / "made", Config())
+    assert (found.name, found.folder) == (str(folder), folder.resolve())
+
+
 def test_the_model_of_the_best_evaluation_is_named_by_its_step(train: Any, tmp_path: Path) -> None:
     """The best evaluation of a run of two steps was that after one, whose model its `model` is then."""
     folder, runs, into = train("runs/mine", 2), tmp_path / "runs", tmp_path / "made"
