@@ -14,7 +14,7 @@ from lightning.errors import MissingExtraError
 from lightning.store.protocol import Store
 from lightning.terminal import Terminal
 from lightning.trainer.plan import VAL
-from lightning.trainer.summary import PHASES, Summary
+from lightning.trainer.summary import PHASES, Summary, said
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Rollout, Task
 
@@ -43,25 +43,27 @@ async def tell_story(
     first = {rollout.task.id: rollout for rollout in await all_rollouts(store, run, split=VAL, step=0)}
     last = {rollout.task.id: rollout for rollout in await all_rollouts(store, run, split=VAL, step=last_step)}
     pairs = [
-        (_value(after, measure) - _value(before, measure), before, after)
+        (was, now, before, after)
         for task, before in first.items()
-        if (after := last.get(task)) and before.reward is not None and after.reward is not None
+        if (after := last.get(task))
+        and (was := _value(before, measure)) is not None
+        and (now := _value(after, measure)) is not None
     ]
     if not pairs or last_step == 0:
         return None
-    _, before, after = max(pairs, key=lambda pair: pair[0])
+    was, now, before, after = max(pairs, key=lambda pair: pair[1] - pair[0])
     return Story(
         describe(before.task),
         await _words(store, before, decode),
-        _value(before, measure),
+        was,
         await _words(store, after, decode),
-        _value(after, measure),
+        now,
         measure,
     )
 
 
-def _value(rollout: Rollout, measure: str) -> float:
-    return (rollout.reward if measure == "reward" else rollout.rewards.get(measure)) or 0.0
+def _value(rollout: Rollout, measure: str) -> float | None:
+    return rollout.reward if measure == "reward" else rollout.rewards.get(measure)
 
 
 async def _words(store: Store, rollout: Rollout, decode: Callable[[list[int]], str]) -> str:
@@ -161,14 +163,14 @@ def _cells(means: Sequence[float | None]) -> tuple[str, str, str]:
     """The first mean, the last one, and what lies between."""
     before, after = means[0] if means else None, means[-1] if len(means) > 1 else None
     return (
-        "-" if before is None else f"{before:.3f}",
-        "-" if after is None else f"{after:.3f}",
+        said(before),
+        said(after),
         "-" if before is None or after is None else f"[bold]{after - before:+.3f}",
     )
 
 
 def _gap(gap: float | None) -> str:
-    return "unknown: no step was without stale tokens" if gap is None else f"{gap:.1e}"
+    return "unknown: no token was compared, or only those of older weights" if gap is None else f"{gap:.1e}"
 
 
 def show_story(story: Story, console: Terminal) -> None:

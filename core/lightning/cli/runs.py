@@ -26,7 +26,7 @@ from lightning.store.resource_ref import DATABASE, run_id_of, store_in
 from lightning.store.url import redacted, sqlite_url
 from lightning.trainer.reasons import Reason, grouped, reason
 from lightning.trainer.runs import differences
-from lightning.trainer.summary import Summary, said_parts, said_reward, summarize
+from lightning.trainer.summary import Summary, said, said_parts, said_reward, summarize
 from lightning.types import Json, Rollout, Run, Status, StepRecord, StepReward
 
 T = TypeVar("T")
@@ -51,11 +51,11 @@ class RunRow:
     steps: int
     rollouts_ok: int
     rollouts_failed: int
-    rewards: tuple[float, float] | None
+    rewards: tuple[float | None, float | None] | None
     before: float | None
     after: float | None
     store: str
-    rewards_with_failures: tuple[float, float] | None = None
+    rewards_with_failures: tuple[float | None, float | None] | None = None
     before_with_failures: float | None = None
     after_with_failures: float | None = None
 
@@ -150,9 +150,6 @@ def compare(
         print_json(rows)
         return
 
-    def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.3f}"
-
     print_table(
         ("run", "differs in", "steps", "before", "after", "± error", "failed"),
         [
@@ -160,10 +157,10 @@ def compare(
                 escape(row.id),
                 escape(", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in row.settings.items())),
                 str(row.steps),
-                *(number(value) for value in (row.before, row.after, row.error)),
+                *(said(value) for value in (row.before, row.after, row.error)),
                 str(row.failed),
             )
-            for row in sorted(rows, key=lambda row: -(row.after if row.after is not None else -1.0))
+            for row in sorted(rows, key=lambda row: (row.after is None, -(row.after or 0.0)))
         ],
         title="held-out reward before and after",
     )
@@ -191,7 +188,7 @@ def _compared(found: Sequence[tuple[Run, Summary]]) -> list[Compared]:
                 summary.steps,
                 ended[0].reward_with_failures if ended else None,
                 ended[-1].reward_with_failures if len(ended) > 1 else None,
-                ended[-1].error if len(ended) > 1 else None,
+                ended[-1].error if len(ended) > 1 and ended[-1].known else None,
                 summary.failed,
             )
         )
@@ -334,12 +331,12 @@ def _show_run(found: Details) -> None:
         [
             [
                 str(record.step),
-                _number(record.metrics.get("reward")),
-                _number(record.metrics.get("reward_with_failures")),
+                said(record.metrics.get("reward")),
+                said(record.metrics.get("reward_with_failures")),
                 str(len(record.rollouts)),
-                f"{record.metrics.get('tokens', 0):.0f}",
-                _number(record.metrics.get("loss")),
-                f"{record.metrics.get('max_logprob_gap', 0):.1e}",
+                said(record.metrics.get("tokens"), ".0f"),
+                said(record.metrics.get("loss")),
+                said(record.metrics.get("max_logprob_gap"), ".1e"),
                 f"v{record.policy_version}",
                 *(_age(record) if aged else ()),
             ]
@@ -348,7 +345,7 @@ def _show_run(found: Details) -> None:
         title="committed steps",
     )
     for result in found.summary.evaluations:
-        named = "".join(f", {escape(name)} {value:.3f}" for name, value in result.rewards.items())
+        named = "".join(f", {escape(name)} {said(value)}" for name, value in result.rewards.items())
         say(f"held-out after {result.step} steps: {said_reward(result)}{named} over {result.rollouts} tasks")
     print_table(
         ["rollout", "status", "attempt", "reward", "parts", "seconds", "error"],
@@ -357,7 +354,7 @@ def _show_run(found: Details) -> None:
                 escape(rollout.id),
                 f"[red]{rollout.status}" if rollout.status is Status.FAILED else str(rollout.status),
                 str(rollout.attempt),
-                _number(rollout.reward),
+                said(rollout.reward),
                 escape(said_parts(rollout.rewards, found.step_rewards.get(rollout.id, ()))),
                 f"{rollout.seconds:.1f}",
                 escape(str(reason(rollout.error))) if rollout.error else "",
@@ -372,13 +369,8 @@ def _show_run(found: Details) -> None:
 
 def _age(record: StepRecord) -> tuple[str, str]:
     """How many versions behind the trained tokens were, mean and maximum; how much of a record was looked at by then."""
-    mean, most = (record.metrics.get(f"staleness_{name}", 0.0) for name in ("mean", "max"))
-    share = record.metrics.get("recorded_share")
-    return f"{mean:.1f}/{most:.0f}", "-" if share is None else f"{share:.0%}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    mean, most = (record.metrics.get(f"staleness_{name}") for name in ("mean", "max"))
+    return f"{said(mean, '.1f')}/{said(most, '.0f')}", said(record.metrics.get("recorded_share"), ".0%")
 
 
 def _change(
@@ -387,7 +379,7 @@ def _change(
     """How a reward went; `counted` is the same with failed rollouts as 0, which is said where it differs."""
     if values is None or (values[0] is None and not counted):
         return "-"
-    change = f"{_number(values[0])} → {_number(values[1])}"
+    change = f"{said(values[0])} → {said(values[1])}"
     if counted is None or counted == values:
         return "-" if values[0] is None else change
-    return f"{change} ({_number(counted[0])} → {_number(counted[1])} with the failed as 0)"
+    return f"{change} ({said(counted[0])} → {said(counted[1])} with the failed as 0)"

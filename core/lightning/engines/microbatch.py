@@ -140,20 +140,27 @@ class Tally:
         self.add_values(other._values)
 
     def metrics(self) -> dict[str, float]:
-        """The step's numbers so far; weighted sums become weighted means."""
-        weight = self._weight or 1.0
+        """The step's numbers so far; weighted sums become weighted means. What nothing was measured of is absent: means where
+        nothing has weight, gaps where no logprob was compared."""
         gaps = np.concatenate([np.zeros(0, np.float32), *self._gaps])
+        means = {name: value / self._weight for name, value in self._sums.items()} if self._weight else {}
         return {
-            **mismatch_metrics({name: value / weight for name, value in self._sums.items()}),
-            **self._maxima,
-            "loss": self._loss,
+            **mismatch_metrics(means | self._maxima),
+            **({"loss": self._loss} if self.parts else {}),
             "tokens": float(self._tokens),
             "tokens_forward": float(self._forward),
             "tokens_compared": float(len(gaps)),
             "microbatches": float(self.parts),
             "tree": float(self.tree),
-            "max_logprob_gap": float(gaps.max(initial=0.0)),
-            "mean_logprob_gap": float(gaps.mean(dtype=np.float64)) if len(gaps) else 0.0,
-            "p999_logprob_gap": quantile(gaps, 0.999),
+            **(gap_metrics(gaps) if len(gaps) else {}),
             **value_metrics(self._values),
         }
+
+
+def gap_metrics(gaps: npt.NDArray[np.floating]) -> dict[str, float]:
+    """By how much trainer and sampler differ, of the tokens that were compared (at least one)."""
+    return {
+        "max_logprob_gap": float(gaps.max()),
+        "mean_logprob_gap": float(gaps.mean(dtype=np.float64)),
+        "p999_logprob_gap": quantile(gaps, 0.999),
+    }

@@ -39,10 +39,13 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step reports. `metrics` has at least `loss`, `grad_norm`, `entropy`, `clip_fraction`, `tokens`
-    (trained), `tokens_forward` (computed), `tree` (1 where the rows were computed over their prefix tree, else 0),
-    `max_logprob_gap`, `mean_logprob_gap`, `p999_logprob_gap` (|trainer - sampler| before the first update, over unconstrained
-    tokens that have a sampler logprob: at the most, in the mean, and what 99.9 % of them keep to), `updates` (taken), `stepped`
+    """What one step reports. What was not measured is absent from `metrics`, and never 0: means of no tokens, the gaps where no
+    token has a sampler's logprob, the norm and rate of an update that was not taken, what is not finite.
+
+    Measured, there are at least `loss`, `grad_norm`, `entropy`, `clip_fraction`, `tokens` (trained), `tokens_forward`
+    (computed), `tree` (1 where the rows were computed over their prefix tree, else 0), `max_logprob_gap`,
+    `mean_logprob_gap`, `p999_logprob_gap` (|trainer - sampler| before the first update, over unconstrained tokens that have a
+    sampler logprob, `tokens_compared`: at the most, in the mean, and `logprob_gap.quantile`), `updates` (taken), `stepped`
     (0 when there was none and the weights were left alone) and `skipped_nonfinite` (updates that were left out because a loss
     or gradient was not finite). They are of the first pass over the rows; `clip_fraction_last` is of the last. Where states
     were valued:

@@ -199,7 +199,7 @@ class _Updates:
         self._first: Tally | None = None
         self._tally = Tally()
         self._norms: list[dict[str, float]] = []
-        self._clipped, self._last = list[float](), 0.0
+        self._clipped, self._last = list[float](), dict[str, float]()
         self.parts = self.taken = self._skipped = 0
 
     def add(self, tally: Tally, norms: dict[str, float] | None, *, first: bool) -> None:
@@ -216,13 +216,14 @@ class _Updates:
 
     def passed(self) -> None:
         """A pass over the rows has ended."""
-        self._last = float(np.mean(self._clipped)) if self._clipped else 0.0
+        self._last = {"clip_fraction_last": float(np.mean(self._clipped))} if self._clipped else {}
         self._clipped = []
 
     def _count(self, tally: Tally, *, first: bool) -> None:
         if not tally.parts:
             return
-        self._clipped.append(tally.metrics()["clip_fraction"])
+        if (clipped := tally.metrics().get("clip_fraction")) is not None:
+            self._clipped.append(clipped)
         if first:
             self._first = self._first or tally
             merged = Tally()
@@ -231,23 +232,26 @@ class _Updates:
             self._tally, self.parts = merged, self.parts + 1
 
     def result(self) -> StepResult:
-        """The metrics are those of the first pass; how far trainer and sampler are apart is known before the first update."""
+        """The metrics are those of the first pass; how far trainer and sampler are apart is known before the first update. Of
+        what is not finite, and of updates where none was taken, nothing is known."""
         found = self._tally.metrics()
         if not self._add_up:
-            found["loss"] /= max(1, self.parts)
             before = (self._first or Tally()).metrics()
+            found = {name: value for name, value in found.items() if "logprob_gap" not in name}
             found |= {name: value for name, value in before.items() if "logprob_gap" in name}
-        found["clip_fraction_last"] = self._last
+            found |= {"loss": found["loss"] / self.parts} if self.parts else {}
+        found |= self._last
         if self._skipped:
-            found = {name: value if math.isfinite(value) else 0.0 for name, value in found.items()}
-        names = ["grad_norm", *(self._norms[0] if self._norms else ())]
-        norms = {name: float(np.mean([one[name] for one in self._norms])) if self._norms else 0.0 for name in names}
+            found = {name: value for name, value in found.items() if math.isfinite(value)}
+        names = self._norms[0] if self._norms else ()
+        norms = {name: float(np.mean([one[name] for one in self._norms])) for name in names}
+        rate = {"lr": self.lr} if self.taken else {}
         counts = {
             "updates": float(self.taken),
             "stepped": float(self.taken > 0),
             "skipped_nonfinite": float(self._skipped),
         }
-        return StepResult(found | norms | counts | {"lr": self.lr if self.taken else 0.0}, self._tally.seen)
+        return StepResult(found | norms | counts | rate, self._tally.seen)
 
 
 def _numbers_of(

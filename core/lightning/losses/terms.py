@@ -78,14 +78,27 @@ def sampler_kl(sampler_log_ratio: torch.Tensor) -> torch.Tensor:
     return torch.expm1(bounded) - bounded
 
 
+OF_BOTH = frozenset({"approx_kl", "ratio", "ratio_max"})
+"""What is measured of trainer and sampler, and of nothing else."""
+
+
 def mismatch_metrics(means: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a step with `ess` in the place of the means of rho and rho²: the effective sample size of the sampler's
     tokens for the trainer's policy, as a share of them, (E rho)² / E rho² (Kish, Survey Sampling, 1965). 1 where
-    both agree."""
+    both agree. It, `approx_kl` and `ratio` are of the tokens that have a sampler's logprob (`old_logprob_share`; in the means
+    all others stand as if both agreed), and absent where none has."""
     found = dict(means)
-    first, second = found.pop("rho", None), found.pop("rho_squared", None)
-    if first is not None and second is not None:
-        found["ess"] = first * first / second if second else 1.0
+    share = found.get("old_logprob_share", 1.0)
+    moments = [found.pop(name, None) for name in ("rho", "rho_squared")]
+    if not share:
+        return {name: value for name, value in found.items() if name not in OF_BOTH}
+    first, second = (None if each is None else 1.0 + (each - 1.0) / share for each in moments)
+    if first is not None and second:
+        found["ess"] = first * first / second
+    if "approx_kl" in found:
+        found["approx_kl"] /= share
+    if "ratio" in found:
+        found["ratio"] = 1.0 + (found["ratio"] - 1.0) / share
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from lightning.trainer.diagnosis import Course, Diagnosis, Evidence
-from lightning.trainer.held_out_rules import held_out_falls, held_out_stays
+from lightning.trainer.held_out_rules import FLAT_AFTER, SMALL, held_out_falls, held_out_flat, held_out_stays
 from lightning.trainer.summary import NAMED
 from lightning.trainer.trends import (
     LEAST,
@@ -25,6 +25,7 @@ from lightning.trainer.trends import (
     failed_share,
     is_now,
     is_solved,
+    known_of,
     last_steps,
     lengths_of,
     mean_of,
@@ -38,10 +39,6 @@ SURE: Final = 4.0
 """Standard errors from which on a difference between two windows is one, for rules that look after every step."""
 SURE_ONCE: Final = 2.5
 """The same for a rule that looks at the spread of several windows."""
-FLAT_AFTER: Final = 20
-"""Steps after which a reward that has not moved is said to be flat."""
-SMALL: Final = 0.15
-"""The part of the reward that a whole run has moved it by less than, surely, when it is flat."""
 LARGE: Final = 0.3
 """The part of its best that a reward has lost when it has collapsed."""
 MANY_EQUAL: Final = 0.75
@@ -113,6 +110,21 @@ def sampler_differs(evidence: Evidence) -> Iterator[Diagnosis]:
         )
 
 
+def not_compared(evidence: Evidence) -> Iterator[Diagnosis]:
+    """Nothing says whether trainer and sampler agree, since no token of the last steps could be compared."""
+    course = evidence.course
+    trained = [step for step, metrics in enumerate(course.steps) if metrics.get("tokens")]
+    late = trained[-WINDOW:]
+    if late and is_now(course, late[-1]) and not any(course.steps[step].get("tokens_compared", 1.0) for step in late):
+        yield Diagnosis(
+            "not compared",
+            f"nothing compared: of the tokens that were trained in the last {len(late)} steps none has a logprob that says "
+            "how likely it was among all tokens, so that nobody knows whether trainer and sampler agree. A grammar, a forced "
+            "tool, top_p or top_k, or temperature 0 constrains every call: let some of them be sampled without",
+            steps=tuple(late),
+        )
+
+
 def not_finite(evidence: Evidence) -> Iterator[Diagnosis]:
     """Steps were skipped for a loss or a gradient that is not finite."""
     steps = [step for step, metrics in enumerate(evidence.course.steps) if metrics.get("skipped_nonfinite")]
@@ -129,7 +141,8 @@ def not_finite(evidence: Evidence) -> Iterator[Diagnosis]:
 def failing(evidence: Evidence) -> Iterator[Diagnosis]:
     """Many rollouts fail by the agent's code or the infrastructure."""
     course = evidence.course
-    late = [failed_share(metrics) - policy_fault_share(metrics) for metrics in course.steps[-WINDOW:]]
+    shares = [(failed_share(metrics), policy_fault_share(metrics)) for metrics in course.steps[-WINDOW:]]
+    late = [failed - policy for failed, policy in shares if failed is not None and policy is not None]
     if len(late) == WINDOW and mean_of(late) >= MANY_FAILED:
         yield Diagnosis(
             "failures",
@@ -143,7 +156,7 @@ def failing(evidence: Evidence) -> Iterator[Diagnosis]:
 def policy_faults(evidence: Evidence) -> Iterator[Diagnosis]:
     """Many rollouts fail by the policy's own fault, and training does not mend it."""
     course = evidence.course
-    shares = [policy_fault_share(metrics) for metrics in course.steps]
+    shares = [share for metrics in course.steps if (share := policy_fault_share(metrics)) is not None]
     change = change_of(shares)
     if change is None or change[1] < MANY_FAILED:
         return
@@ -162,15 +175,15 @@ def policy_faults(evidence: Evidence) -> Iterator[Diagnosis]:
 
 def masked(evidence: Evidence) -> Iterator[Diagnosis]:
     """Much of what was to be trained is masked by the correction between sampler and trainer."""
-    share = evidence.course.last.get("masked_share", 0.0)
-    if share > MANY_MASKED:
+    share = evidence.course.last.get("masked_share")
+    if share is not None and share > MANY_MASKED:
         text = f"{100 * share:.0f} % of what was to be trained is masked: {CURE_OF_MASKED}"
         yield Diagnosis("masked", text, serious=True, steps=last_steps(evidence.course, 1))
 
 
 def clipped(evidence: Evidence) -> Iterator[Diagnosis]:
     """Many trained tokens are clipped, step after step."""
-    late = [metrics.get("clip_fraction", 0.0) for metrics in evidence.course.steps[-WINDOW:]]
+    late = [metrics["clip_fraction"] for metrics in evidence.course.steps[-WINDOW:] if "clip_fraction" in metrics]
     if len(late) == WINDOW and min(late) > MANY_CLIPPED:
         yield Diagnosis(
             "clipped",
@@ -183,8 +196,8 @@ def clipped(evidence: Evidence) -> Iterator[Diagnosis]:
 
 def cut_off(evidence: Evidence) -> Iterator[Diagnosis]:
     """Many answers end because their tokens are used up."""
-    share = evidence.course.last.get("truncated", 0.0)
-    if share > MANY_CUT_OFF:
+    share = evidence.course.last.get("truncated")
+    if share is not None and share > MANY_CUT_OFF:
         text = f"{100 * share:.0f} % of the trained calls were cut off (finish_reason length): {CURE_OF_CUT_OFF}"
         yield Diagnosis("truncated", text, steps=last_steps(evidence.course, 1))
 
@@ -231,22 +244,25 @@ def second_measure(evidence: Evidence) -> Iterator[Diagnosis]:
 def collapsed(evidence: Evidence) -> Iterator[Diagnosis]:
     """The reward was much better once."""
     course = evidence.course
-    rewards = values_of(course, "reward_with_failures", "reward")
+    known = known_of(course, "reward_with_failures", "reward")
+    rewards = [reward for _, reward in known]
     if len(rewards) < LEAST or course.order != "shuffled":
         return
     means = np.convolve(rewards, np.full(WINDOW, 1 / WINDOW), "valid")
     place = int(np.argmax(means[:-WINDOW])) if len(means) > WINDOW else 0
     best, now = float(means[place]), float(means[-1])
-    scale = max(abs(best), mean_of(values_of(course, "reward_std")[place : place + WINDOW]))
+    first, end = known[place][0], known[place + WINDOW - 1][0] + 1
+    apart = [metrics["reward_std"] for metrics in course.steps[first:end] if "reward_std" in metrics]
+    scale = max([abs(best), *([mean_of(apart)] if apart else [])])
     error = noise_of(rewards) * math.sqrt(2 / WINDOW)
     if best - now > LARGE * scale and best - now > SURE * error:
         yield Diagnosis(
             "collapsed",
-            f"the reward collapsed: it was {best:.3f} after {place + WINDOW} steps, and is {now:.3f} now"
-            + _beside(course, place)
-            + f". {SLOWER}; a new run can begin before it: --from RUN@{place + WINDOW}",
+            f"the reward collapsed: it was {best:.3f} after {end} steps, and is {now:.3f} now"
+            + _beside(course, first)
+            + f". {SLOWER}; a new run can begin before it: --from RUN@{end}",
             serious=True,
-            steps=(place, len(course.steps) - 1),
+            steps=(first, len(course.steps) - 1),
         )
 
 
@@ -309,16 +325,34 @@ def equal_groups(evidence: Evidence) -> Iterator[Diagnosis]:
 
 def _all_at_once(course: Course) -> int | None:
     """After how many steps no group taught any more, where at least half of those of the last of them did."""
-    used = [m.get("groups_used", 0.0) / (m.get("groups") or 1.0) for m in course.steps]
-    last = max((place for place, share in enumerate(used) if share > 0), default=None)
-    return last + 1 if last is not None and used[last] >= 0.5 and last + 1 < len(used) else None
+    used = [(step, m["groups_used"] / m["groups"]) for step, m in enumerate(course.steps) if m.get("groups")]
+    last = max(((step, share) for step, share in used if share > 0), default=None)
+    return last[0] + 1 if last is not None and last[1] >= 0.5 and last[0] < used[-1][0] else None
+
+
+CURE_OF_FLAT: Final = (
+    "Is engine.lr too small (--lr), or do few groups teach something? `lightning profile RUN` says what the tokens went into, "
+    "`lightning reward try` what the reward follows"
+)
 
 
 def flat(evidence: Evidence) -> Iterator[Diagnosis]:
-    """The reward has not moved."""
+    """The reward of held-out tasks has not moved, or that of the training tasks."""
     course = evidence.course
     rewards = values_of(course, "reward_with_failures", "reward")
-    if len(rewards) < FLAT_AFTER or is_solved(course) or course.order != "shuffled":
+    if is_solved(course):
+        return
+    if (pair := held_out_flat(course)) is not None:
+        first, last = pair
+        yield Diagnosis(
+            "flat",
+            f"the held-out reward has not moved: {first.score:.3f} after {first.step} steps and {last.score:.3f} after "
+            f"{last.step}, where {last.rollouts} rollouts tell it to ±{2 * last.error:.2g}. {CURE_OF_FLAT}",
+            serious=True,
+            steps=(first.step, last.step),
+        )
+        return
+    if len(rewards) < FLAT_AFTER or course.order != "shuffled":
         return
     quarter, noise = max(WINDOW, len(rewards) // 4), noise_of(rewards)
     means = [mean_of(rewards[first : first + quarter]) for first in range(0, len(rewards) - quarter + 1, quarter)]
@@ -328,9 +362,7 @@ def flat(evidence: Evidence) -> Iterator[Diagnosis]:
     if most < SMALL * scale and max(means) - min(means) <= SURE_ONCE * noise * math.sqrt(2 / quarter) + 0.01 * scale:
         yield Diagnosis(
             "flat",
-            f"the reward is flat: {means[0]:.3f} in the first {quarter} steps, {means[-1]:.3f} in the last. Is engine.lr too "
-            "small, or do few groups teach something? `lightning profile RUN` says what the tokens went into, `lightning "
-            "reward try` what the reward follows",
+            f"the reward is flat: {means[0]:.3f} in the first {quarter} steps, {means[-1]:.3f} in the last. {CURE_OF_FLAT}",
             serious=True,
             steps=(0, len(course.steps) - 1),
         )
@@ -356,6 +388,7 @@ def _beside(course: Course, place: int) -> str:
 COURSE_RULES: Final[tuple[Callable[[Evidence], Iterator[Diagnosis]], ...]] = (
     drifted,
     sampler_differs,
+    not_compared,
     not_finite,
     failing,
     policy_faults,

@@ -75,6 +75,11 @@ class Course:
     order: TaskOrder = "shuffled"
 
     @property
+    def measured(self) -> list[Evaluation]:
+        """The evaluations that say something of these steps."""
+        return [result for result in self.evaluations if result.known and result.step <= len(self.steps)]
+
+    @property
     def last(self) -> Mapping[str, float]:
         """The metrics of the last step; empty before the first."""
         return self.steps[-1] if self.steps else {}

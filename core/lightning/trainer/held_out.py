@@ -55,9 +55,9 @@ class HeldOut:
 
     def add(self, results: Iterable[Evaluation], *, fresh: bool = False) -> None:
         """More of them; that of a step takes the place of an earlier one of the same step. What was evaluated before a change
-        is left out, also with the step at which it came, unless it is `fresh`."""
+        is left out, also with the step at which it came, unless it is `fresh`; and what says nothing (`Evaluation.known`)."""
         least = self.since if fresh or not self.since else self.since + 1
-        self._results |= {result.step: result for result in results if result.step >= least}
+        self._results |= {result.step: result for result in results if result.known and result.step >= least}
 
     @property
     def results(self) -> tuple[Evaluation, ...]:

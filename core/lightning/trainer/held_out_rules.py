@@ -5,13 +5,19 @@ The invariant: that of `lightning.trainer.course_rules`, which asks them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Final
 
-from lightning.trainer.diagnosis import Diagnosis, Evidence
-from lightning.trainer.trends import LEAST, WINDOW, mean_around, mean_of, values_of
+from lightning.trainer.diagnosis import Course, Diagnosis, Evidence
+from lightning.trainer.summary import Evaluation
+from lightning.trainer.trends import LEAST, WINDOW, change_of, known_of, mean_around, mean_of, values_of
 
+FLAT_AFTER: Final = 20
+"""Steps after which a reward that has not moved is said to be flat."""
+SMALL: Final = 0.15
+"""The part of the reward that a whole run has moved it by less than when it is flat."""
 SURE_PAIRS: Final = 3.5
 """Standard errors of one evaluation by which the mean of two is less than that of the two best."""
 SURE_TWO: Final = 2.5
@@ -25,7 +31,7 @@ FOLLOWED: Final = 0.25
 def held_out_falls(evidence: Evidence) -> Iterator[Diagnosis]:
     """The held-out reward falls while that of the training tasks does not."""
     course = evidence.course
-    results = [result for result in course.evaluations if result.rollouts and result.step <= len(course.steps)]
+    results = course.measured
     if len(results) < 4:
         return
     pairs = [(mean_of([one.score, other.score]), one, other) for one, other in pairwise(results)]
@@ -34,25 +40,45 @@ def held_out_falls(evidence: Evidence) -> Iterator[Diagnosis]:
     if top - now_earned < SURE_PAIRS * max(one.error, other.error, last.error):
         return
     best = max(one, other, key=lambda result: result.score)
-    train = values_of(course, "reward_with_failures", "reward")
-    then, now = mean_around(train, best.step), mean_of(train[-WINDOW:])
+    train = known_of(course, "reward_with_failures", "reward")
+    then, now = mean_around(train, best.step), mean_of([reward for _, reward in train[-WINDOW:]])
     if course.order == "shuffled" and now < then - 0.02 * max(abs(then), 1.0):
         return  # both fall: that is a collapse
     yield Diagnosis(
         "held-out falls",
         f"held-out tasks earned {best.score:.3f} after {best.step} steps and {last.score:.3f} "
-        f"after {last.step}, while the training tasks went from {then:.3f} to {now:.3f}: the policy learns its tasks by "
-        "heart, or what the reward of them pays. Give more tasks, end earlier (trainer.patience) and keep the best "
-        "(trainer.keep = 'best')",
+        f"after {last.step}"
+        + (f", while the training tasks went from {then:.3f} to {now:.3f}" if train else "")
+        + ": the policy learns its tasks by heart, or what the reward of them pays. Give more tasks, end earlier "
+        "(trainer.patience) and keep the best (trainer.keep = 'best')",
         serious=True,
         steps=tuple(result.step for result in (best, last)),
     )
 
 
+def held_out_flat(course: Course) -> tuple[Evaluation, Evaluation] | None:
+    """The first and the last evaluation of a run whose held-out reward has not moved; None where it has, or where too little
+    was done or measured to say so, or where the training reward has surely risen, of which `held_out_stays` speaks."""
+    results = course.measured
+    if len(results) < 2 or results[-1].step - results[0].step < FLAT_AFTER:
+        return None
+    first, last = results[0], results[-1]
+    if any(
+        abs(result.score - first.score) > SURE_TWO * math.hypot(result.error, first.error) for result in results[1:]
+    ):
+        return None
+    now = mean_of([result.score for result in results[1:][-2:]])
+    if abs(now - first.score) > SMALL * max(abs(first.score), first.deviation):
+        return None
+    change = change_of(values_of(course, "reward_with_failures", "reward"))
+    risen = change is not None and change[1] > change[0] and change[2] >= SURE_TWO and course.order == "shuffled"
+    return None if risen else (first, last)
+
+
 def held_out_stays(evidence: Evidence) -> Iterator[Diagnosis]:
     """The reward of the training tasks has risen, and the held-out one has not followed."""
     course = evidence.course
-    results = [result for result in course.evaluations if result.rollouts and result.step <= len(course.steps)]
+    results = course.measured
     train = values_of(course, "reward_with_failures", "reward")
     if len(results) < 3 or len(train) < LEAST or course.order != "shuffled":
         return

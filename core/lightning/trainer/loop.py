@@ -44,6 +44,13 @@ from lightning.types import Json, Rollout, Status, Task
 
 logger = logging.getLogger(__name__)
 
+DIFFER = (
+    "step %d: the trainer's logprobs of the tokens that vLLM sampled differ from vLLM's, with the same weights, by %s. "
+    "Trainer: %s, vLLM: %s. If both should be alike, start a new run with --set engine.dtype=float32, which vLLM then "
+    "computes in, too; if the warning stays, the model is computed differently in the two: compare the versions of vLLM and "
+    "transformers. trainer.max_logprob_gap sets a bound of your own"
+)
+
 
 @dataclass
 class Loop:
@@ -186,9 +193,10 @@ class Loop:
         if hidden := await self.stack.gateway.hidden_tools():
             metrics["hidden_tools"] = float(hidden)
         metrics["tokens_per_second"] = sampled_tokens(sampled.groups) / max(sampled.seconds, 1e-9)
-        fresh = metrics["staleness_max"] == 0 and self.record is None  # other weights differ, as they should
+        fresh = not metrics.get("staleness_max") and self.record is None  # other weights differ, as they should
         if fresh and (gap := exceeds(metrics, bound_of(self.stack.config))):
-            logger.warning("step %d: trainer and sampler differ by %s", step, gap)
+            computed = self.stack.config
+            logger.warning(DIFFER, step + 1, gap, computed.engine.dtype, computed.policy_server.dtype)
         failures = [rollout.error for rollout in sampled.rollouts if rollout.status is Status.FAILED]
         found = await asyncio.to_thread(self.remarks.step, step, groups, batch, metrics, self.train_agents, failures)
         self.alert(step, found)
@@ -302,7 +310,8 @@ class Loop:
         values |= {f"eval/{NAMED}{name}": value for name, value in result.rewards.items()}
         if result.reward is not None:
             values["eval/reward"] = result.reward
-        values["eval/reward_with_failures"] = result.reward_with_failures
+        if result.reward_with_failures is not None:
+            values["eval/reward_with_failures"] = result.reward_with_failures
         fresh = any(rollout.id not in ended for rollout in rollouts)
         if fresh:
             values["seconds/eval"] = self._seconds["eval"]

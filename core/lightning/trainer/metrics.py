@@ -1,9 +1,9 @@
 """The numbers of a step, besides its times: what was sampled and trained, and what its requests needed of the policy
 server; and what a person should hear of a step in words, with the cure (`Remarks`).
 
-The invariant: a server that does not count, or was started again meanwhile, gives no wrong number: the metrics are then
-absent, or of what came since. Each remark is made once in a process, or at growing distances; a step that teaches gives
-none, and what is said changes nothing.
+The invariant: what was not measured is absent, and never 0: a mean of no rollouts, a share of no tokens, the counts of a server
+that does not count. One that was started again meanwhile gives the counts of what came since. Each remark is made once in a
+process, or at growing distances; a step that teaches gives none, and what is said changes nothing.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class UsageMeter:
                 since.prompt_tokens / since.requests,
                 CURE,
             )
-        share = since.cached_tokens / since.prompt_tokens if since.prompt_tokens else 0.0
-        return {"prefix_hit_share": share, "preemptions": float(since.preemptions)}
+        asked = {"prefix_hit_share": since.cached_tokens / since.prompt_tokens} if since.prompt_tokens else {}
+        return {**asked, "preemptions": float(since.preemptions)}
 
     def _nothing_found(self, since: Usage, groups: Sequence[Group]) -> bool:
         alike = any(len(group.trajectories) > 1 for group in groups)
@@ -89,7 +89,8 @@ class UsageMeter:
 def step_metrics(
     rollouts: Sequence[Rollout], groups: Sequence[Group], batch: Batch, result: StepResult
 ) -> dict[str, float]:
-    """What was sampled, what was left out and why, and what the engine says."""
+    """What was sampled, what was left out and why, and what the engine says. Of a step without new rollouts, or whose
+    rollouts have no reward, no reward is known."""
     begun = [rollout for rollout in rollouts if rollout.parent is None]  # branches begin where somebody chose
     rewards = [rollout.reward for rollout in begun if rollout.reward is not None]
     calls = [
@@ -102,21 +103,25 @@ def step_metrics(
         **{f"skipped/{reason}": float(count) for reason, count in batch.skipped.items()},
         **{f"dropped/{reason}": float(count) for reason, count in batch.dropped.items()},
         **{f"{NAMED}{name}": value for name, value in mean_parts(begun).items()},
-        "reward": float(np.mean(rewards)) if rewards else 0.0,
-        "reward_with_failures": sum(rewards) / len(begun) if begun else 0.0,
-        "reward_std": float(np.std(rewards)) if rewards else 0.0,
+        **({"reward": float(np.mean(rewards)), "reward_std": float(np.std(rewards))} if rewards else {}),
+        **({"reward_with_failures": sum(rewards) / len(begun)} if rewards or any_failed(begun) else {}),
         "rollouts": float(len(rollouts)),
         "failed": float(sum(rollout.status is Status.FAILED for rollout in rollouts)),
         **policy_faults(rollouts),
         "groups": float(len(groups)),
         "groups_used": float(len(groups) - skipped),
         "rows": float(len(batch.samples)),
-        "calls_per_rollout": float(np.mean(calls)) if calls else 0.0,
+        **({"calls_per_rollout": float(np.mean(calls))} if calls else {}),
         **({"too_long": float(refused)} if (refused := count_too_long(rollouts, groups)) else {}),
         **({"dropped/media": float(media)} if (media := len(media_calls(groups))) else {}),
         "not_replayable": float(count_not_replayable(groups)),
-        "truncated": count_truncated(trained) / len(trained) if trained else 0.0,
+        **({"truncated": count_truncated(trained) / len(trained)} if trained else {}),
     }
+
+
+def any_failed(rollouts: Iterable[Rollout]) -> bool:
+    """Whether a rollout failed."""
+    return any(rollout.status is Status.FAILED for rollout in rollouts)
 
 
 def policy_faults(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -168,11 +173,11 @@ def count_truncated(calls: Iterable[Transition]) -> int:
 
 def staleness(step: int, batch: Batch) -> dict[str, float]:
     """How many optimizer steps older than `step` the policy was that sampled the trained tokens: mean and maximum over
-    those whose version is known, 0 when there are none."""
+    those whose version is known, nothing when there are none."""
     versions = [sample.versions[(sample.weights != 0) & (sample.versions >= 0)] for sample in batch.samples]
     known = np.concatenate(versions) if versions else np.empty(0, dtype=np.int32)
     if not len(known):
-        return {"staleness_mean": 0.0, "staleness_max": 0.0}
+        return {}
     return {"staleness_mean": float(step - known.mean()), "staleness_max": float(step - known.min())}
 
 

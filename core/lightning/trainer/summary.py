@@ -74,11 +74,11 @@ class Reporter:
         self._seconds = [*self._seconds, seconds][-10:]
         left = (self._total - step - 1) * sum(self._seconds) / len(self._seconds)
         line = (
-            f"step {step + 1:>4}/{self._total}  reward {metrics['reward']:.3f}{_with_failures(metrics)}  "
+            f"step {step + 1:>4}/{self._total}  reward {said(metrics.get('reward'))}{_with_failures(metrics)}  "
             f"{_named_parts(metrics)}"
             f"rollouts {metrics['rollouts']:.0f} ({metrics['failed']:.0f} failed{_causes(metrics)})  "
             f"mixed groups {metrics['groups_used']:.0f}/{metrics['groups']:.0f}  "
-            f"{metrics['tokens_per_second']:.0f} tok/s  gap {metrics['max_logprob_gap']:.1e}  "
+            f"{metrics['tokens_per_second']:.0f} tok/s  gap {said(metrics.get('max_logprob_gap'), '.1e')}  "
             f"{_pipeline(metrics)}{seconds:.1f} s, {_clock(left)} left"
         )
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -101,6 +101,11 @@ class Reporter:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def said(value: float | None, form: str = ".3f") -> str:
+    """A number for people; `-` where it is not known."""
+    return "-" if value is None else format(value, form)
+
+
 def _named_parts(metrics: Mapping[str, float]) -> str:
     """The named parts of the reward."""
     return "".join(f"{name.removeprefix(NAMED)} {metrics[name]:.3f}  " for name in metrics if name.startswith(NAMED))
@@ -108,10 +113,10 @@ def _named_parts(metrics: Mapping[str, float]) -> str:
 
 def said_reward(result: Evaluation) -> str:
     """The reward of an evaluation; where rollouts failed also with those as 0."""
-    reward = "-" if result.reward is None else f"{result.reward:.3f}"
+    reward = said(result.reward)
     if not result.failed:
         return reward
-    return f"{reward} ({result.reward_with_failures:.3f} with the failed as 0)"
+    return f"{reward} ({said(result.reward_with_failures)} with the failed as 0)"
 
 
 def said_parts(rewards: Mapping[str, float], given: Sequence[StepReward] = ()) -> str:
@@ -125,7 +130,7 @@ def said_parts(rewards: Mapping[str, float], given: Sequence[StepReward] = ()) -
 
 def _with_failures(metrics: Mapping[str, float]) -> str:
     """The reward with those that failed as 0, where any did: without them it is that of the ones that came through."""
-    return f" ({metrics['reward_with_failures']:.3f} with the failed as 0)" if metrics["failed"] else ""
+    return f" ({said(metrics.get('reward_with_failures'))} with the failed as 0)" if metrics["failed"] else ""
 
 
 def _causes(metrics: Mapping[str, float]) -> str:
@@ -140,7 +145,7 @@ def _pipeline(metrics: Mapping[str, float]) -> str:
     if "pipeline/groups_carried" not in metrics:
         return ""
     return (
-        f"stale {metrics['staleness_mean']:.1f} (max {metrics['staleness_max']:.0f})  "
+        f"stale {said(metrics.get('staleness_mean'), '.1f')} (max {said(metrics.get('staleness_max'), '.0f')})  "
         f"carried {metrics['pipeline/groups_carried']:.0f}  waited {metrics['seconds/rollout']:.1f} s  "
     )
 
@@ -177,10 +182,15 @@ class Evaluation:
     lowest: float = 0.0
 
     @property
+    def known(self) -> bool:
+        """Whether it says something: of one whose rollouts were neither scored nor failed nothing is known."""
+        return bool(self.rollouts) and (self.reward is not None or self.failed > 0)
+
+    @property
     def score(self) -> float:
-        """The mean by which evaluations are compared: rollouts that failed count as 0, or as the lowest reward where that is
-        less."""
-        return self.reward_with_failures + min(0.0, self.lowest) * self.failed / max(self.rollouts, 1)
+        """The mean by which evaluations that are `known` are compared: rollouts that failed count as 0, or as the lowest reward
+        where that is less."""
+        return (self.reward_with_failures or 0.0) + min(0.0, self.lowest) * self.failed / max(self.rollouts, 1)
 
     @property
     def error(self) -> float:
@@ -192,9 +202,9 @@ class Evaluation:
         return max(deviation, 0.1 * abs(self.score)) / math.sqrt(max(self.rollouts, 1))
 
     @property
-    def reward_with_failures(self) -> float:
-        """The mean over all rollouts with those that failed as 0."""
-        return self.mean_with_failures("reward") or 0.0
+    def reward_with_failures(self) -> float | None:
+        """The mean over all rollouts with those that failed as 0; None where nothing is `known`."""
+        return self.mean_with_failures("reward")
 
     def mean_with_failures(self, measure: str) -> float | None:
         """As `mean`, with 0 for rollouts that failed; None where no rollout has the measure and none failed."""
@@ -210,13 +220,14 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run in numbers. `rewards[i]` is the mean training reward of step i; times are wall seconds by phase. `evaluations` are
-    in the order in which they were begun; `before` is the reward of the first and `after` that of the last.
-    `rewards_with_failures[i]` counts the rollouts of step i that failed as 0.
-    `named_rewards[name][i]` is the mean of a named part of the reward in step i, where the agent returned parts.
+    """A run in numbers; what was not measured is None.
 
-    `max_logprob_gap` is over the steps without stale tokens, whose logprobs differ by what was learned since; None when
-    there is no other step.
+    `rewards[i]` is the mean training reward of step i; times are wall seconds by phase. `evaluations` are in the order
+    in which they were begun; `before` is the reward of the first and `after` that of the last. `rewards_with_failures[i]`
+    counts the rollouts of step i that failed as 0. `named_rewards[name][i]` is the mean of a named part of the reward in
+    step i, where the agent returned parts.
+
+    `max_logprob_gap` is over the steps without stale tokens, whose logprobs differ by what was learned since.
     """
 
     run: str
@@ -227,12 +238,12 @@ class Summary:
     trained_tokens: int
     drift_tokens: int
     max_logprob_gap: float | None
-    max_probe_gap: float
+    max_probe_gap: float | None
     before: float | None
     after: float | None
     evaluations: tuple[Evaluation, ...]
-    rewards: tuple[float, ...]
-    rewards_with_failures: tuple[float, ...]
+    rewards: tuple[float | None, ...]
+    rewards_with_failures: tuple[float | None, ...]
     named_rewards: dict[str, tuple[float | None, ...]]
     time: dict[str, float]
 
@@ -276,21 +287,20 @@ async def summarize(store: Store, run: str) -> Summary:
         failed=sum(each.rollouts for each in trained if each.status is Status.FAILED),
         trained_tokens=int(sum(metrics.get("tokens", 0.0) for metrics in steps)),
         drift_tokens=int(sum(metrics.get("drift_tokens", 0.0) for metrics in steps)),
-        max_logprob_gap=max(
-            (metrics.get("max_logprob_gap", 0.0) for metrics in steps if not metrics.get("staleness_max", 0.0)),
-            default=None,
-        ),
-        max_probe_gap=max((point.values.get("probe_gap", 0.0) for point in points), default=0.0),
+        max_logprob_gap=_largest("max_logprob_gap", (step for step in steps if not step.get("staleness_max"))),
+        max_probe_gap=_largest("probe_gap", (point.values for point in points)),
         before=evaluated[0].reward if evaluated else None,
         after=evaluated[-1].reward if len(evaluated) > 1 else None,
         evaluations=evaluated,
-        rewards=tuple(metrics.get("reward", 0.0) for metrics in steps),
-        rewards_with_failures=tuple(
-            metrics.get("reward_with_failures", metrics.get("reward", 0.0)) for metrics in steps
-        ),
+        rewards=tuple(metrics.get("reward") for metrics in steps),
+        rewards_with_failures=tuple(metrics.get("reward_with_failures", metrics.get("reward")) for metrics in steps),
         named_rewards=_named(steps),
         time={phase: round(seconds, 3) for phase, seconds in time.items()},
     )
+
+
+def _largest(name: str, among: Iterable[Mapping[str, float]]) -> float | None:
+    return max((metrics[name] for metrics in among if name in metrics), default=None)
 
 
 def _named(steps: Sequence[Mapping[str, float]]) -> dict[str, tuple[float | None, ...]]:

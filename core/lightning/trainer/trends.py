@@ -31,14 +31,19 @@ def last_steps(course: Course, count: int = WINDOW) -> tuple[int, ...]:
     return tuple(range(max(0, len(course.steps) - count), len(course.steps)))
 
 
-def values_of(course: Course, *names: str) -> list[float]:
-    """A metric in each step that has it, under the first of its names that is there."""
+def known_of(course: Course, *names: str) -> list[tuple[int, float]]:
+    """The steps that have a metric, with its value under the first of its names that is there."""
     found = []
-    for metrics in course.steps:
+    for step, metrics in enumerate(course.steps):
         value = next((metrics[name] for name in names if name in metrics), math.nan)
         if math.isfinite(value):
-            found.append(value)
+            found.append((step, value))
     return found
+
+
+def values_of(course: Course, *names: str) -> list[float]:
+    """A metric in each step that has it, under the first of its names that is there."""
+    return [value for _, value in known_of(course, *names)]
 
 
 def change_of(values: Sequence[float]) -> tuple[float, float, float] | None:
@@ -56,26 +61,29 @@ def noise_of(values: Sequence[float]) -> float:
     return float(np.std(np.diff(values)) / math.sqrt(2)) if len(values) > 2 else 0.0
 
 
-def mean_around(values: Sequence[float], step: int) -> float:
-    """The mean about a step."""
-    first = min(max(0, step - WINDOW // 2), max(0, len(values) - WINDOW))
-    return mean_of(values[first : first + WINDOW])
+def mean_around(known: Sequence[tuple[int, float]], step: int) -> float:
+    """The mean about a step, of values with their steps."""
+    before = sum(place < step for place, _ in known)
+    first = min(max(0, before - WINDOW // 2), max(0, len(known) - WINDOW))
+    return mean_of([value for _, value in known[first : first + WINDOW]])
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """Their mean; 0 for none."""
-    return float(np.mean(values)) if len(values) else 0.0
+    """Their mean; NaN for none, which no comparison finds anything in."""
+    return float(np.mean(values)) if len(values) else math.nan
 
 
-def failed_share(metrics: Mapping[str, float]) -> float:
-    """The share of a step's rollouts that failed."""
-    return metrics.get("failed", 0.0) / max(metrics.get("rollouts", 0.0), 1.0)
+def failed_share(metrics: Mapping[str, float]) -> float | None:
+    """The share of a step's rollouts that failed; None where it had none."""
+    rollouts = metrics.get("rollouts")
+    return metrics.get("failed", 0.0) / rollouts if rollouts else None
 
 
-def policy_fault_share(metrics: Mapping[str, float]) -> float:
-    """The share of a step's rollouts that failed by the policy's own fault."""
+def policy_fault_share(metrics: Mapping[str, float]) -> float | None:
+    """The share of a step's rollouts that failed by the policy's own fault; None where it had none."""
     failed = sum(value for name, value in metrics.items() if name.startswith(POLICY_FAULT))
-    return failed / max(metrics.get("rollouts", 0.0), 1.0)
+    rollouts = metrics.get("rollouts")
+    return failed / rollouts if rollouts else None
 
 
 def policy_fault_causes(course: Course) -> str:
@@ -97,10 +105,12 @@ def lengths_of(course: Course) -> list[float]:
 
 def is_solved(course: Course) -> bool:
     """Whether there is little left to earn: rollouts hardly differ, and the reward is near the best that was seen."""
-    rewards, deviations = values_of(course, "reward_with_failures", "reward"), values_of(course, "reward_std")
-    if len(rewards) < WINDOW or len(deviations) != len(rewards):
+    rewards = known_of(course, "reward_with_failures", "reward")
+    deviations = dict(known_of(course, "reward_std"))
+    pairs = [(reward, deviations[step]) for step, reward in rewards if step in deviations]
+    if len(pairs) < WINDOW:
         return False
-    most = max(reward + deviation for reward, deviation in zip(rewards, deviations, strict=True))
-    least = min(reward - deviation for reward, deviation in zip(rewards, deviations, strict=True))
-    now = mean_of(rewards[-WINDOW:])
+    most = max(reward + deviation for reward, deviation in pairs)
+    least = min(reward - deviation for reward, deviation in pairs)
+    now = mean_of([reward for _, reward in rewards[-WINDOW:]])
     return now >= most - 0.2 * (most - least) if most > least else now > 0

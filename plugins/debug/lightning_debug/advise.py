@@ -288,13 +288,16 @@ async def past_of(store: Store, run: Run, *, changed: bool = False) -> Past | No
 async def _outcome(store: Store, run: str, epoch: Epoch) -> Outcome | None:
     """What was measured last after a step of this epoch: the held-out reward, or that of the training tasks where they are not
     chosen by it."""
-    results = [result for result in await evaluations(store, run) if result.step > epoch.first and result.rollouts]
+    results = [result for result in await evaluations(store, run) if result.step > epoch.first and result.known]
     if results:
         return Outcome(results[-1].score, results[-1].error, "held-out")
     steps = [record for record in await store.steps(run, brief=True) if record.step >= epoch.first][-LAST:]
     if not steps or epoch.setting("trainer", "order") == "learnable":
         return None
-    rewards = [_as_evaluation(record.step, record.metrics) for record in steps]
+    given = (_as_evaluation(record.step, record.metrics) for record in steps)
+    rewards = [result for result in given if result.known]
+    if not rewards:
+        return None
     error = math.sqrt(sum(each.error**2 for each in rewards)) / len(rewards)
     return Outcome(float(np.mean([each.score for each in rewards])), error, "training")
 
@@ -302,9 +305,9 @@ async def _outcome(store: Store, run: str, epoch: Epoch) -> Outcome | None:
 def _as_evaluation(step: int, metrics: Mapping[str, float]) -> Evaluation:
     """The training rewards of a step. Where their deviation was not recorded, they are as if each were 0 or 1, or as far apart
     as their mean is large."""
-    reward = metrics.get("reward", 0.0)
+    reward = metrics.get("reward")
     rollouts, failed = int(metrics.get("rollouts", 0.0)), int(metrics.get("failed", 0.0))
-    deviation = metrics.get("reward_std", max(abs(reward), 1.0) / 2)
+    deviation = metrics.get("reward_std", max(abs(reward or 0.0), 1.0) / 2)
     return Evaluation(step, reward, rollouts, failed, deviation=deviation)
 
 

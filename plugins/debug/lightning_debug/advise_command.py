@@ -93,7 +93,7 @@ def show(advice: Advice) -> None:
     """The advice in words."""
     say(f"{escape(advice.run)}: {advice.steps} steps")
     if not advice.alarms:
-        say("no alarm")
+        say("no alarm" if advice.steps else "nothing was looked at: the run has no step yet")
     for alarm in advice.alarms:
         _show_alarm(alarm)
     for hint in advice.hints:

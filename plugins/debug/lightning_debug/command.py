@@ -126,7 +126,7 @@ def replay(
         recorded_tools = tools is Tools.RECORDED
         result = found.replay(load_agent(agent), until=until, recorded_tools=recorded_tools, run_unrecorded=yes)
     show(result)
-    raise typer.Exit(0 if result.same else 1)
+    raise typer.Exit(2 if result.same is None else 0 if result.same else 1)
 
 
 def _retrain(run: str, where: str, model: Path | None) -> int:

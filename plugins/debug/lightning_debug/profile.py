@@ -54,9 +54,9 @@ class Tokens:
     failed: int = 0
 
     @property
-    def useful(self) -> float:
-        """The share of the sampled tokens that was trained."""
-        return self.trained / self.sampled if self.sampled else 0.0
+    def useful(self) -> float | None:
+        """The share of the sampled tokens that was trained; None where none was sampled."""
+        return self.trained / self.sampled if self.sampled else None
 
 
 @dataclass(frozen=True, slots=True)

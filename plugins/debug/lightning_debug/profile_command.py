@@ -14,6 +14,7 @@ import typer
 from lightning.cli.locate import locate, with_store
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError
+from lightning.trainer.summary import said
 
 from lightning_debug.bottlenecks import STEP, Help, find_helps
 from lightning_debug.profile import ROLLOUT_PARTS, Profile, read_profile
@@ -134,6 +135,7 @@ def _show_tokens(found: Profile) -> None:
     say(f"tokens: {tokens.prompt} of prompts ({cached} found in the prefix cache), {tokens.sampled} sampled")
     reasons = ", ".join(f"{escape(reason)} {count}" for reason, count in tokens.untaught.items())
     say(
-        f"of those sampled, {tokens.trained} were trained ({tokens.useful:.0%}); {sum(tokens.untaught.values())} are of groups "
-        f"that taught nothing{f' ({reasons})' if reasons else ''}, {tokens.failed} of rollouts that failed"
+        f"of those sampled, {tokens.trained} were trained ({said(tokens.useful, '.0%')}); "
+        f"{sum(tokens.untaught.values())} are of groups that taught nothing{f' ({reasons})' if reasons else ''}, "
+        f"{tokens.failed} of rollouts that failed"
     )

@@ -94,8 +94,8 @@ class RewardTrial:
     groups: int
     reordered: tuple[str, ...]
     rank_correlation: float | None
-    equal_before: float
-    equal_now: float
+    equal_before: float | None
+    equal_now: float | None
     follows: Mapping[str, tuple[float | None, float | None]]
     explained: Mapping[str, float]
     advantages: tuple[int, int, int] | None
@@ -107,8 +107,8 @@ class RewardTrial:
     @property
     def same(self) -> bool:
         """Whether training would have been the same: every group in the same order, no other advantage, and no rollout that
-        could not be graded. False where advantages could not be derived, since nobody knows then."""
-        return not (self.reordered or self.failed or self.changed_calls or self.why)
+        could not be graded. False where advantages could not be derived or nothing was graded, since nobody knows then."""
+        return bool(self.rollouts) and not (self.reordered or self.failed or self.changed_calls or self.why)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ class RewardTrial:
         main = max(self.explained, key=lambda name: self.explained[name], default="")
         if len(self.explained) > 1 and self.explained[main] > 0.9:
             found.append(f"the part {main} alone makes {self.explained[main]:.0%} of what varies in the reward")
-        if self.equal_now > self.equal_before + 0.05:
+        if self.equal_before is not None and self.equal_now is not None and self.equal_now > self.equal_before + 0.05:
             share = f"{self.equal_now:.0%} of the groups have equal rewards"
             found.append(
                 f"{share} ({self.equal_before:.0%} with the recorded ones): most algorithms learn nothing from those"
@@ -286,7 +286,7 @@ class _Trial:
     def result(self) -> RewardTrial:
         before = np.array([each.before for each in self.rollouts], dtype=np.float64)
         now = np.array([each.now for each in self.rollouts], dtype=np.float64)
-        share = np.mean(np.array(self.equal, dtype=np.float64).reshape(-1, 2), axis=0) if self.equal else (0.0, 0.0)
+        share = np.mean(np.array(self.equal, dtype=np.float64), axis=0) if self.equal else (None, None)
         besides = {name: np.array([each.besides[name] for each in self.rollouts]) for name in BESIDES}
         return RewardTrial(
             grader=place_of(self.grader),
@@ -296,8 +296,8 @@ class _Trial:
             groups=len(self.equal),
             reordered=tuple(self.reordered),
             rank_correlation=rank_correlation(before, now),
-            equal_before=float(share[0]),
-            equal_now=float(share[1]),
+            equal_before=None if share[0] is None else float(share[0]),
+            equal_now=None if share[1] is None else float(share[1]),
             follows={
                 name: (rank_correlation(before, values), rank_correlation(now, values))
                 for name, values in besides.items()

@@ -45,9 +45,12 @@ class ReplayResult:
     """Whether the recorded outcome is known: of an attempt before the last it is not kept."""
 
     @property
-    def same(self) -> bool:
-        """Whether the agent did what is recorded, as far as it was replayed."""
-        return not self.divergences and not self.changes and (self.stopped or not self.missing)
+    def same(self) -> bool | None:
+        """Whether the agent did what is recorded, as far as it was replayed; None where nothing was compared."""
+        if self.divergences or self.changes or (self.missing and not self.stopped):
+            return False
+        compared = not self.stopped and self.outcome is not None and self.has_outcome
+        return True if self.answered or compared else None
 
     def __str__(self) -> str:
         lines = [f"{self.answered} of {self.calls} recorded calls were asked for and answered; 0 calls of a model"]
@@ -57,9 +60,15 @@ class ReplayResult:
         lines += self.changes
         if not self.has_outcome:
             lines.append("the outcome of this attempt is not kept, and was not compared: a later attempt followed")
-        return "\n".join(
-            [*lines, "the replay is the recorded rollout" if self.same else "the replay is another rollout"]
-        )
+        return "\n".join([*lines, self._verdict])
+
+    @property
+    def _verdict(self) -> str:
+        if self.same is None:
+            return "nothing was compared: no recorded call was asked for"
+        if self.same and self.stopped:
+            return f"the replay is the recorded rollout up to call {self.answered}; how it ends was not compared"
+        return "the replay is the recorded rollout" if self.same else "the replay is another rollout"
 
 
 def replay_agent(

@@ -16,6 +16,7 @@ import typer
 from lightning.cli.locate import import_named, locate, with_store
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError
+from lightning.trainer.summary import said
 
 from lightning_debug.regrade import Grader, GroupGrader, Regraded, RewardTrial, try_grader
 
@@ -101,6 +102,7 @@ def show(trial: RewardTrial, limit: int) -> None:
     for why, count in trial.failed.items():
         say(f"[red]{count} rollouts could not be graded and are in no figure: {escape(why)}")
     if not graded:
+        say("[yellow]nothing was compared: no rollout was graded")
         return
     if trial.kept:
         kept = f"{trial.kept} rollouts that the policy failed keep the reward of trainer.policy_fault"
@@ -129,7 +131,7 @@ def _show_changes(trial: RewardTrial) -> None:
     rank = "-" if trial.rank_correlation is None else f"{trial.rank_correlation:.3f}"
     say(f"mean reward {means[0]:.3f} → {means[1]:.3f}; rank correlation with the recorded rewards {rank}")
     say(f"groups whose order changes: {len(trial.reordered)} of {trial.groups}")
-    say(f"groups with equal rewards: {trial.equal_before:.0%} → {trial.equal_now:.0%}")
+    say(f"groups with equal rewards: {said(trial.equal_before, '.0%')} → {said(trial.equal_now, '.0%')}")
     if trial.advantages is not None:
         trained, other, signs = trial.advantages
         say(f"trained calls with another advantage: {other} of {trained}, {signs} of them with the other sign")

@@ -64,13 +64,12 @@ class RecordedGroup:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """Wall seconds of a step by phase, and the tokens of its rows; `staleness` is the mean and the largest. `held` are the
+    """Wall seconds of a step by phase, and the tokens of its rows. `held` are the
     seconds of the update in which calls stood still: all of them in runs of releases that did not record it."""
 
     step: int
     seconds: Mapping[str, float]
     rows: int
-    staleness: tuple[float, float]
     held: float = math.inf
 
     @property
@@ -178,8 +177,7 @@ def _not_before(rollout: RecordedRollout, began: float) -> RecordedRollout:
 
 def _step(record: StepRecord, values: Mapping[str, float], rows: int) -> RecordedStep:
     seconds = {phase: values[f"seconds/{phase}"] for phase in PHASES if f"seconds/{phase}" in values}
-    staleness = (record.metrics.get("staleness_mean", 0.0), record.metrics.get("staleness_max", 0.0))
-    return RecordedStep(record.step, seconds, rows, staleness, values.get(HELD_SECONDS, math.inf))
+    return RecordedStep(record.step, seconds, rows, values.get(HELD_SECONDS, math.inf))
 
 
 def _schedule(config: Mapping[str, Json], size: int) -> Schedule:

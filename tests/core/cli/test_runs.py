@@ -57,6 +57,21 @@ def test_show(lightning, runs: Path) -> None:
     assert "line 2" not in table
 
 
+def test_a_step_that_measured_nothing_shows_no_number(lightning, runs: Path) -> None:
+    """It trained older rollouts, of which every call was constrained: neither a reward nor a gap is known."""
+    url = sqlite_url(runs / "small" / "lightning.db")
+    metrics = {"rollouts": 12.0, "failed": 0.0, "tokens": 40.0, "tokens_compared": 0.0, "staleness_max": 1.0}
+    record = StepRecord("small", 1, 2, (), (), "d", metrics=metrics)
+    asyncio.run(with_store(url, lambda store: store.commit_step(record)))
+    table = lightning("runs", "show", "small", "--runs", str(runs)).out
+    (row,) = [line.split() for line in table.splitlines() if line.startswith("1 ") and " v2 " in line]
+    assert row == ["1", "-", "-", "0", "40", "-", "-", "v2", "-/1", "-"]
+    shown = json.loads(lightning("runs", "show", "small", "--runs", str(runs), "--json").out)
+    assert shown["summary"]["rewards"] == [0.5, None]
+    assert json.loads(lightning("runs", "--runs", str(runs), "--json").out)[0]["rewards"] == [0.5, None]
+    assert "0.500 → -" in lightning("runs", "--runs", str(runs)).out
+
+
 def test_show_can_be_narrowed(lightning, runs: Path) -> None:
     place = ("--runs", str(runs), "--json")
     assert len(json.loads(lightning("runs", "show", "small", "--failed", *place).out)["rollouts"]) == 1

@@ -185,3 +185,59 @@ def test_failures_never_make_an_evaluation_better() -> None:
     assert failing.score == pytest.approx(-0.8)
     assert fine.score == pytest.approx(-0.4)
     assert failing.error == pytest.approx(np.sqrt(0.24 * 0.25) / 10)
+
+
+NOISY: dict[str, Values] = {name: ramp(0.3, 0.3, noise=0.12) for name in ("reward", "reward_with_failures")}
+"""The training reward of so few rollouts says nothing of a rise of a third."""
+
+
+@pytest.mark.parametrize("order", ["shuffled", "learnable"])
+@pytest.mark.parametrize("tasks", [20, 200])
+def test_a_run_whose_held_out_reward_has_not_moved_is_flat(tasks: int, order: TaskOrder) -> None:
+    results = [Evaluation(step, 0.3, tasks, 0, deviation=0.46) for step in (0, 42)]
+    made = course(steps=42, **NOISY, reward_std=lambda step: 0.46)
+    assert "flat" not in [each.cause for each in alarms(made)], "the training rewards alone do not show it"
+    (found,) = alarms(replace(made, evaluations=results, order=order))
+    assert (found.cause, found.serious, found.steps) == ("flat", True, (0, 42))
+    assert "the held-out reward has not moved: 0.300 after 0 steps and 0.300 after 42" in found.text
+    assert "--lr" in found.text
+
+
+@pytest.mark.parametrize(
+    "after", [[(10, 0.3)], [(42, 0.6)], [(21, 0.55), (42, 0.31)], [(42, 0.1)]], ids=["early", "rose", "moved", "fell"]
+)
+def test_a_held_out_reward_that_moved_is_not_flat(after: list[tuple[int, float]]) -> None:
+    results = [Evaluation(step, reward, 200, 0, deviation=0.46) for step, reward in [(0, 0.3), *after]]
+    made = course(steps=42, evaluations=results, **NOISY, reward_std=lambda step: 0.46)
+    assert "flat" not in [each.cause for each in alarms(made)]
+
+
+def test_trainer_and_sampler_that_were_never_compared_are_no_good_news() -> None:
+    (found,) = alarms(course(tokens_compared=lambda step: 0.0))
+    assert found.cause == "not compared"
+    assert not found.serious
+    assert found.text.startswith("nothing compared: of the tokens that were trained in the last 1 steps")
+    assert alarms(course(tokens_compared=lambda step: float(step % 4 == 0))) == []
+
+
+def test_steps_without_a_reward_are_left_out_and_do_not_shift_the_others() -> None:
+    """Every other step has old rollouts alone: it has no reward, which is none of 0."""
+    made = course(steps=40, reward_with_failures=ramp(0.7, 0.1, begin=20, length=4, noise=0.01))
+    steps = [
+        {name: value for name, value in metrics.items() if place % 2 == 0 or not name.startswith("reward")}
+        for place, metrics in enumerate(made.steps)
+    ]
+    (found,) = [each for each in diagnose(course=Course(steps)) if each.cause == "collapsed"]
+    best, last = found.steps
+    assert 0 <= best <= 10, "the best steps are told by their numbers in the run"
+    assert last == 39
+    assert "it was 0.7" in found.text
+    assert f"after {best + 9} steps" in found.text
+
+
+def test_held_out_tasks_fall_also_where_no_training_reward_is_known() -> None:
+    made = course(evaluations=EVALUATIONS)
+    bare = [{name: value for name, value in step.items() if not name.startswith("reward")} for step in made.steps]
+    found = next(each for each in alarms(replace(made, steps=bare)) if each.cause == "held-out falls")
+    assert "training tasks went" not in found.text
+    assert "nan" not in found.text

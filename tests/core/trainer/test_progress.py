@@ -43,3 +43,12 @@ def test_the_line_of_a_step_in_turns() -> None:
 def test_the_line_of_a_step_of_a_pipeline_says_how_old_its_tokens_were() -> None:
     shown = line({**METRICS, "pipeline/groups_carried": 3.0})
     assert "  stale 0.9 (max 2)  carried 3  waited 0.4 s  3.0 s, 0:21 left" in shown
+
+
+def test_what_was_not_measured_is_no_number() -> None:
+    of_old_rollouts = {name: METRICS[name] for name in ("rollouts", "groups_used", "groups", "tokens_per_second")}
+    shown = line({**of_old_rollouts, "failed": 0.0, "pipeline/groups_carried": 3.0, "seconds/rollout": 0.4})
+    assert "reward -  rollouts 16" in shown
+    assert "gap -  stale - (max -)  carried 3" in shown
+    failed = {name: value for name, value in METRICS.items() if name != "reward"} | {"reward_with_failures": 0.0}
+    assert "reward - (0.000 with the failed as 0)" in line(failed)

@@ -77,4 +77,4 @@ async def test_a_run_records_it_with_each_step(bench: Any, tmp_path: Path) -> No
         await made.loop.run({})
         first, *_, last = [record.metrics for record in await made.store.steps("run")]
     assert (first["prefix_hit_share"], first["preemptions"]) == (0.6, 0.0)
-    assert last["prefix_hit_share"] == 0.0, "nothing came since"
+    assert "prefix_hit_share" not in last, "nothing came since, so that no share is known"

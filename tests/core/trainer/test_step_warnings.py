@@ -17,9 +17,9 @@ from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.testing.fake_vllm import Reply
 from lightning.testing.trajectories import make_group
-from lightning.trainer.metrics import Remarks, step_metrics
+from lightning.trainer.metrics import Remarks, staleness, step_metrics
 from lightning.trainer.rules import nothing_trained, unmatched
-from lightning.types import TOO_LONG, Caller, CallStatus, Status
+from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, Status, Task
 
 PLANNER = Caller("ask", ("agent", "planner", "ask"))
 CHECKER = Caller("checker", ("agent", "checker"))
@@ -72,7 +72,7 @@ def test_steps_that_train_nothing_are_told_at_growing_distances(caplog: pytest.L
     assert "16 of 16 steps so far" in idle[-1].getMessage()
     assert "all_rewards_equal (all that is compared earned the same)" in caplog.text
     alarms = [record.getMessage()[:30] for record in caplog.records if record not in idle]
-    assert alarms == ["step 5: 100% of the groups tea", "step 20: the reward is flat: 0"]
+    assert alarms == ["step 5: 100% of the groups tea"]
     assert "temperature" not in caplog.text
 
 
@@ -238,3 +238,16 @@ async def test_a_serious_finding_is_told_to_who_wants_to_know(
     assert heard == [alert], "trackers hear of it as well"
     assert (alert["run"], alert["cause"], alert["step"], alert["steps"]) == ("run", "equal groups", 4, [0, 1, 2, 3, 4])
     assert "learnable" in alert["text"]
+
+
+def test_a_step_without_new_rollouts_has_no_reward_and_no_age() -> None:
+    """Its rollouts are older ones, or none has a reward: a mean of nothing is not known."""
+    algorithm = LightningRL("grpo", group_size=2)
+    metrics = step_metrics([], [], algorithm.batch([]), StepResult({}, {})) | staleness(3, algorithm.batch([]))
+    unknown = {"reward", "reward_std", "reward_with_failures", "calls_per_rollout", "truncated"}
+    assert not (unknown | {"staleness_mean", "staleness_max"}) & metrics.keys()
+    assert metrics["rollouts"] == 0.0
+    failed = Rollout("r/9", "run", Task("t"), "r/0", status=Status.FAILED)
+    metrics = step_metrics([failed], [], algorithm.batch([]), StepResult({}, {}))
+    assert "reward" not in metrics
+    assert metrics["reward_with_failures"] == 0.0, "that is known, by what it counts failures as"

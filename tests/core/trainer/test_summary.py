@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Page
-from lightning.trainer.summary import summarize
-from lightning.types import Fault, Outcome, Rollout, Run, Status, Task
+from lightning.trainer.held_out import HeldOut
+from lightning.trainer.summary import Evaluation, summarize
+from lightning.types import Fault, Outcome, Rollout, Run, Status, StepRecord, Task
 
 
 @pytest.fixture
@@ -58,6 +61,26 @@ async def test_a_search_that_is_resumed_with_fewer_rounds_has_the_winner_of_thos
     await evaluate(store, "final/v5", 3, 5, 0.75)
     await evaluate(store, "final/v2", 1, 2, 0.5)
     assert (await summarize(store, "run")).after == 0.5
+
+
+async def test_what_no_step_measured_is_null_and_what_some_measured_is_of_these(store: MemoryStore) -> None:
+    nothing = {"rollouts": 12.0, "failed": 0.0, "tokens": 40.0, "tokens_compared": 0.0}
+    await store.commit_step(StepRecord("run", 0, 1, (), (), "a", metrics=nothing))
+    found = json.loads(json.dumps((await summarize(store, "run")).to_json()))
+    assert (found["rewards"], found["rewards_with_failures"]) == ([None], [None])
+    assert (found["max_logprob_gap"], found["max_probe_gap"]) == (None, None)
+    some = {**nothing, "reward": 0.5, "reward_with_failures": 0.25, "max_logprob_gap": 0.125}
+    await store.commit_step(StepRecord("run", 1, 2, (), (), "b", metrics=some))
+    found = (await summarize(store, "run")).to_json()
+    assert (found["rewards"], found["max_logprob_gap"]) == ((None, 0.5), 0.125)
+
+
+def test_an_evaluation_without_any_score_is_no_evaluation_of_0(tmp_path: Path) -> None:
+    empty, lost = Evaluation(1, None, 4, 0), Evaluation(2, None, 4, 4)
+    assert (empty.known, empty.reward_with_failures, lost.known, lost.reward_with_failures) == (False, None, True, 0.0)
+    held_out = HeldOut(tmp_path)
+    held_out.add([Evaluation(0, -0.5, 4, 0), empty])
+    assert held_out.best == Evaluation(0, -0.5, 4, 0), "what is not known is not better than what is"
 
 
 class Kept(Rollout):

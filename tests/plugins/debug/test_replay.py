@@ -63,6 +63,14 @@ def test_the_same_agent_is_answered_from_the_record() -> None:
     assert "0 calls of a model" in str(result)
 
 
+def test_a_replay_that_compared_nothing_says_neither_yes_nor_no() -> None:
+    result = replay(record(two_turns), two_turns, until=0)
+    assert (result.answered, result.same) == (0, None)
+    assert str(result).endswith("nothing was compared: no recorded call was asked for")
+    partly = replay(record(two_turns), two_turns, until=1)
+    assert str(partly).endswith("the replay is the recorded rollout up to call 1; how it ends was not compared")
+
+
 def test_it_ends_after_the_calls_that_are_asked_for() -> None:
     result = replay(record(two_turns), two_turns, until=1)
     assert result.same

@@ -52,6 +52,7 @@ def test_the_command_says_same_or_not(agents: Path) -> None:
     assert "The nearest is call 2 (agent/ask); they differ first at messages[0].content" in ran.stdout
     ran = lightning("replay", ROLLOUT, "two_turns:changed", "--until", "1")
     assert ran.returncode == 0, ran.stdout
+    assert lightning("replay", ROLLOUT, "two_turns:changed", "--until", "0").returncode == 2
 
 
 def test_what_cannot_be_replayed_is_said(agents: Path) -> None:

@@ -162,6 +162,11 @@ def test_a_grader_that_gives_everybody_the_same_is_not_the_same() -> None:
     assert tenths.explained == {}, "rounding is no variance"
 
 
+def test_a_trial_that_graded_nothing_says_nothing() -> None:
+    found = trial_of(lambda seen: 1.0)
+    assert (found.same, found.equal_before, found.equal_now, found.warnings) == (False, None, None, ())
+
+
 def test_what_the_policy_failed_keeps_its_reward() -> None:
     group, calls = group_of([1, 2, 3], [0.0, 1.0, 1.0])
     first, *others = group.trajectories

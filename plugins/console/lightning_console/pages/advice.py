@@ -25,7 +25,8 @@ def advice_blocks(found: Located, advised: Advised | None) -> list[Block]:
         return [Notices([Notice("there is no advice", "muted", detail=advised.why)], title="Alarms")]
     alarms = [_alarm(found, alarm) for alarm in advice.alarms]
     if not alarms:
-        alarms = [Notice("no alarm", "good", detail=f"the rules looked at {advice.steps} steps")]
+        looked = f"the rules looked at {advice.steps} steps"
+        alarms = [Notice("no alarm", "good", detail=looked)] if advice.steps else [Notice("no step yet", "muted")]
     if advice.unread:
         alarms.append(Notice(advice.unread, "warn"))
     hints = [Notice(hint.text, "warn", links=_evidence(found, hint.steps, hint.rollouts)) for hint in advice.hints]

@@ -38,6 +38,7 @@ from lightning_console.queries.curves import (
     mean_and_spread,
     points_of,
     read_curves,
+    total,
 )
 
 MOST: Final = 24
@@ -168,7 +169,7 @@ def _runs(runs: list[Compared], groups: list[Spread], names: list[str]) -> Table
                         f"{gain.steps} steps, {seconds(gain.seconds)}" if gain else NONE,
                         hint=gain.measure if gain else "",
                     ),
-                    Cell(count(sum(value or 0.0 for value in run.named("tokens")))),
+                    Cell(count(total(run.named("tokens")))),
                 ]
             )
     return Table(columns, rows, title="Runs")
@@ -204,7 +205,9 @@ def _held_out(runs: list[Compared], groups: list[Spread], names: list[str], axis
         if len(own) == 1:
             series.append(Series(name, own[0]))
         else:
-            pairs = [([point[0] or 0.0 for point in each], [point[1] for point in each]) for each in own]
+            pairs = [
+                ([x for point in each if (x := point[0]) is not None], [point[1] for point in each]) for each in own
+            ]
             series.append(Series(name, mean_and_spread(pairs)))
     several = any(len(group.members) > 1 for group in groups)
     return Chart(

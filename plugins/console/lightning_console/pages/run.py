@@ -30,7 +30,7 @@ from lightning_console.pages.words import (
 )
 from lightning_console.places import Located, Places
 from lightning_console.queries.branches import parent_of
-from lightning_console.queries.curves import Curves, gain_of, held_out_points, points_of, read_curves
+from lightning_console.queries.curves import Curves, gain_of, held_out_points, points_of, read_curves, total
 from lightning_console.queries.insight import advice_of, folder_of, profile_of
 from lightning_console.queries.runs import ODD, RunLine, chosen_settings, line_of, said_of
 
@@ -144,7 +144,7 @@ def _facts(found: Located, line: RunLine, curves: Curves) -> Facts:
         "rollouts",
         count(line.rollouts),
         f"{count(line.failed)} failed",
-        "warn" if line.failed_share > 0.1 else "",
+        "warn" if (line.failed_share or 0.0) > 0.1 else "",
         hint=f"{share(line.failed_share)} of the last step failed" if curves.steps else "",
     )
     facts = [_held_out_fact(found, line), rollouts, model]
@@ -175,7 +175,7 @@ def _settings(curves: Curves) -> Table:
 
 def _trained_facts(found: Located, line: RunLine, curves: Curves) -> list[Fact]:
     gain = gain_of(curves)
-    trained, sampled = sum(value or 0.0 for value in curves.named("tokens")), curves.tokens[-1]
+    trained, sampled = total(curves.named("tokens")), curves.tokens[-1]
     return [
         Fact(
             "reward of the last step",
@@ -193,7 +193,7 @@ def _trained_facts(found: Located, line: RunLine, curves: Curves) -> list[Fact]:
         Fact("trained tokens", count(trained), f"of about {count(sampled)} sampled" if sampled else ""),
         Fact(
             "useful tokens",
-            share(min(1.0, trained / sampled)) if sampled else NONE,
+            share(min(1.0, trained / sampled)) if sampled and trained is not None else NONE,
             "trained of sampled, about",
             hint="sampled tokens are the measured speed times the time of sampling; the profile below counts them",
         ),

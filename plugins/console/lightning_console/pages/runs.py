@@ -177,7 +177,7 @@ def _row(line: RunLine) -> list[Cell]:
         Cell(count(line.rollouts)),
         Cell(
             count(line.failed),
-            tone="warn" if line.failed_share > 0.1 else "",
+            tone="warn" if (line.failed_share or 0.0) > 0.1 else "",
             hint=f"{share(line.failed_share)} of the last step",
         ),
         Cell(line.about.model or NONE, hint=line.about.algorithm),

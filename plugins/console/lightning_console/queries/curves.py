@@ -127,7 +127,8 @@ async def _read(store: Store, run: Run) -> Curves:
         metrics |= point.values if point else {}
         took = {name.partition("/")[2]: value for name, value in metrics.items() if name.startswith("seconds/")}
         sampling = sum(took.values()) if "pipeline/groups_begun" in metrics else took.get("rollout", 0.0)
-        tokens += _finite(metrics.get("tokens_per_second", 0.0)) * sampling
+        speed = metrics.get("tokens_per_second", 0.0)
+        tokens += speed * sampling if math.isfinite(speed) else 0.0
         seconds += sum(took.values())
         values.append(metrics)
         at.append(record.at)
@@ -148,20 +149,27 @@ async def _read(store: Store, run: Run) -> Curves:
     )
 
 
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
+def total(values: Sequence[float | None]) -> float | None:
+    """The sum of those that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def gain_of(curves: Curves) -> Gain | None:
     """When most of a run's gain was there. None where there was none, or where too little was measured to say so."""
-    rewards = [value.get("reward_with_failures", value.get("reward", 0.0)) for value in curves.values]
+    known = [
+        (step, reward)
+        for step, value in zip(curves.steps, curves.values, strict=True)
+        if (reward := value.get("reward_with_failures", value.get("reward"))) is not None and math.isfinite(reward)
+    ]
+    rewards = [reward for _, reward in known]
     if len(curves.evaluations) > WINDOW:
         scores = [(each.step, each.score) for each in curves.evaluations]
         measure = "held-out"
     elif len(rewards) >= LEAST:
         window = min(WINDOW, len(rewards) // 3 + 1)
         smooth = np.convolve(rewards, np.ones(window) / window, mode="valid")
-        scores = [(curves.steps[place + window - 1] + 1, float(value)) for place, value in enumerate(smooth)]
+        scores = [(known[place + window - 1][0] + 1, float(value)) for place, value in enumerate(smooth)]
         measure = f"reward of training, mean of {window} steps"
     else:
         return None

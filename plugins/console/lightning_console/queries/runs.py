@@ -80,7 +80,7 @@ class RunLine:
     rewards: tuple[float | None, ...] = ()
     reward: float | None = None
     reward_with_failures: float | None = None
-    failed_share: float = 0.0
+    failed_share: float | None = None
     before: Evaluation | None = None
     after: Evaluation | None = None
     alarms: tuple[Diagnosis, ...] = ()
@@ -191,7 +191,7 @@ def said_of(error: Exception) -> str:
 def _with_course(line: RunLine, recorded: Recorded) -> RunLine:
     """The line with what the course of the run says."""
     steps = recorded.steps
-    rewards = [_finite(metrics.get("reward_with_failures", metrics.get("reward", 0.0))) for metrics in steps]
+    rewards = [_finite(metrics.get("reward_with_failures", metrics.get("reward"))) for metrics in steps]
     held_out = measured(recorded.evaluations)
     found = diagnose(course=recorded.after(len(steps))) if steps else []
     last = steps[-1] if steps else {}
@@ -212,7 +212,7 @@ def _with_course(line: RunLine, recorded: Recorded) -> RunLine:
 
 def measured(found: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
     """The evaluations that say something: of one whose rollouts were neither scored nor failed nothing is known."""
-    return tuple(each for each in found if each.rollouts and (each.reward is not None or each.failed))
+    return tuple(each for each in found if each.known)
 
 
 def _finite(value: float | None) -> float | None:

@@ -40,7 +40,7 @@ class EvaluatedVersion:
     run: str
     step: int
     reward: float | None
-    with_failures: float
+    with_failures: float | None
     rollouts: int
     failed: int
     created_at: float
