@@ -129,16 +129,17 @@ async def leases(store: Store, gateway: Any, run: str, count: int) -> list[Any]:
     return [gateway.llm(lease) for lease in await store.lease(run, "bench", limit=count, ttl=3600)]
 
 
-async def ours(model: Path, folder: Path) -> tuple[list[list[Call]], dict[str, Any]]:
-    """Record the requests, and send them again through the gateway."""
-    os.environ.pop("OMP_NUM_THREADS", None)  # `make bench` sets it, and it would win
+async def ours(model: Path, folder: Path, running: OwnedVLLM | None = None) -> tuple[list[list[Call]], dict[str, Any]]:
+    """Record the requests, and send them again through the gateway; to a vLLM of our own where none is `running`."""
     async with AsyncExitStack() as resources:
         store = plugins().store(f"sqlite:///{folder / 'lightning.db'}")
         await store.open()
         resources.push_async_callback(store.close)
-        server = OwnedVLLM(model, PolicyServerConfig(device="cpu"), log=folder / "ours.log")
-        resources.push_async_callback(server.close)
-        await server.start()
+        server = running or OwnedVLLM(model, PolicyServerConfig(device="cpu"), log=folder / "ours.log")
+        if running is None:
+            os.environ.pop("OMP_NUM_THREADS", None)  # `make bench` sets it, and it would win
+            resources.push_async_callback(server.close)
+            await server.start()
         gateway = await open_gateway(resources, store, server, Config(), "")
         given, room = tasks(TASKS, 1), asyncio.Semaphore(AT_ONCE)
 
@@ -149,7 +150,8 @@ async def ours(model: Path, folder: Path) -> tuple[list[list[Call]], dict[str, A
         count = TASKS * GROUP
         await asyncio.gather(*(record(*each) for each in enumerate(await leases(store, gateway, "record", count))))
         calls = await store.transitions_of([(f"record/{n}", 1) for n in range(count)])
-        rollouts = [[Call([*c.prompt_ids], max(1, len(c.response_ids))) for c in own] for own in calls if own]
+        answered = [[call for call in own if call.status.answered] for own in calls]
+        rollouts = [[Call([*c.prompt_ids], max(1, len(c.response_ids))) for c in own] for own in answered if own]
         http = await resources.enter_async_context(client())
         llms = await leases(store, gateway, "again", len(rollouts))
         before = await server.usage()
@@ -157,11 +159,13 @@ async def ours(model: Path, folder: Path) -> tuple[list[list[Call]], dict[str, A
         async def send(index: int, call: Call) -> None:
             await post(http, gateway.url, call.body(llms[index].model), llms[index].api_key)
 
-        wall = await send_again(rollouts, send, VLLMControl(server.url))
+        wall = await send_again(rollouts, send, server._running())  # which has the secret of its control routes
         after = await server.usage()
         assert before is not None
         assert after is not None
         used = [now - then for now, then in zip(after, before, strict=True)]
+        if not rollouts or not used[1]:
+            raise RuntimeError("nothing was measured: no request reached vLLM")
         return rollouts, {"wall": wall, "prefix_hit_share": used[2] / used[1], "preemptions": used[3]}
 
 

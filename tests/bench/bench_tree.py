@@ -16,8 +16,9 @@ On a GPU only the steps are measured, in seconds of a clock, with a model of 0.6
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import resource
+import re
 import subprocess
 import sys
 import tempfile
@@ -200,9 +201,24 @@ def peak(model: Path, shape: Shape, kind: StepKind) -> float:
     # The optimizer's state, and what torch loads.
     engine.step(rows_of(Shape(2, 1, 16, 16, 0)), ClippedPolicyGradient(correction=NO_CORRECTION))
     samples = rows_of(shape)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    gc.collect()
+    before = forget_peak()
     engine.step(samples, ClippedPolicyGradient(correction=NO_CORRECTION))
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    if (needed := peak_mib() - before) <= 0:
+        raise RuntimeError(f"nothing was measured: a step of {shape.name} by {kind} needed {needed:g} MiB")
+    return needed
+
+
+def forget_peak() -> float:
+    """Begin a new peak (proc(5), clear_refs); returns MiB that are in use now. `ru_maxrss` will not do: it has no such
+    beginning, and that of a child is its parent's where that was larger."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_mib()
+
+
+def peak_mib() -> float:
+    """The most MiB that this process has had since `forget_peak`."""
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024  # type: ignore[index]
 
 
 def memory(model: Path) -> dict[str, float]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -11,9 +14,24 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
+def about() -> dict[str, str | int]:
+    """What a published figure names beside itself: the commit, and the machine."""
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=8"], cwd=HERE, capture_output=True, text=True, check=False
+    )
+    models = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    return {
+        "commit": git.stdout.strip() or "unknown",
+        "cpu": models[0] if models else "unknown",
+        "cores": len(os.sched_getaffinity(0)),
+        "load": f"{os.getloadavg()[0]:.1f}",
+    }
+
+
 def main(out: Path, names: list[str]) -> int:
     """Run the benchmarks whose names contain one of `names` (none: all); return how many failed."""
     out.mkdir(parents=True, exist_ok=True)
+    (out / "about.json").write_text(json.dumps(about(), indent=2) + "\n")
     failed = []
     for script in sorted(HERE.glob("bench_*.py")):
         name = script.stem.removeprefix("bench_")

@@ -51,7 +51,8 @@ def train(
         typer.Option(
             "--train-agents",
             metavar="GLOB",
-            help="Train only these agents (!GLOB: not these; model:GLOB: by the model that is asked for); may be repeated.",
+            help="Train only on these agents' calls (!GLOB: not these; model:GLOB: by the model that is asked for); may be "
+            "repeated. The others are not frozen: all are answered by the same weights.",
         ),
     ] = None,
     engine: Annotated[

@@ -50,7 +50,8 @@ class Trainer(RunOpening):
     `model` is a folder with a `transformers` causal LM, or the name of one on a model hub. `algorithm` is an object or the
     name of a registered one, alone or with arguments (`"grpo:group_size=4"`), or several in turn with the steps of each
     (`"sft:2,grpo:20"`; `trainer.steps` is then their sum unless it is set). `adapters` names the adapters to install in the
-    agents' processes (default: all found), `train_agents` the agents to train, as globs on the caller path (default: all);
+    agents' processes (default: all found), `train_agents` the agents whose calls are trained on, as globs on the caller path
+    (default: all). It freezes none: all are answered by the same weights (docs/gateway.md says how to freeze one).
     `model:GLOB` is matched with the model that a call asked for, and a glob after `!` takes out what it matches.
     `engine`, `runner` and the scheme of `store` are names of plugins. `config` is a `lightning.config.Config` or a TOML file;
     the keyword arguments after it are shortcuts for its commonest fields and win over it. `out` is the run's folder; its name

@@ -86,6 +86,22 @@ async def test_a_judges_model_is_answered_there_and_is_not_recorded(house, provi
     assert llm.api_key not in everything(provider)
 
 
+async def test_an_agent_with_a_model_of_its_own_is_frozen(build, provider):
+    """It is answered by the server of that name, whatever the policy is by then; all others by the policy."""
+    provider.answer = lambda request: web.json_response(
+        {"id": "c", "object": "chat.completion", "created": 0, "model": "frozen", "choices": [
+            {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "as at first"}}
+        ]}
+    )  # fmt: skip
+    house = await build(providers={"frozen": ProviderConfig(base_url=provider.url, api_key_env="", models=("frozen",))})
+    llm = await house.llm()
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, max_retries=0) as client:
+        for model in ("frozen", llm.model, "any other"):
+            await client.chat.completions.create(model=model, messages=HI)
+    assert len(provider.asked) == 1
+    assert [call.requested_model for call in await house.transitions()] == [llm.model, "any other"]
+
+
 async def test_the_tokens_of_its_prompts_are_counted_there(house, provider):
     provider.answer = lambda request: web.json_response({"input_tokens": 3})
     http = await house.http(await house.llm())

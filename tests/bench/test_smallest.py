@@ -1,0 +1,251 @@
+"""Every benchmark at a size that takes seconds: it runs, and it measures something. The numbers mean nothing.
+
+Its own command line is run in this process, with smaller constants; a program that it starts has its own. Where a real vLLM or
+a training is what is measured, the part that measures is run and the rest is put in its place.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import io
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.trainer import stack
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Size:
+    """A benchmark's arguments, and constants in place of its own. `json`: it takes `--json FILE`."""
+
+    arguments: Sequence[str] = ()
+    constants: dict[str, Any] = field(default_factory=dict)
+    json: bool = True
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Benchmarks silence the log of their process, which is not theirs here."""
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A benchmark as a module."""
+    monkeypatch.syspath_prepend(str(HERE))
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", HERE / f"bench_{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(module: ModuleType, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its file does when it is run as a program."""
+    file = Path(str(module.__file__))
+    (block,) = [
+        node
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.If) and "__main__" in ast.unparse(node)
+    ]
+    monkeypatch.setattr(sys, "argv", [str(file), *arguments])
+    exec(compile(ast.Module(block.body, []), str(file), "exec"), module.__dict__)
+
+
+def itself(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """`subprocess` for a benchmark that runs itself once more: it does so in this process. Servers get one of their own."""
+
+    def again(command: Sequence[str], **_: Any) -> SimpleNamespace:
+        assert list(command[:2]) == [sys.executable, module.__file__]
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            run(module, command[2:], monkeypatch)
+        return SimpleNamespace(stdout=out.getvalue(), returncode=0, wait=lambda: 0)
+
+    def begun(command: Sequence[str], **how: Any) -> Any:
+        return subprocess.Popen(command, **how) if how else again(command)
+
+    return SimpleNamespace(run=again, Popen=begun, PIPE=subprocess.PIPE)
+
+
+SMALLEST: dict[str, Size] = {
+    "ab": Size(["--repetitions", "1"], {"SEQUENCES": 20, "SMALLEST": 0.6}),
+    "apo": Size(["--seeds", "2"], {"BUDGET": 300}),
+    "async": Size((), {"STEPS": 2, "TASKS_PER_STEP": 1, "GROUP": 2, "BOUNDS": (0, 1), "MEDIAN": 0.01, "LONGEST": 0.05}),
+    "console": Size(["--runs", "2", "--rollouts", "8", "--steps", "2"]),
+    "credit": Size(["--seeds", "2", "--groups", "2"]),
+    "engine": Size((), {"REPEATS": 1, "HIDDEN": 64, "LAYERS": 1}),
+    "fleet": Size(["--updates", "2"], {"COUNTS": (0, 1), "PAUSE": 0.01}),
+    "fresh_process": Size(["--rollouts", "2", "--rounds", "1"], json=False),
+    "gateway": Size((), {"ROLLOUTS": 16, "CALLS": 16, "CONCURRENCIES": (4,), "STREAMS": 4, "MANY": 8}),
+    "hostile": Size(["--only", "slow headers"], {"SECONDS": 0.5}),
+    "load": Size(["--stores", "sqlite", "--rollouts", "16", "--calls", "200"], {"STREAMS": 8, "STREAM_TOKENS": 1}),
+    "logprobs": Size(["--tokens", "64"], {"TURNS": 1}),
+    "order": Size(["--seeds", "1", "--steps", "2"]),
+    "postgres_notify": Size(["--seconds", "0.2", "--writers", "1", "--rounds", "1"]),
+    "record_whole": Size(["--conversations", "1"]),
+    "sqlite_writers": Size(["--seconds", "0.5", "--conversations", "2", "--tokens", "256", "--turns", "2"]),
+    "store": Size(["--only", "rollouts"]),
+    "store_reads": Size(["--rollouts", "200", "--steps", "8", "--step-rollouts", "8"]),
+    "threads": Size((), {"TURNS": 1, "CALLS": 20}, json=False),
+}
+
+
+def tree(module: ModuleType) -> None:
+    """One shape of each kind."""
+    one = module.Shape(1, 1, 992, 32, 0)
+    for name in ("STEPS", "PATHS", "WIDTHS"):
+        setattr(module, name, (module.Shape(2, 2, 64, 8, 8) if name == "STEPS" else one,))
+    module.LONG = module.Shape(2, 2, 64, 8, 8)
+
+
+def real(module: ModuleType) -> None:
+    """A tiny model in the place of SmolLM2."""
+    from lightning.testing.tiny_models import make_tiny_model
+
+    folder = Path(str(module.FOLDER)) / "model"
+    module.model_folder = lambda: folder if folder.is_dir() else make_tiny_model(folder)
+
+
+def plan(module: ModuleType) -> None:
+    """Two short runs, one after the other."""
+    module.SETTINGS = {name: replace(one, steps=6) for name, one in list(module.SETTINGS.items())[:2]}
+
+    async def measured(runs: Path, names: Sequence[str]) -> dict[str, Any]:
+        for name in names:
+            await module.make(runs, name)
+        return {name: await module.read(runs / name) for name in names}
+
+    module.measured = measured
+
+
+def profile(module: ModuleType) -> None:
+    """One planted bottleneck, in a short run."""
+    module.PLANTED = {"few places": replace(module.PLANTED["few places"], steps=4)}
+    module.asked = lambda run: [{"cause": "places", "text": "", "saves": 0.5, "set": ["runner.concurrency=32"]}]
+
+
+def trained(module: ModuleType) -> None:
+    """A training's result in the place of a training."""
+    half = {"solved": 0.5, "limit": 0.25}
+    result = {"rewards": [[0, 0.25], [8, 0.5]], "seconds": 1.0, "failed": 0, "before": half, "after": half}
+
+    def train(*arguments: Any) -> None:
+        (arguments[-1] / "result.json").write_text(json.dumps(result))
+
+    module.train = train
+
+
+def started(module: ModuleType) -> None:
+    """A vLLM that says how it was started."""
+
+    async def start(model: Path, log: Path) -> float:
+        log.write_text("" if module.os.environ["VLLM_WORKER_MULTIPROC_METHOD"] else module.COPIED)
+        sum(range(1_000_000))
+        return 1.0
+
+    module.start = start
+    module.measure = lambda kind, model, folder, measure=module.measure: (measure(kind, model, folder)[0], 1.0)
+
+
+QUICK = {"MEDIAN": 0.01, "LONGEST": 0.02, "DELAY": 0.005, "TOKEN_DELAY": 0.001, "TRAIN": 0.02, "UPDATE": 0.01}
+PREPARED: dict[str, tuple[Size, Callable[[ModuleType], None]]] = {
+    "adapters": (Size(["raw"], {"TURNS": 1, "RUNS": 1, "CALLS": 1}), lambda module: None),
+    "tree": (Size((), {"REPEATS": 1, "LAYERS": 1, "TRL": Path("no such")}), tree),
+    "real": (
+        Size(["--only", "step", "--dtype", "float32", "--threads", "1"], {"MATRIX": 64, "GROUPS": 1, "STEPS": 1}),
+        real,
+    ),
+    "plan": (Size((), QUICK | {"SEEDS": 1, "BATCH": 2}), plan),
+    "profile": (Size((), {"DELAY": 0.005, "TOKEN_DELAY": 0.001}), profile),
+    "distill": (Size(["--seeds", "1"], json=False), trained),
+    "policy_fault": (Size(["--seeds", "1"], json=False), trained),
+    "vllm_start": (Size(["--rounds", "1"], json=False), started),
+}
+ELSEWHERE = {
+    "real_sampling": "test_sampling_reaches_a_real_vllm",
+    "console_page": "needs a browser: `make browser` draws the same page",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SMALLEST, *PREPARED])
+def test_a_benchmark_runs_at_its_smallest_size(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = load(name, monkeypatch)
+    size, prepare = PREPARED.get(name, (SMALLEST.get(name), None))
+    assert size is not None
+    for constant, value in size.constants.items():
+        assert hasattr(module, constant)
+        monkeypatch.setattr(module, constant, value)
+    monkeypatch.chdir(tmp_path)
+    if prepare is not None:
+        monkeypatch.setattr(
+            "lightning.trainer.stack.make_policy_server", stack.make_policy_server
+        )  # put back at the end
+        monkeypatch.setattr(module, "FOLDER", tmp_path, raising=False)
+        monkeypatch.setattr(module, "subprocess", itself(module, monkeypatch), raising=False)
+        prepare(module)
+    out = tmp_path / "out.json"
+    run(module, [*(["--json", str(out)] if size.json else []), *size.arguments], monkeypatch)
+    assert capsys.readouterr().out.strip(), "it says what it measured"
+    assert not size.json or json.loads(out.read_text())
+
+
+def test_no_benchmark_is_without_a_smallest_size() -> None:
+    names = {file.stem.removeprefix("bench_") for file in HERE.glob("bench_*.py")}
+    assert names == {*SMALLEST, *PREPARED, *ELSEWHERE}
+
+
+@pytest.mark.slow
+async def test_sampling_reaches_a_real_vllm(served: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also its control routes, which answer their owner alone."""
+    module = load("real_sampling", monkeypatch)
+    for name, value in {"TASKS": 1, "GROUP": 2, "PASSES": 1}.items():
+        monkeypatch.setattr(module, name, value)
+
+    async def agent(task: Any, llm: Any) -> None:
+        async with module.client() as http:
+            body = {"model": llm.model, "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+            await module.post(http, llm.base_url.removesuffix("/v1"), body, llm.api_key)
+
+    monkeypatch.setattr(module, "agent", agent)
+    rollouts, mine = await module.ours(served.first, tmp_path, served.vllm)
+    assert [[call.tokens for call in calls] for calls in rollouts] == [[4], [4]]
+    assert mine["wall"] > 0
+
+
+def test_the_docs_name_commit_and_machine_of_every_section() -> None:
+    text = (HERE.parents[1] / "docs" / "benchmarks.md").read_text()
+    named = {
+        line.split("|")[1].strip() for line in text.partition("## Gateway")[0].splitlines() if line.startswith("| ")
+    }
+    sections = {line.removeprefix("## ") for line in text.splitlines() if line.startswith("## ")}
+    assert sections <= named
+    assert set(load_about()) >= {"commit", "cpu", "cores"}
+
+
+def load_about() -> dict[str, Any]:
+    """What `run.py` writes beside the numbers."""
+    spec = importlib.util.spec_from_file_location("bench_run", HERE / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: dict[str, Any] = module.about()
+    return found
