@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import shutil
 import sys
@@ -318,7 +319,7 @@ def _compare(recorded: Recorded, calibration: Calibration, name: str, real: Reco
         same_groups=same,
         same_groups_error=same / fmean(seconds) - 1.0,
         staleness_planned=fmean(plan.staleness_mean for plan in plans),
-        staleness_measured=fmean(step.staleness[0] for step in real.steady),
+        staleness_measured=fmean([age for step in real.steady if (age := step.staleness[0]) is not None] or [math.nan]),
     )
 
 
@@ -337,7 +338,7 @@ def table(found: Found) -> str:
     ]
     for one in found.plans:
         error = f"{one.error:+.0%} ± {2 * one.error_se:.0%}"
-        stale = f"{one.staleness_planned:.2f} and {one.staleness_measured:.2f}" if one.staleness_measured else ""
+        stale = f"{one.staleness_planned:.2f} and {one.staleness_measured:.2f}" if one.staleness_measured > 0 else ""
         lines.append(
             f"| {one.plan_for} | {one.steps} | {one.planned:.2f} | {one.measured:.2f} "
             f"| {error if one.within_target else f'**{error}**'} | {one.same_groups_error:+.0%} | {stale} |"

@@ -188,7 +188,8 @@ async def ours(model: Path, folder: Path, running: OwnedVLLM | None = None) -> t
 
 def client() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=600), connector=aiohttp.TCPConnector(limit=2 * AT_ONCE)
+        timeout=aiohttp.ClientTimeout(total=600),
+        connector=aiohttp.TCPConnector(limit=2 * AT_ONCE, keepalive_timeout=2.0),
     )
 
 

@@ -64,12 +64,13 @@ class RecordedGroup:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """Wall seconds of a step by phase, and the tokens of its rows. `held` are the
+    """Wall seconds of a step by phase, and the tokens of its rows; `staleness` is the mean and the largest. `held` are the
     seconds of the update in which calls stood still: all of them in runs of releases that did not record it."""
 
     step: int
     seconds: Mapping[str, float]
     rows: int
+    staleness: tuple[float | None, float | None]
     held: float = math.inf
 
     @property
@@ -177,7 +178,8 @@ def _not_before(rollout: RecordedRollout, began: float) -> RecordedRollout:
 
 def _step(record: StepRecord, values: Mapping[str, float], rows: int) -> RecordedStep:
     seconds = {phase: values[f"seconds/{phase}"] for phase in PHASES if f"seconds/{phase}" in values}
-    return RecordedStep(record.step, seconds, rows, values.get(HELD_SECONDS, math.inf))
+    staleness = (record.metrics.get("staleness_mean"), record.metrics.get("staleness_max"))
+    return RecordedStep(record.step, seconds, rows, staleness, values.get(HELD_SECONDS, math.inf))
 
 
 def _schedule(config: Mapping[str, Json], size: int) -> Schedule:

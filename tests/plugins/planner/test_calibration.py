@@ -15,7 +15,7 @@ from lightning_planner.recorded import Recorded, RecordedCall, RecordedGroup, Re
 
 def recording(groups: list[list[RecordedRollout]], rows: list[int], schedule: Schedule | None = None) -> Recorded:
     steps = tuple(
-        RecordedStep(step, {"train": 1.5 + 0.01 * count, "update": 0.25, "checkpoint": 0.125}, count)
+        RecordedStep(step, {"train": 1.5 + 0.01 * count, "update": 0.25, "checkpoint": 0.125}, count, (0.0, 0.0))
         for step, count in enumerate(rows)
     )
     made = tuple(RecordedGroup(step, tuple(rollouts), True) for step, rollouts in enumerate(groups))
