@@ -379,8 +379,9 @@ def _spans(row: Sample) -> tuple[tuple[str, int, int, int, int], ...]:
 def _summed(result: StepResult, updates: Sequence[StepResult]) -> StepResult:
     """What a step reports: its rows as they were up to the first update, and all updates."""
     metrics = dict(result.metrics)
+    metrics |= {"lr": updates[-1].metrics["lr"]} if "lr" in updates[-1].metrics else {}
     for name in ("grad_norm", "critic_grad_norm"):
         values = [update.metrics[name] for update in updates if name in update.metrics]
         metrics |= {name: sum(values) / len(values)} if values else {}
     taken = sum(update.metrics["updates"] for update in updates)
-    return StepResult(metrics | {"updates": taken, "stepped": 1.0, "lr": updates[-1].metrics["lr"]}, result.seen)
+    return StepResult(metrics | {"updates": taken, "stepped": 1.0}, result.seen)

@@ -214,8 +214,10 @@ class Maker:
         context = named | numeric_context(None, self.config.engine.model_dump(mode="json"), result.metrics)
         record = record_step(plot.run, step, groups, batch, checkpoint="", metrics=metrics, context=context)
         await self.store.commit_step(record)
-        probe = min(result.metrics["mean_logprob_gap"], 0.02) * float(self.rng.uniform(0.7, 1.2))
-        metrics |= {"probe_gap": 3 * probe, "probe_gap_mean": probe, "held_seconds": seconds["update"] * 0.8}
+        if "mean_logprob_gap" in result.metrics:
+            probe = min(result.metrics["mean_logprob_gap"], 0.02) * float(self.rng.uniform(0.7, 1.2))
+            metrics |= {"probe_gap": 3 * probe, "probe_gap_mean": probe}
+        metrics["held_seconds"] = seconds["update"] * 0.8
         metrics |= {f"seconds/{phase}": value for phase, value in seconds.items()}
         await self.store.log_metrics(plot.run, step, metrics)
         self.clock += sum(seconds.values())
