@@ -34,6 +34,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.maintenance",
             "lightning.plugins",
             "lightning.store",
+            "lightning.text_files",
         ),
         "an adapter, of spans": ("lightning.instrument.tracer_provider", "lightning.plugins.importing"),
         "a server of any kind": (

@@ -72,7 +72,9 @@ async def test_rollouts_go_on_while_the_engine_trains(bench: Any, slow: Any, tmp
         records = await assert_whole(made)
         summary = await summarize(made.store, "run")
     assert all(len(record.groups) == 2 for record in records)
-    assert max(record.metrics.get("staleness_max", 0.0) for record in records) > 0, "some were sampled by older policies"
+    assert max(record.metrics.get("staleness_max", 0.0) for record in records) > 0, (
+        "some were sampled by older policies"
+    )
     assert (summary.steps, summary.rollouts, summary.failed, summary.drift_tokens) == (STEPS, STEPS * 4, 0, 0)
     assert [result.step for result in summary.evaluations] == [0, 3, 6]
     assert [result.rollouts for result in summary.evaluations] == [3] * 3
