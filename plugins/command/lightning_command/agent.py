@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import inspect
-import json
 import logging
 import os
 import shlex
@@ -25,14 +24,12 @@ from lightning.types import LLM, Task
 
 from lightning_command.environment import ALIAS, variables_of, write_settings
 from lightning_command.harbor import KEY, WORK, Place, check_sandbox, read_task, verifier_environment
-from lightning_command.running import CommandResult, run
+from lightning_command.running import CommandResult, read_reward, run
 from lightning_command.template import arguments_of, check_fields, fields_of, fill, values_of, words_of
 
 logger = logging.getLogger(__name__)
 
 Grader: TypeAlias = Callable[[Task, CommandResult], "Reward | Awaitable[Reward]"]
-LARGEST_REWARD = 64 * 1024
-"""Bytes of a file with a reward."""
 
 
 class Command:
@@ -131,7 +128,7 @@ class Command:
         if self.reward_file:
             if result.exit_code:
                 self.fail(result)
-            return read_reward(result.folder, self.reward_file, result)
+            return reward_of(result, self.reward_file)
         if result.exit_code > 1:
             self.fail(result)
         return 1.0 - result.exit_code
@@ -162,13 +159,10 @@ async def graded(grader: Grader, task: Task, result: CommandResult) -> Reward:
     return await said if inspect.isawaitable(said) else said
 
 
-def read_reward(folder: Path, name: str, result: CommandResult) -> Reward:
+def reward_of(result: CommandResult, name: str) -> Reward:
     """The reward in a file: a number, or a JSON object of numbers. Raises `RunnerError` when there is none in it."""
-    file = folder / name
     try:
-        with file.open("rb") as opened:
-            text = opened.read(LARGEST_REWARD).decode()
-        said = json.loads(text)
+        said = read_reward(result.folder / name)
     except OSError as error:
         raise RunnerError(
             f"there is no reward in {name}: {error.strerror}. The program ended with code {result.exit_code} and said: "

@@ -7,7 +7,6 @@ gone with the rollout, and sees no other rollout's; what the tests write lies ou
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -24,7 +23,7 @@ from lightning.installation import install_command
 from lightning.text_files import read_text
 from lightning.types import Task
 
-from lightning_command.running import CommandResult
+from lightning_command.running import CommandResult, read_reward
 
 logger = logging.getLogger(__name__)
 
@@ -230,9 +229,9 @@ class Place:
         """What the tests wrote: reward.json or reward.txt below /logs/verifier. Raises `RunnerError` for what is no reward."""
         name = self.task.folder.name
         for file in (self.verdict / "logs" / "verifier" / each for each in ("reward.json", "reward.txt")):
-            if file.is_file():
+            if os.path.lexists(file):
                 try:
-                    said: float | dict[str, float] = json.loads(file.read_text(encoding="utf-8"))
+                    said: float | dict[str, float] = read_reward(file)
                 except (OSError, ValueError) as error:
                     raise RunnerError(f"the tests of {name} wrote no reward into {file.name}: {error}") from error
                 return said

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
+import stat
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -18,6 +20,8 @@ from lightning.errors import RunnerError
 SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
 MOST = 4 << 20
 """Bytes that are kept of the beginning of a stream, and of its end."""
+LARGEST_REWARD = 64 * 1024
+"""Bytes of a file with a reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,25 @@ async def run(
         if supervisor is not None and supervisor.stdin is not None:
             supervisor.stdin.close()
             await asyncio.shield(supervisor.wait())
+
+
+def read_reward(file: Path) -> Any:
+    """The JSON in a file with a reward, which whoever is judged may have made: a pipe is not waited for, nor is much read.
+    Raises `OSError` for what cannot be read or is no file, and `ValueError` for what is no JSON."""
+    with open(file, "rb", opener=_at_once) as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        text = opened.read(LARGEST_REWARD + 1)
+    if len(text) > LARGEST_REWARD:
+        raise ValueError(f"it is longer than {LARGEST_REWARD} bytes")
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 async def _line(descriptor: int) -> dict[str, Any]:

@@ -120,6 +120,10 @@ def test_a_grader_sees_how_a_program_failed_and_may_score_it() -> None:
         ("echo well > reward.txt", "it must be a number, or a JSON object of numbers"),
         ("echo '\"good\"' > reward.txt", "the agent's reward"),
         ("echo 1 > reward.txt; echo tired; exit 1", "exited with code 1: tired"),
+        ("mkfifo reward.txt", "there is no reward in reward.txt: it is no regular file"),
+        ("ln -s /dev/zero reward.txt", "there is no reward in reward.txt: it is no regular file"),
+        ("printf '%070000d' 1 > reward.txt", "it is longer than 65536 bytes"),
+        ("printf '%060000d' 0 | tr 0 '[' > reward.txt", "it is nested too deeply"),
     ],
 )
 def test_a_file_without_a_reward_is_a_fault(script: str, said: str) -> None:

@@ -171,6 +171,8 @@ def test_a_program_whose_time_is_over_is_graded_and_one_that_failed_is_not(make:
     [
         ("echo well; exit 3", "they ended with code 3 and said: well"),
         ("echo good > /logs/verifier/reward.txt", "wrote no reward into reward.txt"),
+        ("mkfifo /logs/verifier/reward.txt", "wrote no reward into reward.txt: [Errno 22] it is no regular file"),
+        ("truncate -s 1T /logs/verifier/reward.json", "into reward.json: it is longer than 65536 bytes"),
     ],
 )
 def test_tests_without_a_reward_are_a_fault_and_no_zero(make: Make, tests: str, said: str) -> None:
