@@ -148,6 +148,10 @@ class Command:
             raise DataError(
                 f"the files of a rollout are to be copied from {source}, which is no folder: mend files={self.files!r}"
             )
+        if self.reward_file and os.path.lexists(source / self.reward_file):
+            raise DataError(
+                f"{source} has a {self.reward_file} already, which would be the reward of a program that writes none: remove it"
+            )
         shutil.copytree(source, folder, symlinks=True)
 
 
@@ -201,6 +205,8 @@ def command(
     """
     if grader is not None and reward_file:
         raise ConfigError("a command has a grader or a reward_file, not both: let the grader read the file")
+    if Path(reward_file).is_absolute() or ".." in Path(reward_file).parts:
+        raise ConfigError(f"the reward_file {reward_file!r} lies outside of a rollout's folder: name a file below it")
     if grader is not None and not callable(grader):
         raise ConfigError(f"the grader is {grader!r}, which cannot be called with (task, result)")
     env = env or {}

@@ -132,6 +132,23 @@ def test_a_file_without_a_reward_is_a_fault(script: str, said: str) -> None:
     assert said in outcome.error
 
 
+@pytest.mark.parametrize("name", ["reward.txt", "out/reward.txt"])
+def test_a_reward_that_lay_among_the_files_is_no_rollout_s(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("1.0")
+    agent = lightning.command(sh("true"), files=str(tmp_path), reward_file=name)
+    outcome = run_once(agent)
+    assert (outcome.reward, outcome.fault) == (None, Fault.AGENT)
+    assert f"has a {name} already" in outcome.error
+
+
+@pytest.mark.parametrize("name", ["/tmp/reward.txt", "../reward.txt"])
+def test_a_reward_that_all_rollouts_would_share_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="outside of a rollout's folder"):
+        lightning.command(sh("true"), reward_file=name)
+
+
 def seen_by(task: Task, result: CommandResult) -> float:
     """A grader that keeps what it sees in the place of an error."""
     raise LookupError(result.stdout)
