@@ -1,6 +1,6 @@
 """What vLLM 0.31's chat route refuses with a 400, for a fake that is no more patient than the real one.
 
-The invariant: what is refused here vLLM refuses as well; a test asks its own request class. The length of
+The invariant: what is refused here vLLM refuses as well; a test asks its own request class and renderer. The length of
 a prompt is looked at elsewhere (`vllm_shapes.too_long`), and the fake's model takes pictures, sound and video.
 """
 
@@ -20,6 +20,10 @@ SYSTEM_NOT_FIRST: Refusal = ("System message must be at the beginning.", "messag
 """What a chat template such as Qwen3.5's raises, which vLLM passes on."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+UNTRUSTED = (
+    "Chat template is passed with request, but --trust-request-chat-template is not set. "
+    "Refused request with untrusted chat template."
+)
 RANGES = {
     "temperature": (0.0, 2.0),
     "presence_penalty": (-2.0, 2.0),
@@ -47,11 +51,18 @@ def _all(body: Mapping[str, Any]) -> Iterator[Refusal]:
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         yield "messages must be a list that is not empty", "messages"
         return
+    yield from _template(body)
     yield from _numbers(body)
     yield from _tools(body)
     yield from _formats(body)
     for message in body["messages"]:
         yield from _message(message)
+
+
+def _template(body: Mapping[str, Any]) -> Iterator[Refusal]:
+    for name, holder in (("chat_template", body), ("chat_template_kwargs", body.get("chat_template_kwargs") or {})):
+        if holder.get("chat_template") is not None:
+            yield UNTRUSTED, name
 
 
 def _numbers(body: Mapping[str, Any]) -> Iterator[Refusal]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
@@ -33,6 +34,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "format": {"response_format": {"type": "xml"}},
     "no schema": {"response_format": {"type": "json_schema"}},
     "no role": {"messages": [{"content": "hi"}]},
+    "a template": {"chat_template": "{{ messages }}"},
+    "a template among arguments": {"chat_template_kwargs": {"chat_template": "{{ messages }}"}},
 }
 TAKEN: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -45,6 +48,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     },
     "streamed": {"stream": True, "stream_options": {"include_usage": True}},
     "tools": {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": True},
+    "arguments of the template": {"chat_template_kwargs": {"enable_thinking": False, "chat_template": None}},
     "none of them": {"tools": [ADD], "tool_choice": "none"},
     "unknown fields": {"service_tier": "auto", "metadata": {"a": "b"}, "store": True},
     "another role": {"messages": [{"role": "developer", "content": "be brief"}, *HI]},
@@ -128,12 +132,15 @@ async def test_text_beside_tool_calls_is_said_and_each_call_has_an_id_of_its_own
 def test_vllm_says_the_same(bodies: dict[str, dict[str, Any]]) -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.exceptions import VLLMValidationError
+    from vllm.renderers.online_renderer import OnlineRenderer
 
     def takes(more: dict[str, Any]) -> bool:
         try:
-            ChatCompletionRequest.model_validate(body(more)).to_sampling_params(16, {})
+            asked = ChatCompletionRequest.model_validate(body(more))
+            asked.to_sampling_params(16, {})
         except (ValueError, VLLMValidationError):
             return False
-        return True
+        templates = (asked.chat_template, asked.chat_template_kwargs)
+        return OnlineRenderer.validate_chat_template(Mock(), *templates, trust_request_chat_template=False) is None
 
     assert {name: takes(more) for name, more in bodies.items()} == dict.fromkeys(bodies, bodies is TAKEN)
