@@ -16,6 +16,7 @@ from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import EngineError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
+from safetensors.torch import load_file, save_file
 
 Open = Callable[..., TorchEngine]
 Make = Callable[..., Sample]
@@ -145,12 +146,37 @@ def test_a_crash_between_the_renames_is_recovered(open_engine: Open, make_row: M
     assert engine._driver.steps == 1
 
 
+def spoil(file: Path, number: float) -> None:
+    """Put this number into a tensor of a file."""
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    tensors[name].view(-1)[-1] = number
+    save_file(tensors, file)
+
+
+def test_a_state_that_is_not_finite_is_not_written_over_a_good_one(
+    open_engine: Open, make_row: Make, tmp_path: Path
+) -> None:
+    engine = open_engine()
+    train(engine, make_row, range(1))
+    engine.save(tmp_path / "state")
+    with torch.no_grad():
+        name, parameter = next(iter(engine._parameters.items()))
+        parameter.view(-1)[0] = float("inf")
+    with pytest.raises(EngineError, match=rf"because {name} has numbers that are not finite: resume .*lower engine"):
+        engine.save(tmp_path / "state")
+    engine.load(tmp_path / "state")
+    assert torch.isfinite(parameter).all()
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda folder: (folder / "weights.safetensors").write_bytes(b"\x00" * 8), "not a whole training state"),
         (lambda folder: (folder / "optimizer.safetensors").unlink(), "not a whole training state"),
         (lambda folder: (folder / "state.json").write_text("{"), "not a whole training state"),
+        (lambda folder: spoil(folder / "weights.safetensors", float("nan")), "not finite.*: remove that folder"),
+        (lambda folder: spoil(folder / "optimizer.safetensors", float("inf")), "not finite.*: remove that folder"),
         (
             lambda folder: (folder / "state.json").write_text('{"format": 3}'),
             "written in format 3; this release reads 1 and 2",
@@ -161,6 +187,7 @@ def test_a_broken_state_is_refused_and_nothing_changed(
     open_engine: Open, make_row: Make, tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     engine = open_engine()
+    train(engine, make_row, range(1))
     engine.save(tmp_path / "state")
     train(engine, make_row, range(1))
     before = {name: value.detach().clone() for name, value in engine._parameters.items()}

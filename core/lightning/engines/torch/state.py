@@ -3,11 +3,15 @@
 The invariant: a state that was saved and loaded continues bit for bit. It therefore holds the trained weights in their
 master precision (the critic's too), both moments and the step count of every parameter, torch's random state, and the
 micro-batch size.
+
+A state with a weight or a moment that is not finite is neither written nor read: nothing can be trained from it, and whole
+checkpoints would be deleted for it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning.engines.critic import same_critic
+from lightning.engines.failures import CURES
 from lightning.engines.files import recover, whole_folder
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import EngineError
@@ -52,13 +57,18 @@ def save_state(
     progress: Progress,
     device: torch.device,
 ) -> None:
-    """Write everything to `folder`, atomically."""
+    """Write everything to `folder`, atomically. Raises `EngineError` where a number is not finite; nothing is written then."""
     moments = {
         f"{name}|{moment}": optimizer.state[parameter][moment].contiguous()
         for name, parameter in parameters.items()
         for moment in _MOMENTS
         if moment in optimizer.state.get(parameter, {})
     }
+    broken = _not_finite(parameters) or _not_finite(moments)
+    if broken:
+        raise EngineError(
+            f"{folder} is not written, because {broken}: resume the run, which goes on from the checkpoint before, and {CURES}"
+        )
     random = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(device)
@@ -98,6 +108,8 @@ def load_state(
             optimizer=OptimizerConfig(**{**state["optimizer"], "betas": tuple(state["optimizer"]["betas"])}),
             critic=str(state.get("critic", "")),
         )
+        if broken := _not_finite(weights) or _not_finite(moments):
+            raise ValueError(broken)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         if isinstance(error, EngineError):
             raise
@@ -120,6 +132,14 @@ def load_state(
     if device.type == "cuda" and "cuda" in random:
         torch.cuda.set_rng_state(random["cuda"], device)
     return progress
+
+
+def _not_finite(tensors: Mapping[str, torch.Tensor]) -> str:
+    """What is wrong with the first of these that has a number which is not finite; empty where none has."""
+    for name, tensor in tensors.items():
+        if tensor.numel() and not all(map(math.isfinite, map(float, torch.aminmax(tensor.detach())))):  # makes no copy
+            return f"{name} has numbers that are not finite"
+    return ""
 
 
 def _refuse_other_model(
