@@ -26,7 +26,7 @@ from lightning.store import codec
 from lightning.store.relational import transitions as transition_ops
 from lightning.store.relational.prefix_parents import Fingerprint, KnownTransition, ParentCache, Prompt, choose
 from lightning.store.relational.transaction import Operation, Transaction
-from lightning.store.sqlite import SqliteStore
+from lightning.store.sqlite import SqliteStore, place
 from lightning.types import Fault, Outcome, Rollout, Run, Transition, token_ids
 
 from tests.servers.stores import BranchedIn
@@ -568,3 +568,42 @@ async def test_a_store_stays_where_it_is_when_the_process_goes_to_another_folder
     assert await store.get_run("one") is not None
     await store.close()
     assert not list((tmp_path / "there").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("ext4", False),
+        ("nfs4", True),
+        ("cifs", True),
+        ("9p", True),
+        ("fuse.sshfs", True),
+        ("fuseblk", False),
+        ("fuse.fuse-overlayfs", False),
+    ],
+)
+async def test_a_file_that_other_machines_may_have_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, told: bool
+) -> None:
+    """SQLite itself says nothing: on NFS the log of one machine works, and that of two destroys the file."""
+    folder = tmp_path / "our runs"
+    folder.mkdir()
+    point, mounts = str(folder.resolve()).replace(" ", "\\040"), tmp_path / "mountinfo"
+    mounts.write_text(
+        "27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n"
+        f"40 27 0:50 / {point} rw,relatime - nfs hidden:/ rw\n"
+        f"41 27 0:51 / {point} rw,relatime shared:2 master:3 - {kind} server:/runs rw,vers=4.2\n"
+        f"42 27 0:52 / {point}/other rw - nfs server:/other rw\n"
+    )
+    monkeypatch.setattr(place, "MOUNTS", mounts)
+    for path in (folder / "run" / "lightning.db", tmp_path / "local.db"):
+        store = SqliteStore(path)
+        await store.open()
+        await store.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([said[0]] if told else [])
+    assert not told or (
+        f"run/lightning.db is on a file system of the type {kind}" in said[0] and "PostgreSQL" in said[0]
+    )
+    monkeypatch.setattr(place, "MOUNTS", tmp_path / "nowhere")
+    assert place.shared_file_system(str(folder)) == ""

@@ -32,6 +32,7 @@ from lightning.store.sqlite.connection import (
     refuse_foreign,
     translate,
 )
+from lightning.store.sqlite.place import warn_of_shared
 from lightning.store.threads import WorkItem, closed_error, deliver
 
 T = TypeVar("T")
@@ -118,6 +119,8 @@ class Writer:
             self._connection.close()
             self._refuse(translate(error, self._settings))
             return
+        if not self._settings.in_memory:
+            warn_of_shared(self._settings.path)
         self.ready.set_result(None)
         while self._receive(wait=True):
             self._commit_group()
