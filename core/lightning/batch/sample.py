@@ -50,7 +50,8 @@ class Sample:
     normalised over the whole step. `advantages[t]` and `logprobs[t]` (the sampler's; NaN where it gave none) hold where
     `weights[t] != 0`; `versions[t]` is the policy version that sampled the token (-1 for tokens that were not sampled).
     `temperature` is the one the row's responses were sampled with. `reference` (logprobs under the reference model) and
-    `prepared` (what a `StepLoss` prepared) are filled in by the engine for the losses that ask for them.
+    `prepared` (what a `StepLoss` prepared) are filled in by the engine for the losses that ask for them, and `begun` (the
+    trainer's own logprobs when the step began) where later updates need them.
     """
 
     ids: IntArray
@@ -61,6 +62,7 @@ class Sample:
     spans: tuple[TokenSpan, ...]
     temperature: float = 1.0
     reference: npt.NDArray[np.floating] | None = None
+    begun: npt.NDArray[np.floating] | None = None
     prepared: npt.NDArray[np.floating] | None = None
 
     def __len__(self) -> int:

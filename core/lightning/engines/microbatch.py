@@ -21,7 +21,7 @@ from lightning.losses.terms import mismatch_metrics, value_loss, value_metrics
 
 def token_batch(tokens: Tokens, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[TokenBatch, torch.Tensor]:
     """What a loss function sees of some tokens (N,), and the tensor of their sampler's logprobs; where these are NaN the old
-    logprobs are the current ones."""
+    logprobs are those that the step began with, or the current ones."""
     kind, device = logprobs.dtype, logprobs.device
 
     def tensor(numbers: Numbers) -> torch.Tensor:
@@ -30,9 +30,10 @@ def token_batch(tokens: Tokens, logprobs: torch.Tensor, entropy: torch.Tensor) -
     sampled = torch.from_numpy(tokens.sampled).to(device)
     old = sampled.to(kind)
     has_old = ~old.isnan()
+    began = logprobs.detach() if tokens.begun is None else tensor(tokens.begun)
     batch = TokenBatch(
         logprobs=logprobs,
-        old_logprobs=torch.where(has_old, old, logprobs.detach()),
+        old_logprobs=torch.where(has_old, old, began),
         advantages=tensor(tokens.advantages),
         weights=tensor(tokens.weights),
         entropy=entropy,

@@ -30,7 +30,7 @@ def by_call(sample: Sample) -> list[Sample]:
 
 def cut(sample: Sample, length: int) -> Sample:
     """The beginning of a row, when what follows cannot influence what is wanted. Its calls stay all that they were."""
-    names = ("ids", "weights", "advantages", "logprobs", "versions", "reference", "prepared")
+    names = ("ids", "weights", "advantages", "logprobs", "versions", "reference", "begun", "prepared")
     arrays = {name: getattr(sample, name) for name in names}
     return replace(sample, **{name: array[:length] for name, array in arrays.items() if array is not None})
 
@@ -129,6 +129,7 @@ class Tokens:
     versions: npt.NDArray[np.int32]
     temperatures: Floats | None
     reference: Numbers | None
+    begun: Numbers | None
     prepared: Numbers | None
 
     def __len__(self) -> int:
@@ -179,6 +180,7 @@ def wanted_tokens(samples: Sequence[Sample], columns: Sequence[Ints]) -> Tokens:
         versions=collect("versions", np.int32),
         temperatures=None if bool((temperatures == 1.0).all()) else temperatures[rows],
         reference=collect_some("reference"),
+        begun=collect_some("begun"),
         prepared=collect_some("prepared"),
     )
 

@@ -23,7 +23,15 @@ from lightning.engines.microbatch import Tally
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.rows import Numbers, Tokens, is_trained, name
 from lightning.errors import DataError, EngineError
-from lightning.losses.protocol import Loss, StepLoss, StepTokens, check_updates, needs_reference
+from lightning.losses.protocol import (
+    Loss,
+    LossOutput,
+    StepLoss,
+    StepTokens,
+    TokenBatch,
+    check_updates,
+    needs_reference,
+)
 
 
 def is_prepared(loss: Loss) -> bool:
@@ -136,6 +144,8 @@ class StepDriver:
         return made.result()
 
     def _take(self, computer: Computer, trained: Sequence[Sample], loss: Loss, made: _Updates) -> None:
+        if self._config.minibatches * self._config.epochs > 1:
+            trained = _begun(computer, trained)
         for epoch in range(self._config.epochs):
             for part in minibatches(trained, self._config.minibatches, (self._seed, self.steps, epoch)):
                 self._update(computer, part, loss, made, first=epoch == 0)
@@ -156,6 +166,28 @@ class StepDriver:
     def _skip(self, error: NonFiniteError, made: _Updates, tally: Tally, *, first: bool) -> None:
         made.skip(tally, first=first)
         self._nonfinite.skipped(error)
+
+
+class _Present:
+    """Asks for the current logprobs, as a loss that prepares may."""
+
+    def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:
+        return step.logprobs
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        raise NotImplementedError("this is no loss")
+
+
+def _begun(computer: Computer, samples: Sequence[Sample]) -> Sequence[Sample]:
+    """The rows with the policy's own logprobs before the first update, where the sampler gave none for some trained token: to
+    these the ratio of later updates is, which nothing would bound otherwise."""
+    if not any(np.isnan(sample.logprobs[sample.weights != 0]).any() for sample in samples):
+        return samples
+    try:
+        found = computer.prepare(samples, _Present())
+    except NonFiniteError:
+        return samples  # each update says it, and is counted
+    return [replace(sample, begun=sample.prepared, prepared=None) for sample in found]
 
 
 def minibatches(samples: Sequence[Sample], count: int, seed: tuple[int, ...]) -> list[list[Sample]]:
@@ -261,11 +293,11 @@ def _numbers_of(
 
     Raises `EngineError`, naming the loss, when that is not one number for each, and `NonFiniteError` when one is not finite.
     """
-    missing = np.isnan(tokens.sampled)
+    missing, began = np.isnan(tokens.sampled), logprobs if tokens.begun is None else tokens.begun
     calls, spans = _calls_of(samples, tokens)
     step = StepTokens(
         logprobs=logprobs,
-        old_logprobs=np.where(missing, logprobs, tokens.sampled).astype(logprobs.dtype, copy=False),
+        old_logprobs=np.where(missing, began, tokens.sampled).astype(logprobs.dtype, copy=False),
         advantages=tokens.advantages,
         weights=tokens.weights,
         versions=tokens.versions,

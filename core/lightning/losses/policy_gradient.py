@@ -2,7 +2,7 @@
 importance weights.
 
 The invariant: the result is a sum over tokens of `weights * something`; a token whose sampler gave no logprob is treated as
-on-policy (its ratio is exactly 1, with a gradient), and changes nothing for the others.
+on-policy when a step begins (its ratio is 1, with a gradient), and changes nothing for the others.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ClippedPolicyGradient:
         makes `ess`), `entropy`, `ratio` and `old_logprob_share` (tokens that have a sampler logprob); `ratio_max` is a
         maximum. With a KL penalty also `reference_kl`, and with truncation `truncated_share`."""
         current, weights, correction = batch.logprobs.detach(), batch.weights, self.correction
-        old = torch.where(batch.has_old, batch.old_logprobs, current)
+        old = torch.where(batch.old_logprobs.isnan(), current, batch.old_logprobs)
         sampled = current - old
         log_rho = self._log_rho(batch, sampled)
         masked = self._masked(batch, log_rho)

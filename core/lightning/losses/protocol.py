@@ -39,7 +39,8 @@ class TokenBatch:
     logprobs: torch.Tensor
     """Current policy's logprobs of the sampled tokens; the gradient flows through it."""
     old_logprobs: torch.Tensor
-    """Logprobs the ratio is taken against (the sampler's where known, else the current ones detached)."""
+    """Logprobs the ratio is taken against (the sampler's where known, else those that the step began with, and at its
+    first update the current ones, detached)."""
     advantages: torch.Tensor
     weights: torch.Tensor
     entropy: torch.Tensor
@@ -62,7 +63,7 @@ class StepTokens:
     logprobs: npt.NDArray[np.floating]
     """The current policy's; float32, or float64 where the model computes in it."""
     old_logprobs: npt.NDArray[np.floating]
-    """The sampler's, where it gave one, else the current ones."""
+    """The sampler's, where it gave one, else those that the step began with."""
     advantages: FloatArray
     weights: FloatArray
     versions: IntArray

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from lightning.engines.step import StepDriver, minibatches
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError, EngineError
 from lightning.losses.correction import NO_CORRECTION, Correction
-from lightning.losses.policy_gradient import ClippedPolicyGradient
+from lightning.losses.policy_gradient import ClippedPolicyGradient, SequencePolicyGradient
 from lightning.losses.protocol import LossOutput, TokenBatch
 
 LOSS = ClippedPolicyGradient(0.2, 0.28, correction=NO_CORRECTION)
@@ -58,8 +59,11 @@ def test_half_way_a_cosine_is_at_the_middle() -> None:
     assert lr_factor(config, 2) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.2)))
 
 
-def rows_of(make_row: Make, count: int) -> list[Sample]:
-    return [make_row(12, [(4, 8 + n % 5, 1.0 - 0.3 * n, 0.02 + 0.01 * n)], seed=n, name=f"r{n}") for n in range(count)]
+def rows_of(make_row: Make, count: int, logprob: float = math.nan) -> list[Sample]:
+    return [
+        make_row(12, [(4, 8 + n % 5, 1.0 - 0.3 * n, 0.02 + 0.01 * n)], seed=n, name=f"r{n}", logprob=logprob)
+        for n in range(count)
+    ]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -122,7 +126,7 @@ def driver(most: int = 3, **config: object) -> StepDriver:
 
 def test_a_step_prepares_and_updates_for_each_part_of_each_pass(make_row: Make) -> None:
     recorder, own = Recorder(), driver(minibatches=2, epochs=3)
-    metrics = own.step(recorder, rows_of(make_row, 4), LOSS).metrics
+    metrics = own.step(recorder, rows_of(make_row, 4, logprob=-4.0), LOSS).metrics
     assert recorder.said == ["prepare 2", "accumulate 2", "update 0.5"] * 6
     assert (metrics["updates"], metrics["stepped"], metrics["grad_norm"], own.steps) == (6.0, 1.0, 2.0, 1)
 
@@ -202,7 +206,7 @@ def test_a_loop_of_ones_own_is_the_step(open_engine: Open, make_row: Make) -> No
 
 
 def test_minibatches_and_epochs_are_their_updates_one_after_another(open_engine: Open, make_row: Make, model) -> None:
-    rows = rows_of(make_row, 6)
+    rows = rows_of(make_row, 6, logprob=-4.0)
     config = OptimizerConfig(lr=1e-3, minibatches=3, epochs=2)
     engine, by_hand = TorchEngine(device="cpu", dtype="float64"), open_engine(dtype="float64")
     engine.open(model, config, seed=0)
@@ -261,3 +265,29 @@ def test_memory_that_runs_out_in_a_later_part_costs_nothing_of_an_earlier_one(
 def test_weights_of_float32_stay_float32(make_row: Make) -> None:
     for part in minibatches(rows_of(make_row, 3), 2, (0, 0, 0)):
         assert {sample.weights.dtype for sample in part} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize(
+    "loss", [LOSS, SequencePolicyGradient(0.2, 0.28, correction=NO_CORRECTION)], ids=["token", "call"]
+)
+def test_without_the_samplers_logprobs_later_updates_are_clipped_at_the_policy_of_the_steps_start(
+    open_engine: Open, make_row: Make, model: Path, loss: ClippedPolicyGradient
+) -> None:
+    """A grammar's tokens come without: as if the sampler had given just what the trainer says at the start."""
+    rows, results = rows_of(make_row, 4), []
+    start = open_engine(dtype="float64").logprobs(rows)
+    known = [replace(row, logprobs=own) for row, own in zip(rows, start, strict=True)]
+    mixed = [*known[:2], *rows[2:]]
+    for sampled in (known, rows, mixed):
+        engine = TorchEngine(device="cpu", dtype="float64")
+        engine.open(model, OptimizerConfig(lr=1e-3, minibatches=2, epochs=3), seed=0)
+        results.append((engine.step(sampled, loss).metrics, weights(engine)))
+        engine.close()
+    (expected, after), *others = results
+    assert expected["clip_fraction_last"] > 0.1
+    for found, theirs in others:
+        assert found["clip_fraction_last"] == pytest.approx(expected["clip_fraction_last"])
+        assert float((theirs - after).abs().max()) < 1e-4, "logprobs of a sampler are float32"
+    shares = [metrics["old_logprob_share"] for metrics, _ in results]
+    assert shares[:2] == [1.0, 0.0]
+    assert 0.0 < shares[2] < 1.0, "they are not called the sampler's"
