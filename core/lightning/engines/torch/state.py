@@ -67,7 +67,7 @@ def save_state(
     broken = _not_finite(parameters) or _not_finite(moments)
     if broken:
         raise EngineError(
-            f"{folder} is not written, because {broken}: resume the run, which goes on from the checkpoint before, and {CURES}"
+            f"{folder} is not written, because {broken}: {CURES}, and resume the run from the checkpoint before"
         )
     random = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
