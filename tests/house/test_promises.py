@@ -99,8 +99,10 @@ SECURITY: dict[str, tuple[str, ...]] = {
     ),
     "The record of a run configures nothing on your machine.": (
         "tests/plugins/debug/test_branch.py::test_the_record_of_a_run_names_nothing_that_this_machine_opens_or_runs",
-        "tests/plugins/debug/test_retrain.py::"
-        "test_the_record_of_a_run_names_no_host_and_no_module_of_the_workers_that_train_it_again",
+        (
+            "tests/plugins/debug/test_retrain.py::"
+            "test_the_record_of_a_run_names_no_host_and_no_module_of_the_workers_that_train_it_again"
+        ),
     ),
     "A program in a Harbor task sees neither the tests, other tasks, nor other rollouts": (
         "tests/plugins/command/test_harbor.py::test_other_tasks_rollouts_and_the_machine_s_tmp_are_not_there",
@@ -109,8 +111,10 @@ SECURITY: dict[str, tuple[str, ...]] = {
         "tests/plugins/command/test_template.py::test_a_task_gives_a_program_no_option",
     ),
     "The console's token is in no command line.": (
-        "tests/plugins/console/test_command.py::"
-        "test_a_browser_is_given_a_file_that_nobody_else_reads_and_a_token_for_one_use",
+        (
+            "tests/plugins/console/test_command.py::"
+            "test_a_browser_is_given_a_file_that_nobody_else_reads_and_a_token_for_one_use"
+        ),
         "tests/plugins/console/test_gate.py::test_a_token_for_one_use_opens_the_console_once_also_from_a_file",
     ),
     "Nothing is acknowledged into a database file that was moved, removed or replaced.": (
