@@ -8,16 +8,28 @@ dynamic scaling ends with the length before scaling. An own vLLM whose length is
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from lightning.engines.loading import unwrapped
 from lightning.errors import EngineError
 from lightning.policy_server.model_facts import growing_positions
+from lightning.policy_server.profiles import argument
+
+if TYPE_CHECKING:
+    from lightning.config.sections import PolicyServerConfig
 
 UNKNOWN = 0
 """The `max_model_len` of a server that somebody else has started."""
+
+
+def served_length(config: PolicyServerConfig) -> int | None:
+    """The `max_model_len` of the server: None where an own one is to choose it, `UNKNOWN` where somebody else has chosen."""
+    given = argument(config.args, "--max-model-len")
+    if given:
+        return int(given) if given.isdigit() else UNKNOWN
+    return config.max_model_len or (UNKNOWN if config.attach else None)
 
 
 def fix_positions(model: nn.Module, folder: Path, max_model_len: int | None) -> int | None:
@@ -28,7 +40,7 @@ def fix_positions(model: nn.Module, folder: Path, max_model_len: int | None) -> 
     if found is None:
         return max_model_len or None
     scaled = f"{folder} scales the positions behind {found.length:,} tokens ({found.kind})"
-    if max_model_len == UNKNOWN and max_model_len is not None:
+    if max_model_len == UNKNOWN:
         raise EngineError(
             f"{scaled}, which vLLM does by its max_model_len: set policy_server.max_model_len to that of the attached vLLM"
         )

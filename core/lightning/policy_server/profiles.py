@@ -89,19 +89,11 @@ def check_args(config: PolicyServerConfig) -> None:
     (`vllm/v1/executor/ray_utils.py`): what had been sampled before an update would be counted as the new version's.
     """
     for flag in ("--distributed-executor-backend", "--data-parallel-backend"):
-        if _argument(config.args, flag) == "ray":
+        if argument(config.args, flag) == "ray":
             raise ConfigError(
                 f"policy_server.args has {flag} ray: under vLLM's Ray executor nobody can tell which weights sampled a token. "
                 "Leave it out (mp is vLLM's default on one machine); for several machines use its --nnodes"
             )
-
-
-def served_length(config: PolicyServerConfig) -> int | None:
-    """The `max_model_len` of the server; None where an own one is to choose it, 0 where somebody else has chosen."""
-    given = _argument(config.args, "--max-model-len")
-    if given:
-        return int(given) if given.isdigit() else 0
-    return config.max_model_len or (0 if config.attach else None)
 
 
 def server_args(
@@ -160,7 +152,7 @@ def server_env(base: Mapping[str, str], *, device: Device, threads: int | None =
     return env | _QUIET | {OWNED: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
 
 
-def _argument(args: Sequence[str], flag: str) -> str:
+def argument(args: Sequence[str], flag: str) -> str:
     """The last value that a flag is given, as `--flag value` or `--flag=value`; vLLM takes `_` for `-`."""
     words = [word for arg in args for word in arg.split("=", 1)]
     found = [value for name, value in itertools.pairwise(words) if name.replace("_", "-") == flag]

@@ -25,11 +25,11 @@ from lightning.engines.loading import check_config, read_model
 from lightning.engines.microbatch import Tally
 from lightning.engines.model_contents import UNTRAINABLE, contents
 from lightning.engines.protocol import OptimizerConfig, StepResult
+from lightning.engines.rope import served_length
 from lightning.engines.rows import Numbers, Tokens, trained_tokens
 from lightning.engines.step import StepDriver, is_prepared, prepared
 from lightning.errors import ConfigError, EngineError, WorkersLostError
 from lightning.losses.protocol import Loss
-from lightning.policy_server.profiles import served_length
 from lightning.types import Json
 
 from lightning_verl.device import choose
