@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 def slow_logprobs(folder: Path, sample: Sample) -> np.ndarray:
     """Every token from a forward pass of its own prefix."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     values = [float("nan")]
     with torch.no_grad():
         for place in range(1, len(sample)):

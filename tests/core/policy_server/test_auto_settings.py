@@ -25,7 +25,7 @@ from lightning.policy_server.auto_settings import (
     this_machine,
     why_slow,
 )
-from lightning.policy_server.model_facts import ModelFacts, read_facts
+from lightning.policy_server.model_facts import ModelFacts, growing_positions, read_facts
 from lightning.testing.tiny_models import make_tiny_family
 from lightning.trainer import model as trainer_model
 from lightning.trainer.model import with_dtypes
@@ -86,6 +86,30 @@ def test_what_vllm_serves_in_bfloat16_alone_is_bfloat16_whatever_is_faster(tmp_p
         assert choose_dtype(facts, "cpu", OLD) == ("bfloat16", f"vLLM takes no float32 for {why} on a CPU")
     plain = read_facts(make_tiny_family(tmp_path / "plain", "llama2"))
     assert choose_dtype(plain, "cpu", OLD)[0] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}, ("longrope", 4096)),
+        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096}, ("longrope", 4096)),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ("dynamic", 8192)),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic", "alpha": 1000.0}}}, ("dynamic", 8192)),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, None),
+        ({"rope_scaling": None}, None),
+    ],
+)
+def test_positions_that_grow_are_served_up_to_the_length_before_scaling(
+    tmp_path: Path, text: dict[str, Any], found: tuple[str, int] | None
+) -> None:
+    config = {"max_position_embeddings": 8192} | text
+    for whole in (config, {"text_config": config}):
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+        growing = growing_positions(tmp_path)
+        assert (growing and (growing.kind, growing.length)) == found
+        facts = replace(SMOLLM2, growing=growing)
+        assert chosen(facts).max_model_len == (found[1] if found else None)
+        assert chosen(facts, max_model_len=64).max_model_len == 64
 
 
 def test_bfloat16_that_a_cpu_has_no_kernels_for_is_told_with_its_cure() -> None:
