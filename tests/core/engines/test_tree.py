@@ -357,7 +357,10 @@ def test_a_model_whose_tokens_hear_of_their_neighbours_otherwise_has_no_tree(
 
 @pytest.mark.parametrize(
     ("dtype", "why"),
-    [("float32", "its attention is 'eager'"), ("bfloat16", "its hidden states depend on more")],  # sdpa biases it otherwise
+    [
+        ("float32", "its attention is 'eager'"),
+        ("bfloat16", "its hidden states depend on more"),
+    ],  # sdpa biases it otherwise
 )
 def test_a_model_that_biases_its_attention_by_distance_has_no_tree(
     tmp_path: Path, open_engine: OpenEngine, dtype: str, why: str
