@@ -21,6 +21,7 @@ from lightning.runner.process import ProcessRunner
 from lightning.testing.chat_server import ChatServer
 from lightning.types import Lease, Rollout
 
+DEMOS = ("tiny", "math", "calculator")
 KINDS = {"reused": 1000, "fresh": 1}
 
 
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
-    for demo in ("tiny", "math", "calculator"):
+    for demo in DEMOS:
         found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
         for _ in range(asked.rounds):
             for kind, per_process in KINDS.items():

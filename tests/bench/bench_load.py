@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -42,7 +43,7 @@ from lightning.types import Lease, Outcome, Run, Scope, Transition
 
 CALLS, AGENTS, WARM = 3, 32, 8
 CONVERSATIONS = 128
-STREAMS, STREAM_TOKENS, TOKEN_SECONDS = 1000, 20, 0.5
+STREAMS, STREAM_TOKENS, TOKEN_SECONDS = 1000, 20, float(os.environ.get("BENCH_SECONDS", "0.5"))
 ARRIVING_SECONDS = 6.0
 """Time within which the streams begin; each lasts longer, so that all of them are open then."""
 STORES = ("sqlite", "sqlite-full", "postgres", "redis")

@@ -33,6 +33,8 @@ from tests.servers.postgres import PostgresServer
 from tests.servers.redis import RedisServer
 
 VOCABULARY = 151_000
+ROLLOUTS = 1600
+"""Whole rollouts on each store."""
 PROMPT, RESPONSE, OBSERVATION = 1000, 256, 50
 """Tokens of the first prompt, of each response, and of what the environment adds between two turns."""
 
@@ -184,7 +186,7 @@ async def whole_rollouts(store: Store, count: int, callers: int) -> tuple[float,
     return count / seconds, cpu / count * 1e6
 
 
-def whole(root: Path, count: int = 1600) -> dict[str, float]:
+def whole(root: Path, count: int) -> dict[str, float]:
     """Whole rollouts per second on each store, 64 workers at once."""
     found: dict[str, float] = {}
     with PostgresServer(root / "postgres", settings=()) as server:
@@ -221,7 +223,7 @@ def main(out: Path | None = None, only: str = "") -> dict[str, float]:
     """Measure, print a table, write JSON to `out`."""
     found: dict[str, float] = {} if only else appends()
     with tempfile.TemporaryDirectory(prefix="lightning-bench-") as folder:
-        found |= whole(Path(folder))
+        found |= whole(Path(folder), ROLLOUTS)
     sys.stdout.write("".join(f"{name:<48}{value:>12,.1f}\n" for name, value in found.items()))
     if out is not None:
         out.write_text(json.dumps(found, indent=2))
