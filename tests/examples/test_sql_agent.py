@@ -198,9 +198,12 @@ def gradient(model: Path, groups: list[Group]) -> dict[str, torch.Tensor]:
 
 
 def calls_changed(groups: list[Group], change: Any) -> list[Group]:
-    """`change(call, trainable)` for every call: another call, or None to leave it out."""
+    """`change(call, trainable)` for every call: another call, or None to leave it out. A rollout without a trained call stays as
+    it is: one without any call is in no baseline."""
 
     def changed(one: Trajectory) -> Trajectory:
+        if not any(one.trainable):
+            return one
         pairs = [(change(call, flag), flag) for call, flag in zip(one.transitions, one.trainable, strict=True)]
         kept = [(call, flag) for call, flag in pairs if call is not None]
         return replace(one, transitions=tuple(call for call, _ in kept), trainable=tuple(flag for _, flag in kept))
