@@ -198,8 +198,8 @@ def gradient(model: Path, groups: list[Group]) -> dict[str, torch.Tensor]:
 
 
 def calls_changed(groups: list[Group], change: Any) -> list[Group]:
-    """`change(call, trainable)` for every call: another call, or None to leave it out. A rollout without a trained call stays as
-    it is: one without any call is in no baseline."""
+    """`change(call, trainable)` for every call: another call, or None to leave it out. A rollout without a trained call
+    stays as it is: one without any call is in no baseline."""
 
     def changed(one: Trajectory) -> Trajectory:
         if not any(one.trainable):
