@@ -23,6 +23,8 @@ from lightning.types import Lease, Rollout
 
 DEMOS = ("tiny", "math", "calculator")
 KINDS = {"reused": 1000, "fresh": 1}
+WARMING = 3.0
+"""Seconds in which the processes that are begun ahead come up."""
 
 
 async def measure(demo: str, per_process: int, rollouts: int) -> tuple[float, float]:
@@ -38,7 +40,7 @@ async def measure(demo: str, per_process: int, rollouts: int) -> tuple[float, fl
             await runner.run(lease, server.llm(f"key-{number}"))
 
         await asyncio.gather(*map(one, range(8)))
-        await asyncio.sleep(3)
+        await asyncio.sleep(WARMING)
         await asyncio.gather(*map(one, range(8, 16)))
         began, before = time.perf_counter(), _cpu()
         await asyncio.gather(*map(one, range(16, 16 + rollouts)))

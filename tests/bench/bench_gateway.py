@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -35,7 +36,9 @@ PROMPT, RESPONSE, BODIES = 1000, 212, 64
 ROLLOUTS = 512
 CALLS, CONCURRENCIES = 1000, (16, 64)
 STREAMS, TOKENS = 300, 32
-MANY, BACKEND_SECONDS = 1000, 1.0
+MANY, BACKEND_SECONDS = 1000, float(os.environ.get("BENCH_SECONDS", "1"))
+WARM, ALONE = 100, 30
+"""Calls that warm a server up, and streams that are measured one at a time."""
 MESSAGES = [{"role": "system", "content": "You are terse."}, {"role": "user", "content": "word " * 700}]
 
 
@@ -241,12 +244,12 @@ async def measure(server: Server, calls: int) -> dict[str, float]:
     async with session() as http:
         measured: dict[str, float] = {}
         for concurrency in CONCURRENCIES:
-            await spread(concurrency, 100, lambda number: call(http, server, number))
+            await spread(concurrency, WARM, lambda number: call(http, server, number))
             before, started = server.cpu(), time.perf_counter()
             await spread(concurrency, calls, lambda number: call(http, server, number))
             measured[f"cpu_ms_{concurrency}"] = (server.cpu() - before) / calls * 1e3
             measured[f"calls_per_second_{concurrency}"] = calls / (time.perf_counter() - started)
-        alone = await spread(1, 30, lambda number: first_byte(http, server, number))
+        alone = await spread(1, ALONE, lambda number: first_byte(http, server, number))
         before = server.cpu()
         crowd = await spread(64, STREAMS, lambda number: first_byte(http, server, number))
         stream_cpu = server.cpu() - before

@@ -81,6 +81,7 @@ GPU_STEPS = (
 LONG = Shape(8, 16, 4096, 256, 256)
 PATHS = (Shape(1, 1, 992, 32, 0), Shape(1, 1, 2016, 32, 0), Shape(1, 1, 4064, 32, 0), Shape(1, 1, 8160, 32, 0))
 WIDTHS = (Shape(1, 1, 992, 32, 0), Shape(4, 1, 32, 992, 0), Shape(16, 1, 32, 992, 0), Shape(64, 1, 32, 992, 0))
+PEAKS: tuple[StepKind, ...] = ("tree", "linear")
 
 
 def group(shape: Shape) -> list[Trajectory]:
@@ -227,7 +228,7 @@ def memory(model: Path) -> dict[str, float]:
     for name, shapes in (("path", PATHS), ("width", WIDTHS)):
         for shape in shapes:
             tokens = shape.rollouts * shape.response + shape.prompt
-            for kind in ("tree", "linear"):
+            for kind in PEAKS:
                 command = [sys.executable, __file__, "--peak", str(model), json.dumps(_numbers(shape)), kind]
                 ran = subprocess.run(command, check=True, capture_output=True, text=True)
                 found[f"{name}_{tokens}_tokens_{kind}_mib"] = float(ran.stdout.splitlines()[-1])

@@ -93,8 +93,8 @@ SMALLEST: dict[str, Size] = {
     "credit": Size(["--seeds", "2", "--groups", "2"]),
     "engine": Size((), {"REPEATS": 1, "HIDDEN": 64, "LAYERS": 1}),
     "fleet": Size(["--updates", "6"], {"COUNTS": (0, 1), "PAUSE": 0.01}),
-    "fresh_process": Size(["--rollouts", "2", "--rounds", "1"], {"DEMOS": ("tiny",)}, json=False),
-    "gateway": Size((), {"ROLLOUTS": 16, "CALLS": 16, "CONCURRENCIES": (4,), "STREAMS": 4, "MANY": 8}),
+    "fresh_process": Size(["--rollouts", "2", "--rounds", "1"], {"DEMOS": ("tiny",), "WARMING": 0.2}, json=False),
+    "gateway": Size((), {"CALLS": 16, "CONCURRENCIES": (4,), "STREAMS": 4, "MANY": 8, "WARM": 4, "ALONE": 2}),
     "hostile": Size(["--only", "text"]),
     "load": Size(
         ["--stores", "sqlite", "--rollouts", "16", "--calls", "200"],
@@ -129,7 +129,7 @@ def tree(module: ModuleType) -> None:
     """One shape of each kind. A peak is that of a process of its own, as ever."""
     small = module.Shape(2, 2, 64, 8, 8)
     module.STEPS, module.LONG = (small,), small
-    module.PATHS, module.WIDTHS = (module.Shape(1, 1, 2016, 32, 0),), ()
+    module.PATHS, module.WIDTHS, module.PEAKS = (module.Shape(1, 1, 2016, 32, 0),), (), ("tree",)
     module.overhead = lambda model: {}
     module.subprocess = subprocess
 

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import lightning
 import lightning.types
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.client import Client
 from lightning.config import Config, load_config, with_settings
@@ -38,6 +38,7 @@ LOOP: list[object] = []
 LOOP.append(LOOP)
 
 
+@settings(max_examples=30)  # each draws three nested values
 @given(JSON, JSON, st.dictionaries(st.text(), JSON, max_size=3))
 def test_any_json_makes_a_task_that_is_the_same_after_a_journey(
     value: object, expected: object, metadata: dict

@@ -1,20 +1,16 @@
 """An adapter's extra brings its own framework and nothing else: no other framework, nothing that trains or serves models.
 
-Proved by the resolver, on the versions that a fresh clone installs.
+Proved by the metadata of the distributions that a fresh clone installs.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+import importlib.metadata
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[2]
 FRAMEWORKS = {
     "langchain": ("langchain", "langgraph"),
     "openai-agents": ("openai-agents",),
@@ -37,29 +33,22 @@ HEAVY = {
 }
 """What trains, serves or draws."""
 
-pytestmark = pytest.mark.slow
-
-
-Resolved = Mapping[str, frozenset[str]]
 FRAMEWORK_EXTRAS, OTHER_EXTRAS = ("langchain", "openai-agents", "autogen"), ("", "raw", "otel", "openai")
 
 
-@pytest.fixture(scope="module")
-def resolved() -> Resolved:
-    """The distributions that `pip install lightning[extra]` installs, by extra; no extra for an empty name."""
-    extras = (*FRAMEWORK_EXTRAS, *OTHER_EXTRAS, "torch", "examples")
-    with ThreadPoolExecutor(len(extras)) as pool:  # each mostly waits for the index
-        return dict(zip(extras, pool.map(_resolve, extras), strict=True))
-
-
-def _resolve(extra: str) -> frozenset[str]:
-    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
-    command += ["--python-version", "3.11", "-c", "requirements/constraints.txt", "pyproject.toml"]
-    command += ["--extra", extra] if extra else []
-    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    return frozenset(line.partition("==")[0].partition(" ")[0] for line in ran.stdout.splitlines() if "==" in line)
+def brought(extra: str) -> frozenset[str]:
+    """The distributions that `lightning[extra]` brings, by installed metadata; no extra for an empty name."""
+    found, left = set[tuple[str, str]](), [("lightning", extra), ("lightning", "")]
+    while left:
+        distribution, with_extra = left.pop()
+        if (distribution, with_extra) in found:
+            continue
+        found.add((distribution, with_extra))
+        for requirement in map(Requirement, importlib.metadata.requires(distribution) or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": with_extra}):
+                name = canonicalize_name(requirement.name)
+                left += [(name, one) for one in ("", *requirement.extras)]
+    return frozenset(name for name, _ in found)
 
 
 def frameworks(names: frozenset[str]) -> dict[str, list[str]]:
@@ -69,23 +58,23 @@ def frameworks(names: frozenset[str]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("extra", FRAMEWORK_EXTRAS)
-def test_a_framework_s_extra_brings_that_framework_alone(resolved: Resolved, extra: str) -> None:
-    assert set(frameworks(resolved[extra])) == {extra}
-    assert not resolved[extra] & HEAVY
+def test_a_framework_s_extra_brings_that_framework_alone(extra: str) -> None:
+    assert set(frameworks(brought(extra))) == {extra}
+    assert not brought(extra) & HEAVY
 
 
 @pytest.mark.parametrize("extra", OTHER_EXTRAS)
-def test_what_needs_no_framework_brings_none(resolved: Resolved, extra: str) -> None:
-    assert frameworks(resolved[extra]) == {}
-    assert not resolved[extra] & HEAVY
+def test_what_needs_no_framework_brings_none(extra: str) -> None:
+    assert frameworks(brought(extra)) == {}
+    assert not brought(extra) & HEAVY
 
 
-def test_the_core_brings_no_client_and_no_telemetry(resolved: Resolved) -> None:
-    assert "aiohttp" in resolved[""]
-    assert not {name for name in resolved[""] if name.startswith(("openai", "opentelemetry", "httpx"))}
-    assert "opentelemetry-sdk" in resolved["otel"]
+def test_the_core_brings_no_client_and_no_telemetry() -> None:
+    assert "aiohttp" in brought("")
+    assert not {name for name in brought("") if name.startswith(("openai", "opentelemetry", "httpx"))}
+    assert "opentelemetry-sdk" in brought("otel")
 
 
-def test_this_test_would_see_what_trains_and_serves(resolved: Resolved) -> None:
-    assert {"torch", "transformers"} <= resolved["torch"] & HEAVY
-    assert set(frameworks(resolved["examples"])) == {"langchain", "openai-agents", "autogen"}
+def test_this_test_would_see_what_trains_and_serves() -> None:
+    assert {"torch", "transformers"} <= brought("torch") & HEAVY
+    assert set(frameworks(brought("examples"))) == {"langchain", "openai-agents", "autogen"}

@@ -159,6 +159,16 @@ def test_doctor_says_whether_a_model_folder_can_be_trained(lightning, tmp_path: 
     found = check(report, "model")
     assert (found["status"], "mtp.fc.* (1), mtp.norm.* (1)" in found["detail"]) == ("ok", True)
     assert check(report, "chat template")["status"] == "ok"
+    (model / "model.safetensors").unlink()
+    ran = lightning("doctor", "--model", str(model), "--json")
+    found = check(json.loads(ran.out), "model")
+    assert (ran.code, found["status"]) == (1, "broken")
+    assert "it lacks weights (model.safetensors)" in found["detail"]
+
+
+def test_doctor_says_whether_a_model_is_shown_tools(lightning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_model", lambda folder: iter(()))  # the model itself is looked at above
+    model = make_tiny_model(tmp_path / "model")
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "chat_template.jinja").unlink(missing_ok=True)
     for template, said in (
@@ -169,8 +179,3 @@ def test_doctor_says_whether_a_model_folder_can_be_trained(lightning, tmp_path: 
         told = check(json.loads(lightning("doctor", "--model", str(model), "--json").out), "chat template")
         assert (told["status"], told["cure"] != "", said in told["detail"]) == ("low", True, True)
         assert ("--chat-template" in told["cure"]) == ("show" in said)
-    (model / "model.safetensors").unlink()
-    ran = lightning("doctor", "--model", str(model), "--json")
-    found = check(json.loads(ran.out), "model")
-    assert (ran.code, found["status"]) == (1, "broken")
-    assert "it lacks weights (model.safetensors)" in found["detail"]
