@@ -140,7 +140,7 @@ class SleepyEngine:
 
     values = logprobs
 
-    def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
+    def step(self, samples: Sequence[Sample], loss: Loss, lr: float | None = None) -> StepResult:
         """Sleep, and say that exactly these tokens were trained."""
         tokens = sum(map(len, samples))
         time.sleep(TRAIN + TRAIN_TOKEN * tokens)

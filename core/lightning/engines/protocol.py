@@ -18,23 +18,17 @@ from lightning.policy_server.weight_transfer import Sender
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """AdamW, its schedule (`engines.lr_schedule`), and how many updates a step takes: one for each of `minibatches` parts of
-    the rows, in each of `epochs` passes. A critic has its own rate, `critic_lr`, with the same schedule. The run takes
-    `total_steps` after the `begun` ones of the run that it was forked from."""
+    """AdamW, and how many updates a step takes: one for each of `minibatches` parts of the rows, in each of `epochs` passes.
+    A critic has its own rate, `critic_lr`: where a step is given another rate than `lr`, the critic's changes in proportion."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     eps: float = 1e-8
     max_grad_norm: float = 1.0
-    warmup_steps: int = 0
     critic_lr: float = 0.05
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    min_lr_ratio: float = 0.0
-    total_steps: int = 0
     minibatches: int = 1
     epochs: int = 1
-    begun: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +73,9 @@ class Engine(Protocol):
     def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
         """The critic's value of each call's state, one array of shape (spans,) per sample. Needs `open(critic=True)`."""
 
-    def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
-        """Take a step as `StepDriver` does: one update on the gradient of all samples, clipped, or several on parts of them.
+    def step(self, samples: Sequence[Sample], loss: Loss, lr: float | None = None) -> StepResult:
+        """Take a step as `StepDriver` does: one update on the gradient of all samples, clipped, or several on parts of them,
+        all at the rate `lr` (none: the optimizer's).
 
         A `StepLoss` is prepared first, reference logprobs are computed where it asks for them, and spans with a
         `value_weight` add the critic's loss.
@@ -91,11 +86,11 @@ class Engine(Protocol):
         the whole gradient, where a loss is not finite."""
 
     def optim_step(self, lr: float | None = None) -> StepResult:
-        """Clip the gradient, update at this rate (none: that of the schedule), and forget it. Raises `EngineError` without a
+        """Clip the gradient, update at this rate (none: the optimizer's), and forget it. Raises `EngineError` without a
         gradient, `NonFiniteError` where it is not finite; the weights are then as before."""
 
     def save(self, folder: Path) -> None:
-        """Write the whole training state (weights, optimizer, schedule, random state) atomically; no pickle."""
+        """Write the whole training state (weights, optimizer, random state) atomically; no pickle."""
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote; the next step is bit for bit the one that would have followed."""

@@ -1,5 +1,5 @@
 """What every engine does around a step: what a loss of a whole step wants to know before the gradient pass, mini-batches and
-epochs, the learning rate, updates that are not finite, and what a step reports.
+epochs, updates that are not finite, and what a step reports.
 
 The invariant: `prepare` is called once for an update and sees every trained token of it, in the order of the rows and of the
 tokens in each, whatever computes them and however often memory ran out. Which rows an update is taken on depends on the
@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from lightning.batch.sample import Sample, TokenSpan
 from lightning.engines.failures import NonFiniteError, NonFiniteSteps
-from lightning.engines.lr_schedule import lr_factor
 from lightning.engines.microbatch import Tally
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.rows import Numbers, Tokens, is_trained, name
@@ -92,15 +91,9 @@ class StepDriver:
         """The gradient at hand is gone."""
         self._pending = None
 
-    @property
-    def rates(self) -> tuple[float, float]:
-        """The policy's and the critic's learning rate at the present step."""
-        share = lr_factor(self._config, self.steps)
-        return self._config.lr * share, self._config.critic_lr * share
-
-    def step(self, computer: Computer, samples: Sequence[Sample], loss: Loss) -> StepResult:
-        """A step on these rows: `epochs` passes, in each of which every one of `minibatches` parts gets an update. Without any
-        weight there is none (`stepped` is 0); one that is not finite is left out (`skipped_nonfinite`).
+    def step(self, computer: Computer, samples: Sequence[Sample], loss: Loss, lr: float | None = None) -> StepResult:
+        """A step on these rows: `epochs` passes, in each of which every one of `minibatches` parts gets an update at the rate
+        `lr`. Without any weight there is none (`stepped` is 0); one that is not finite is left out (`skipped_nonfinite`).
 
         Raises `EngineError` when more than `max_nonfinite_steps` updates in a row are not finite.
         """
@@ -108,7 +101,7 @@ class StepDriver:
         check_updates(loss, several=config.minibatches * config.epochs > 1, parts=config.minibatches > 1)
         self._pending = None
         trained, before = [sample for sample in samples if is_trained(sample)], self._nonfinite.row
-        made = _Updates(self.rates[0])
+        made = _Updates(self._config.lr if lr is None else lr)
         try:
             if trained:
                 self._take(computer, trained, loss, made)
@@ -130,18 +123,18 @@ class StepDriver:
         return made.result()
 
     def optim_step(self, computer: Computer, lr: float | None = None) -> StepResult:
-        """Update on the gradient at hand, at this rate; the critic's rate is in proportion. Raises `EngineError` without a
-        gradient."""
+        """Update on the gradient at hand, at this rate. Raises `EngineError` without a gradient."""
         if self._pending is None:
             raise EngineError("there is no gradient to update on: call forward_backward() with trained rows first")
         self._pending = None
-        policy, critic = self.rates
-        if lr is not None:
-            policy, critic = lr, lr * self._config.critic_lr / self._config.lr
-        made = _Updates(policy)
-        made.add(Tally(), computer.update(policy, critic, self.steps), first=True)
+        made = _Updates(self._config.lr if lr is None else lr)
+        made.add(Tally(), computer.update(*self._rates(made), self.steps), first=True)
         self.steps += 1
         return made.result()
+
+    def _rates(self, made: _Updates) -> tuple[float, float]:
+        """The policy's and the critic's."""
+        return made.lr, made.lr * self._config.critic_lr / self._config.lr
 
     def _take(self, computer: Computer, trained: Sequence[Sample], loss: Loss, made: _Updates) -> None:
         if self._config.minibatches * self._config.epochs > 1:
@@ -155,7 +148,7 @@ class StepDriver:
         tally = Tally()
         try:
             tally = computer.accumulate(computer.prepare(part, loss), loss, self.steps)
-            norms = computer.update(*self.rates, self.steps) if tally.parts else None
+            norms = computer.update(*self._rates(made), self.steps) if tally.parts else None
         except NonFiniteError as error:
             self._skip(error, made, tally, first=first)
             return

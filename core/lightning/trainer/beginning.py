@@ -29,6 +29,7 @@ from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import base_digest, weight_files
+from lightning.trainer.lr_schedule import EARLIER_STEPS, earlier_steps
 from lightning.trainer.model import resolve_model
 from lightning.trainer.plan import task_ids
 from lightning.trainer.replay import FORKED, MODEL, Rewinder
@@ -51,9 +52,10 @@ BETWEEN = "between"
 """That of the training state at the end of a config epoch of the other run, while its steps are taken again."""
 
 
-async def fork(parent: str, into: Path, described: Mapping[str, Json], config: Config, store: str) -> str:
+async def fork(parent: str, into: Path, described: Mapping[str, Json], config: Config, store: str) -> dict[str, Json]:
     """Put what the run `parent` (`RUN@STEP`, `RUN` for its last step) had into the folder of a new run: its training state as
-    the checkpoint of step 0, or, where that does not fit the settings, its model. Returns the parent as it is recorded.
+    the checkpoint of step 0, or, where that does not fit the settings, its model. Returns the keys of
+    the new run's configuration that say so.
 
     RUN is a folder, or the name of one beside the new run's. `store` is the URL of its store where its folder has none.
     Raises `ConfigError`, naming what there is, for a run or a step that is not there or cannot be made again.
@@ -134,7 +136,7 @@ async def _opened(parent: str, into: Path, store: str) -> AsyncIterator[_RunAt]:
         await opened.close()
 
 
-async def _fork(parent: _RunAt, into: Path, described: Mapping[str, Json], config: Config) -> str:
+async def _fork(parent: _RunAt, into: Path, described: Mapping[str, Json], config: Config) -> dict[str, Json]:
     run, step, folder, records, epochs = parent.run, parent.step, parent.folder, parent.records, parent.epochs
     theirs = parent.checkpoints
     target = Checkpoints(into / "checkpoints", keep=1).path(0)
@@ -167,7 +169,8 @@ async def _fork(parent: _RunAt, into: Path, described: Mapping[str, Json], confi
         raise parent.lost(error) from error
     finally:
         shutil.rmtree(between, ignore_errors=True)
-    return f"{run.id}@{step}"
+    earlier = {} if lost else {EARLIER_STEPS: earlier_steps(run.config) + step}
+    return {FORKED: f"{run.id}@{step}", **earlier}
 
 
 def _folder(name: str, into: Path) -> Path:
@@ -271,7 +274,7 @@ class Beginning:
         if parent is not None:
             run = await self._forked(run, described, parent)
         if FORKED in run.config:
-            described[FORKED] = run.config[FORKED]
+            described |= {key: run.config[key] for key in (FORKED, EARLIER_STEPS) if key in run.config}
             model = self.folder / MODEL if (self.folder / MODEL).is_dir() else model
         else:
             self._checkpoints.discard(0)  # of a fork that did not begin
@@ -320,7 +323,7 @@ class Beginning:
             return run
         self.reporter.phase(f"taking the weights of {parent}")
         forked = await fork(parent, self.folder, described, self.config, self.url)
-        return replace(run, config={**run.config, FORKED: forked})
+        return replace(run, config={**run.config, **forked})
 
     @property
     def _checkpoints(self) -> Checkpoints:

@@ -29,11 +29,12 @@ from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
 from lightning.trainer.context import numeric_context
 from lightning.trainer.diagnosis import Diagnosis
 from lightning.trainer.held_out import HeldOut, compared_since
+from lightning.trainer.lr_schedule import earlier_steps, rate_of
 from lightning.trainer.metrics import Remarks, UsageMeter, sampled_tokens, staleness, step_metrics
 from lightning.trainer.own_loop import OWN_LOOP, OwnStep
 from lightning.trainer.plan import VAL, val_rollouts
 from lightning.trainer.recorded import Record, RecordedSampler
-from lightning.trainer.replay import begun_with, take_again
+from lightning.trainer.replay import take_again
 from lightning.trainer.rollout_collection import Sampled, Sampler, TurnSampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import NAMED, Evaluation, Reporter, evaluate_rollouts, evaluations
@@ -103,7 +104,7 @@ class Loop:
         """Restore, evaluate, train to the configured number of steps, evaluate, export. `started` is logged as it is. Returns
         the evaluation whose model was exported, where `trainer.keep` is `best`."""
         config, warmup = self.stack.config.trainer, self.stack.config.engine.warmup_steps
-        if warmup > begun_with(self.stack.run.config, self.stack.folder) + config.steps:
+        if warmup > earlier_steps(self.stack.run.config) + config.steps:
             logger.warning(
                 "engine.warmup_steps = %d is more than trainer.steps = %d: the learning rate never comes up to engine.lr",
                 warmup,
@@ -171,8 +172,13 @@ class Loop:
                 if needs_critic(algorithm):
                     groups = await fresh_values(self.stack.store, self.stack.run.id, step, groups, self.engine.values)
                 batch = await in_thread(algorithm.batch, groups)  # a judge may be asked for minutes
-                result = await asyncio.to_thread(self.engine.step, batch.samples, batch.loss_for(algorithm))
+                loss = batch.loss_for(algorithm)
+                result = await asyncio.to_thread(self.engine.step, batch.samples, loss, self.rate(step))
         return await self.take(step, sampled, groups, batch, result)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step by the schedule of the settings."""
+        return rate_of(self.stack.config, self.stack.run.config, step)
 
     async def take(
         self,
@@ -354,7 +360,8 @@ class Loop:
         if start < committed:
             async with self.stack.resting():  # as when they were taken: with less memory they would be cut otherwise
                 for record in records[start:]:
-                    await take_again(self.stack.store, record, self.epochs, given, self.engine, self.teacher)
+                    rate = self.rate(record.step)
+                    await take_again(self.stack.store, record, self.epochs, given, self.engine, rate, self.teacher)
         self.done = committed
         self.writer.restored(start, committed)
         await self.publisher.recall(records[-1])

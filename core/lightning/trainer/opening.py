@@ -37,7 +37,7 @@ from lightning.trainer.loop import Loop
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.prompts import Prompts, resolve_prompts
 from lightning.trainer.recorded import RECORDED, Record, check_record, record_of, steps_of_pass
-from lightning.trainer.replay import begun_with, optimizer_of
+from lightning.trainer.replay import optimizer_of
 from lightning.trainer.runs import AGENT, check_run, claim_folder, describe_algorithm, name_folder
 from lightning.trainer.stack import Stack, open_stack
 from lightning.trainer.summary import Evaluation, Reporter, Summary, summarize
@@ -295,7 +295,7 @@ class RunOpening:
     def _open_engine(self, engine: Engine, made: Prepared, *, critic: bool) -> str:
         """Open it, and return the digest of the model's folder, which is read while the policy server starts."""
         other = reference_of(engine, made.teacher)
-        optimizer = optimizer_of(self.config, begun_with(made.run.config, self.out))
+        optimizer = optimizer_of(self.config)
         engine.open(self._base, optimizer, seed=self.config.trainer.seed, critic=critic, **other)
         return base_digest(self._base, self.out / "base.json")
 

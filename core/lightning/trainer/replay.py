@@ -24,6 +24,7 @@ from lightning.store.epochs import Epoch, epoch_at
 from lightning.store.protocol import Store
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import Numeric, machine
+from lightning.trainer.lr_schedule import full_rate, rate_of
 from lightning.trainer.own_loop import OWN_LOOP
 from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm
 from lightning.trainer.teacher import Teacher, recorded_teacher, reference_of, teacher_again
@@ -88,30 +89,18 @@ def policy_fault_of(epoch: Epoch) -> PolicyFault:
     return float(found) if isinstance(found, (int, float)) else "exclude"
 
 
-def begun_with(config: Mapping[str, Json], folder: Path) -> int:
-    """How many steps another run had taken on the training state that this one began with (a fork); `config` is what the run's
-    record says, `folder` its own. A fork that could take only the weights has begun anew."""
-    forked = config.get(FORKED)
-    return int(str(forked).rpartition("@")[2]) if forked and not (folder / MODEL).is_dir() else 0
-
-
-def optimizer_of(config: Config, begun: int = 0) -> OptimizerConfig:
-    """The optimizer of the settings; `begun` as of `begun_with`."""
+def optimizer_of(config: Config) -> OptimizerConfig:
+    """The optimizer of the settings."""
     engine = config.engine
     return OptimizerConfig(
-        engine.lr or OptimizerConfig().lr,
+        full_rate(config),
         engine.betas,
         engine.weight_decay,
         engine.eps,
         engine.max_grad_norm,
-        engine.warmup_steps,
         engine.critic_lr,
-        engine.lr_schedule,
-        engine.min_lr_ratio,
-        config.trainer.steps,
         engine.minibatches,
         engine.epochs,
-        begun,
     )
 
 
@@ -159,7 +148,8 @@ class Rewinder:
                 for record in part:
                     if watch is not None:
                         await asyncio.to_thread(watch, engine, record)
-                    await take_again(self.store, record, self.epochs, self.given, engine, self._teacher_at(last))
+                    rate = rate_of(self._config_at(record.step), self.epochs[0].config, record.step)
+                    await take_again(self.store, record, self.epochs, self.given, engine, rate, self._teacher_at(last))
                 if part is (alike or [part])[-1]:
                     await asyncio.to_thread(use, engine)
                 else:
@@ -174,8 +164,7 @@ class Rewinder:
             critic = needs_critic(algorithm_of(self.epochs[0], self.given))
         run = self.folder or self.checkpoints.folder.parent
         other = reference_of(engine, recorded and teacher_again(recorded, self.teacher, run))
-        optimizer = optimizer_of(config, begun_with(self.epochs[0].config, run))
-        engine.open(self.model, optimizer, seed=config.trainer.seed, critic=bool(critic), **other)
+        engine.open(self.model, optimizer_of(config), seed=config.trainer.seed, critic=bool(critic), **other)
         if state is not None:
             engine.load(state)
 
@@ -226,10 +215,11 @@ async def take_again(
     epochs: Sequence[Epoch],
     given: Sequence[Algorithm],
     engine: Engine,
+    rate: float,
     teacher: Teacher | None = None,
 ) -> None:
-    """Take a committed step again on the engine, which has the state before it and this teacher. Raises `AuditError` where the
-    step was taken by a loop of its own, or with another teacher."""
+    """Take a committed step again on the engine, which has the state before it and this teacher, at this rate. Raises
+    `AuditError` where the step was taken by a loop of its own, or with another teacher."""
     if record.context.get(OWN_LOOP):
         raise AuditError(
             f"step {record.step} of {record.run} was taken by a loop of its own (Trainer.session), and only that can take it "
@@ -245,7 +235,7 @@ async def take_again(
     epoch = epoch_at(epochs, record.step)
     algorithm = algorithm_of(epoch, given)
     batch = await batch_of(store, record, epoch, algorithm)
-    await asyncio.to_thread(engine.step, batch.samples, batch.loss_for(algorithm))
+    await asyncio.to_thread(engine.step, batch.samples, batch.loss_for(algorithm), rate)
     now = (engine.numerics() if isinstance(engine, Numeric) else {}) | machine()
     if other := [key for key in now if record.context.get(key, now[key]) != now[key]]:
         logger.warning(

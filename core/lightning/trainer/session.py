@@ -29,7 +29,6 @@ from lightning.algorithms.protocol import Batch
 from lightning.asyncio_utils import in_thread
 from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group
-from lightning.engines.lr_schedule import lr_factor
 from lightning.engines.protocol import Engine, StepResult
 from lightning.errors import DataError
 from lightning.gateway.replay.recorded import prefix_of, read_rollout
@@ -38,7 +37,6 @@ from lightning.store.protocol import Store
 from lightning.trainer.loop import Loop
 from lightning.trainer.own_loop import OwnStep
 from lightning.trainer.plan import TRAIN, as_tasks, branch_rollouts, newest_generation, train_rollouts
-from lightning.trainer.replay import begun_with, optimizer_of
 from lightning.trainer.rollout_collection import Sampled
 from lightning.trainer.summary import Evaluation
 from lightning.trainer.training_data import all_rollouts, load_groups, row_digests, rows_digest
@@ -289,12 +287,12 @@ class Session:
 
     def _scheduled(self) -> float:
         """The rate of the present step. Raises `DataError` where it is 0, at which a step would teach nothing."""
-        stack = self._loop.stack
-        optimizer = optimizer_of(stack.config, begun_with(stack.run.config, stack.folder))
-        if not (rate := optimizer.lr * lr_factor(optimizer, optimizer.begun + self.step)):
+        if not (rate := self._loop.rate(self.step)):
+            config = self._loop.stack.config
             raise DataError(
-                f"engine.lr_schedule = {optimizer.schedule} has fallen to 0, since trainer.steps = {optimizer.total_steps} "
-                "steps are over: set trainer.steps to the steps of your loop, or give optim_step() a rate"
+                f"engine.lr_schedule = {config.engine.lr_schedule} has fallen to 0, since trainer.steps = "
+                f"{config.trainer.steps} steps are over: set trainer.steps to the steps of your loop, or give optim_step() "
+                "a rate"
             )
         return rate
 

@@ -136,7 +136,7 @@ class VerlEngine:
         found = iter(self._again(lambda: self._read("values", valued)))
         return [next(found) if sample.spans else np.zeros(0, np.float32) for sample in samples]
 
-    def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
+    def step(self, samples: Sequence[Sample], loss: Loss, lr: float | None = None) -> StepResult:
         """A step on the sum of the rows' losses, as `StepDriver` takes it.
 
         Raises `DataError` for a row that cannot be computed on and `EngineError` when too many updates in a row are not finite
@@ -144,7 +144,7 @@ class VerlEngine:
         and the step is taken again from its beginning.
         """
         trained = self._trainable(samples)
-        return self._again(lambda: self._step(trained, loss))
+        return self._again(lambda: self._step(trained, loss, lr))
 
     def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
         """See `lightning.engines.protocol.Engine`. Workers that die take the gradient with them: that is an error here."""
@@ -365,9 +365,9 @@ class VerlEngine:
             folder, taken = self._saved
             self._run("load", folder, taken.policy, taken.critic)
 
-    def _step(self, trained: Sequence[Sample], loss: Loss) -> StepResult:
+    def _step(self, trained: Sequence[Sample], loss: Loss, lr: float | None) -> StepResult:
         self._summed, self._moved = (), (0, 0)
-        result = self._driver.step(self, trained, loss)
+        result = self._driver.step(self, trained, loss, lr)
         self._note(result)
         return result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.batch.sample import Sample
 from lightning.engines.failures import NonFiniteError
-from lightning.engines.lr_schedule import lr_factor
 from lightning.engines.microbatch import Tally
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.step import StepDriver, minibatches
@@ -28,35 +26,6 @@ from lightning.losses.protocol import LossOutput, TokenBatch
 LOSS = ClippedPolicyGradient(0.2, 0.28, correction=NO_CORRECTION)
 Open = Callable[..., TorchEngine]
 Make = Callable[..., Sample]
-
-
-@given(st.integers(0, 20), st.integers(1, 100), st.floats(0, 1), st.sampled_from(["constant", "linear", "cosine"]))
-def test_rates_rise_then_fall_to_the_lowest_share(warmup: int, left: int, lowest: float, kind: str) -> None:
-    config = OptimizerConfig(schedule=kind, warmup_steps=warmup, total_steps=warmup + left, min_lr_ratio=lowest)  # type: ignore[arg-type]
-    shares = [lr_factor(config, step) for step in range(warmup + left + 3)]
-    assert shares[:warmup] == pytest.approx([(step + 1) / warmup for step in range(warmup)])
-    assert shares[warmup] == 1.0
-    falling = shares[warmup:]
-    assert all(one >= other - 1e-12 for one, other in itertools.pairwise(falling))
-    assert shares[-1] == pytest.approx(1.0 if kind == "constant" else lowest)
-
-
-@pytest.mark.parametrize(("begun", "warmup"), [(40, 0), (40, 3), (2, 5)])
-@pytest.mark.parametrize("kind", ["linear", "cosine"])
-def test_the_rate_of_a_fork_falls_over_its_own_steps(kind: str, begun: int, warmup: int) -> None:
-    config = OptimizerConfig(schedule=kind, warmup_steps=warmup, total_steps=10, begun=begun)  # type: ignore[arg-type]
-    shares = [lr_factor(config, begun + step) for step in range(10)]
-    rising = max(0, warmup - begun)  # the rest of the other run's warm-up
-    assert shares[rising] == 1.0
-    assert all(one > other > 0.0 for one, other in itertools.pairwise(shares[rising:]))
-    assert lr_factor(config, begun + 10) == pytest.approx(0.0)
-
-
-def test_half_way_a_cosine_is_at_the_middle() -> None:
-    config = OptimizerConfig(schedule="cosine", total_steps=10, min_lr_ratio=0.1)
-    assert lr_factor(config, 5) == pytest.approx(0.55)
-    assert lr_factor(replace(config, schedule="linear"), 5) == pytest.approx(0.55)
-    assert lr_factor(config, 2) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.2)))
 
 
 def rows_of(make_row: Make, count: int, logprob: float = math.nan) -> list[Sample]:
@@ -180,12 +149,13 @@ def test_a_gradient_that_failed_is_none(make_row: Make) -> None:
         own.optim_step(recorder)
 
 
-def test_a_rate_of_ones_own_needs_no_rate_of_the_schedule(make_row: Make) -> None:
-    own = driver(schedule="linear", total_steps=1, critic_lr=0.1)
-    own.steps = 3
+@pytest.mark.parametrize("rate", [None, 0.25])
+def test_a_step_is_taken_at_the_rate_it_is_given(make_row: Make, rate: float | None) -> None:
+    own = driver(critic_lr=0.1)
     recorder = Recorder()
     own.forward_backward(recorder, rows_of(make_row, 2), LOSS)
-    assert own.optim_step(recorder, lr=0.25).metrics["lr"] == 0.25
+    assert own.optim_step(recorder, lr=rate).metrics["lr"] == (rate or 0.5)
+    assert own.step(recorder, rows_of(make_row, 2), LOSS, rate).metrics["lr"] == (rate or 0.5)
 
 
 def weights(engine: TorchEngine) -> torch.Tensor:
@@ -222,7 +192,7 @@ def test_minibatches_and_epochs_are_their_updates_one_after_another(open_engine:
 
 
 def test_a_step_of_several_updates_is_taken_again_bit_for_bit(make_row: Make, model, tmp_path) -> None:
-    config = OptimizerConfig(lr=1e-3, minibatches=2, epochs=2, schedule="cosine", total_steps=4, warmup_steps=1)
+    config = OptimizerConfig(lr=1e-3, minibatches=2, epochs=2)
     rows = rows_of(make_row, 5)
 
     def opened() -> TorchEngine:
@@ -234,7 +204,7 @@ def test_a_step_of_several_updates_is_taken_again_bit_for_bit(make_row: Make, mo
     one.step(rows, LOSS)
     one.save(tmp_path / "state")
     other.load(tmp_path / "state")
-    assert one.step(rows, LOSS).metrics == other.step(rows, LOSS).metrics
+    assert one.step(rows, LOSS, 5e-4).metrics == other.step(rows, LOSS, 5e-4).metrics
     assert torch.equal(weights(one), weights(other))
     one.close()
     other.close()

@@ -80,9 +80,9 @@ class LedgerEngine:
         self.valued += 1
         return [np.array([len(self.ledger) + span.start % 7 / 8 for span in row.spans], np.float32) for row in samples]
 
-    def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
+    def step(self, samples: Sequence[Sample], loss: Loss, lr: float | None = None) -> StepResult:
         self._point(f"step:{len(self.ledger)}")
-        text, found = self._looked_at(samples, loss, self.lr)
+        text, found = self._looked_at(samples, loss, self.lr if lr is None else lr)
         if self.idle or not samples:
             return StepResult(found.metrics | {"stepped": 0.0}, found.seen)
         self.ledger.append(text)

@@ -70,8 +70,13 @@ def model(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-async def _rates(store: Store) -> list[float]:
-    return [record.metrics["lr"] for record in await store.steps("copied")]
+def rates(folder: Path) -> list[float]:
+    """The learning rates of a run's steps."""
+
+    async def read(store: Store) -> list[float]:
+        return [record.metrics["lr"] for record in await store.steps(folder.name)]
+
+    return asyncio.run(with_store(store_in(folder), read))
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -87,7 +92,10 @@ def test_a_fork_begins_with_the_weights_and_the_optimizer_bit_for_bit(train: Any
     for step in (1, 2, 3):  # now it has to take two steps of one epoch and one of the next again
         shutil.rmtree(checkpoints / f"step-0000000{step}")
     copied = train("copied", 1, from_run="parent@4", engine__lr_schedule="linear")
-    assert asyncio.run(with_store(store_in(copied), _rates)) == [1e-3], "a rate falls over the fork's own steps"
+    falling = {"engine__lr_schedule": "linear", "engine__warmup_steps": 6}
+    again = train("again", 2, from_run="copied@1", **falling)
+    assert rates(copied) == [1e-3], "a rate falls over the fork's own steps"
+    assert rates(again) == [1e-3, 1e-3], "five steps of its ancestors, its first: the warm-up is over"
     assert equal(state(copied / "checkpoints" / "step-00000000"), state(checkpoints / "step-00000004"))
     replayed = train("replayed", 1, from_run="parent@3", engine__lr=5e-3)
     assert equal(state(replayed / "checkpoints" / "step-00000000"), third)

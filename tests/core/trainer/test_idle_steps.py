@@ -78,10 +78,10 @@ async def test_a_step_that_is_not_finite_is_committed_and_neither_drifts_nor_bla
             def update(self, lr: float, critic_lr: float, step: int) -> dict[str, float]:
                 raise AssertionError("there is no gradient")
 
-        def second_fails(samples: Any, loss: Any) -> Any:
+        def second_fails(samples: Any, loss: Any, lr: float) -> Any:
             if made.loop.done == 1:
                 return driver.step(Computes(), samples, loss)
-            taken = take(samples, loss)
+            taken = take(samples, loss, lr)
             return replace(taken, metrics={**taken.metrics, "skipped_nonfinite": 0.0})
 
         monkeypatch.setattr(made.engine, "step", second_fails)

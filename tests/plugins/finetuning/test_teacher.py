@@ -82,7 +82,9 @@ def test_it_is_trained_again_to_the_same_weights_and_not_with_another_teacher(tr
     (record, *_) = steps_of(folder)
     for other in (None, Teacher("other", folder, "0" * 64)):
         with pytest.raises(AuditError, match=r"was taken with the teacher parent@2 .* cannot be taken again with"):
-            asyncio.run(with_store(url, lambda store, other=other: take_again(store, record, [], [], None, other)))  # type: ignore[misc, arg-type]
+            asyncio.run(
+                with_store(url, lambda store, other=other: take_again(store, record, [], [], None, 1e-3, other))
+            )  # type: ignore[misc, arg-type]
 
 
 def test_a_run_goes_on_with_its_teacher_and_begins_an_epoch_with_another(train: Any) -> None:

@@ -31,7 +31,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from tests.plugins.verl.conftest import ALONE, CALLS, LOSS, VOCAB, OpenVerl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]  # verl's and Ray's own
-UNCLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=1e9, warmup_steps=2, weight_decay=0.5)
+UNCLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=1e9, weight_decay=0.5)
 
 
 def rows(seed: int, count: int = 7, temperature: float = 1.0) -> list[Sample]:
@@ -411,7 +411,7 @@ def test_updates_of_parts_and_passes_are_those_of_the_torch_engine(
     open_verl: OpenVerl, model: Path, tmp_path: Path
 ) -> None:
     """Three mini-batches, two epochs, a falling rate: the weights agree after two such steps."""
-    several = replace(UNCLIPPED, minibatches=3, epochs=2, schedule="linear", total_steps=4)
+    several = replace(UNCLIPPED, minibatches=3, epochs=2)
     ours = TorchEngine(device="cpu")
     ours.open(model, several, seed=0)
     theirs = open_verl(ALONE, optimizer=several)

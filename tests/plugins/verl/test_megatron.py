@@ -31,7 +31,7 @@ from tests.plugins.verl.conftest import ALONE, CALLS, LOSS, VOCAB, OpenVerl
 pytest.importorskip("megatron.core", reason="Megatron is not installed")
 pytest.importorskip("mbridge", reason="mbridge is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]  # verl's and Ray's own
-CLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=0.05, warmup_steps=2, weight_decay=0.5, eps=1e-6)
+CLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=0.05, weight_decay=0.5, eps=1e-6)
 """`eps` is above the rounding of a gradient: Adam's first steps would make whole steps of that."""
 FIRST_WORD = 3
 """The first id that is no special token."""

@@ -145,7 +145,7 @@ class TorchEngine:
         found = self._within_memory(layout, lambda: read_values(layout, lm, critic, self._budget)).astype(np.float32)
         return _apart(found, [len(sample.spans) for sample in samples])
 
-    def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
+    def step(self, samples: Sequence[Sample], loss: Loss, lr: float | None = None) -> StepResult:
         """A step on the sum of the rows' losses, as `StepDriver` takes it.
 
         Only the engine knows the vocabulary, so the engine refuses ids outside it. vLLM cannot have served one: it samples
@@ -157,7 +157,7 @@ class TorchEngine:
         self._check_trainable(samples)
         try:
             self._forget()
-            return self._driver.step(self, samples, loss)
+            return self._driver.step(self, samples, loss, lr)
         finally:
             self._forget()
             torch.cuda.empty_cache()  # vLLM may be on the same GPU, and wants its memory back; nothing happens without one
