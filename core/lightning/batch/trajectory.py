@@ -22,7 +22,8 @@ class Trajectory:
     `trainable[i]` says whether call i belongs to the component of interest. With a critic, `values[i]` is its value of call
     i's state before the step (NaN for calls that are not trained); without one `values` is empty. `refused` are the
     calls of which the gateway or vLLM did not take the request, `lost` those whose answer the agent did not get whole: others
-    may be packed against them, and those of a branch against the calls of the rollout that it is `branch_of`."""
+    may be packed against them, and those of a branch against the calls of the rollout that it is `branch_of`. A masked rollout
+    has no trainable call; `of_interest` then says which would be."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
@@ -33,6 +34,7 @@ class Trajectory:
     refused: tuple[Transition, ...] = ()
     lost: tuple[Transition, ...] = ()
     branch_of: Parent | None = None
+    of_interest: tuple[bool, ...] = ()
 
     @property
     def reward(self) -> float:
@@ -114,10 +116,11 @@ def is_trained(call: Transition, trainable: bool) -> bool:
 
 
 def turns(trajectory: Trajectory) -> npt.NDArray[np.bool_]:
-    """Which calls are the rollout's turns, shape (calls,): those that are trained, and every one where none is (masked, or of
-    other agents alone). Discounts count turns, and a rollout's own mean is over its turns: what other agents call between two
-    of them belongs to the environment."""
-    trained = np.array(list(map(is_trained, trajectory.transitions, trajectory.trainable)), dtype=bool)
+    """Which calls are the rollout's turns, shape (calls,): those that are trained, or would be were the rollout not masked, and
+    every one where all are of other agents. Discounts count turns, and a rollout's own mean is over its turns: what other
+    agents call between two of them belongs to the environment."""
+    flags = trajectory.of_interest or trajectory.trainable
+    trained = np.array(list(map(is_trained, trajectory.transitions, flags)), dtype=bool)
     return trained if trained.any() else np.ones(len(trajectory.transitions), dtype=bool)
 
 

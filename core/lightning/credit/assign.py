@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning.batch.trajectory import Group, Trajectory, inherited, is_trained, turns
+from lightning.batch.trajectory import Group, Trajectory, inherited, turns
 from lightning.credit.intermediate import call_rewards
 from lightning.credit.protocol import GroupAdvantage, group_returns
 from lightning.errors import ConfigError
@@ -136,8 +136,14 @@ def _spread(values: npt.NDArray[np.float64], own: npt.NDArray[np.bool_]) -> npt.
 def _first_places(group: Group) -> list[int]:
     """How many turns came before the first one of each trajectory: none but for branches."""
     before = inherited(group.trajectories)
+    own = {
+        call.key
+        for member in group.trajectories
+        for call, is_turn in zip(member.transitions, turns(member), strict=True)
+        if is_turn
+    }
     return [
-        sum(is_trained(call, trainable) for call, trainable in before[member.rollout.id])
+        sum(call.key in own for call, _ in before[member.rollout.id])
         if member.rollout.id in before
         else member.rollout.parent[2]
         if member.rollout.parent

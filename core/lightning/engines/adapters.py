@@ -92,7 +92,7 @@ def factors(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
 
 
-def _is_transposed(layer: Any) -> bool:
+def is_transposed(layer: Any) -> bool:
     """Whether a layer keeps its matrix as (in, out): tables of embeddings do, and GPT-2's."""
     return bool(getattr(layer, "fan_in_fan_out", False)) or ADAPTER not in layer.lora_A
 
@@ -108,7 +108,7 @@ def unplaced(model: nn.Module) -> dict[str, str]:
         shape = (up.shape[0], down.shape[1]) if down.ndim == up.ndim == 2 else ()
         if base is None:
             found[name] = "keeps several matrices in one parameter"
-        elif tuple(base.shape) != (shape[::-1] if _is_transposed(layer) else shape):
+        elif tuple(base.shape) != (shape[::-1] if is_transposed(layer) else shape):
             found[name] = "is no plain matrix"
         elif other := next((one for one, at in names.items() if tensors[at] is base and one != key), ""):
             found[name] = f"has the same weight as {other.removesuffix('.weight')} (tied)"
@@ -128,4 +128,4 @@ def delta_of(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> torch
     """What an adapter adds to its weight: alpha / rank times B A."""
     down, up = (whole(factor.detach()) for factor in factors(layer))
     delta = (up @ down) * float(layer.scaling[ADAPTER])
-    return delta.T if _is_transposed(layer) else delta
+    return delta.T if is_transposed(layer) else delta

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 
-from lightning.engines.adapters import ADAPTER, WRAPPER, adapted_layers, delta_of, factors
+from lightning.engines.adapters import ADAPTER, WRAPPER, adapted_layers, delta_of, factors, is_transposed
 from lightning.engines.files import whole_file, whole_folder
 from lightning.engines.loading import beside_text, original_names, unwrapped
 from lightning.engines.model_contents import as_stored, tensors_of, tied_heads
@@ -61,8 +61,10 @@ def write_adapters(source: Path, model: nn.Module, dtype: torch.dtype, file: Pat
     for name, layer in adapted_layers(model).items():
         down, up = (factor.detach() for factor in factors(layer))
         spec, base = stored.get(name), layer.get_base_layer().weight
-        shape = (up.shape[0], down.shape[1])  # of a table, the transposed one's
-        if spec is None or spec.dtype not in CASTABLE or spec.shape != shape or tuple(base.shape) != shape:
+        shape = (up.shape[0], down.shape[1])
+        if is_transposed(layer) or spec is None or spec.dtype not in CASTABLE:
+            return None  # one that is square has the same shape
+        if spec.shape != shape or tuple(base.shape) != shape:
             return None
         tensors |= {name + LORA_A: down.cpu().contiguous(), name + LORA_B: up.cpu().contiguous()}
         scaling[name] = float(layer.scaling[ADAPTER])

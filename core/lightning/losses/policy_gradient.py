@@ -114,18 +114,20 @@ class ClippedPolicyGradient:
         surrogate, is_clipped, is_bounded = self._surrogate_loss(kept, log_ratio)
         weight = torch.where(masked, 0.0, importance_weight(log_rho, correction))
         loss = weight * surrogate
-        rho = clamped(sampled).exp()
-        ratio = torch.where(masked, rho, clamped(log_ratio.detach()).exp())
+        ratio = torch.where(masked, clamped(sampled).exp(), clamped(log_ratio.detach()).exp())
+        # To the metrics a token without a sampler's logprob stands as if both agreed, whatever its ratio is to.
+        compared = torch.where(batch.has_old, sampled, 0.0)
+        rho = clamped(compared).exp()
         seen = {
             "clip_fraction": is_clipped & ~masked,
             "dual_clip_fraction": is_bounded & ~masked,
             "masked_share": masked,
             "correction_weight": weight,
-            "approx_kl": sampler_kl(sampled),
+            "approx_kl": sampler_kl(compared),
             "rho": rho,
             "rho_squared": rho.square(),
             "entropy": batch.entropy.detach(),
-            "ratio": ratio,
+            "ratio": torch.where(batch.has_old, ratio, 1.0),
             "old_logprob_share": batch.has_old,
         }
         if correction.kind == "tis":
@@ -139,7 +141,8 @@ class ClippedPolicyGradient:
         if self.entropy_coefficient:
             loss = loss - self.entropy_coefficient * batch.entropy
         sums = [(weights * values).sum() for values in seen.values()]
-        values = torch.stack([*sums, ratio.max() if len(ratio) else ratio.sum()]).tolist()
+        largest = torch.where(batch.has_old, ratio, 0.0).max() if len(ratio) else ratio.sum()
+        values = torch.stack([*sums, largest]).tolist()
         return LossOutput((weights * loss).sum(), dict(zip([*seen, "ratio_max"], values, strict=True)))
 
     def _log_rho(self, batch: TokenBatch, sampled: torch.Tensor) -> torch.Tensor:

@@ -144,19 +144,18 @@ async def load_groups(
         if rollout.status is Status.FAILED and not answered:
             continue
         masked = rollout.status is Status.FAILED and policy_fault == "mask"
-        trainable = tuple(
-            not masked and is_trainable(call.caller, train_agents, call.requested_model) for call in answered
-        )
+        of_interest = tuple(is_trainable(call.caller, train_agents, call.requested_model) for call in answered)
         groups[rollout.group].append(
             Trajectory(
                 rollout,
                 answered,
-                trainable,
+                (False,) * len(answered) if masked else of_interest,
                 attempt.tool_events,
                 attempt.step_rewards,
                 refused=tuple(call for call in transitions if is_refused(call)),
                 lost=tuple(call for call in transitions if not call.status.answered and not is_refused(call)),
                 branch_of=parent,
+                of_interest=of_interest if masked else (),
             )
         )
     return [

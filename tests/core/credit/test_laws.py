@@ -145,14 +145,19 @@ def test_calls_of_agents_that_are_not_trained_change_nothing(group: Group, advan
 
 
 @few
-@given(group=groups(), advantage=ESTIMATORS, masked=st.integers(0, 5))
+@given(group=groups(), advantage=ESTIMATORS, masked=st.integers(0, 5), other=st.integers(2, 4))
 def test_a_rollout_that_is_not_trained_counts_for_the_others_as_if_it_were(
-    group: Group, advantage: GroupAdvantage, masked: int
+    group: Group, advantage: GroupAdvantage, masked: int, other: int
 ) -> None:
-    """`trainer.policy_fault` = mask."""
-    members = list(group.trajectories)
+    """`trainer.policy_fault` = mask. Some calls are another agent's."""
+    members = [
+        replace(member, trainable=tuple(place % other > 0 for place in range(len(member.transitions))))
+        for member in group.trajectories
+    ]
+    group = Group("g", tuple(members))
     index = masked % len(members)
-    members[index] = replace(members[index], trainable=(False,) * len(members[index].transitions))
+    whole = members[index]
+    members[index] = replace(whole, trainable=(False,) * len(whole.transitions), of_interest=whole.trainable)
     for name, credit in EVERY.items():
         before, after = credit(group, advantage), credit(Group("g", tuple(members)), advantage)
         for place, (own, found) in enumerate(zip(before, after, strict=True)):

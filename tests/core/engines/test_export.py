@@ -23,7 +23,7 @@ from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.policy_server.model_folder import check_weights, weight_tensors
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 Open = Callable[..., TorchEngine]
 Make = Callable[..., Sample]
@@ -143,6 +143,15 @@ def test_where_no_adapters_are_trained_or_their_matrices_are_stored_otherwise_wh
     save_file(tensors, tmp_path / "other" / "model.safetensors")
     lm = engine._opened()
     assert write_adapters(tmp_path / "other", lm.model, lm.dtype, tmp_path / "a.safetensors") is None
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # peft says that it knows
+def test_a_square_matrix_that_is_kept_transposed_needs_whole_weights(open_engine: Open, tmp_path: Path) -> None:
+    """Its shape does not tell."""
+    made = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(made).save_pretrained(tmp_path / "gpt2")
+    engine = open_engine(tmp_path / "gpt2", lora=LoraConfig(rank=2, target_modules=("attn.c_proj",)))
+    assert engine.adapters(tmp_path / "a.safetensors") is None
 
 
 def test_adapters_of_another_model_are_refused(open_engine: Open, tmp_path: Path, model: Path) -> None:

@@ -173,6 +173,29 @@ def test_against_a_slow_and_obvious_one(tokens, kind: str, level: str, dual: flo
     assert "rho" not in metrics
 
 
+@pytest.mark.parametrize("compared", [0, 1, 3])
+def test_tokens_without_a_sampler_logprob_are_in_no_comparison(compared: int) -> None:
+    """In a later update of a step they are beside what the policy was at its beginning."""
+    count, known = 10, torch.arange(10) < compared
+    current = torch.full((count,), -2.0)
+    batch = TokenBatch(
+        logprobs=current,
+        old_logprobs=torch.where(known, current, current + 0.7),
+        advantages=torch.ones(count),
+        weights=torch.full((count,), 1.0 / count),
+        entropy=torch.zeros(count),
+        has_old=known,
+    )
+    tally = Tally()
+    output = ClippedPolicyGradient()(batch)
+    tally.add(batch, output.loss.item(), output.metrics)
+    metrics = {
+        name: value for name, value in tally.metrics().items() if name in ("ess", "ratio", "approx_kl", "ratio_max")
+    }
+    agreed = {"ess": 1.0, "ratio": 1.0, "approx_kl": 0.0, "ratio_max": 1.0}
+    assert metrics == pytest.approx(agreed if compared else {}, abs=1e-6)
+
+
 def test_gspo_leaves_a_masked_token_out_of_its_calls_ratio(tiny: TinyEngine) -> None:
     """The other tokens of the call have the gradient that they have without it."""
     samples = good_and_bad(tiny, 160)
