@@ -29,6 +29,9 @@ settings.load_profile("house")
 # Every client of `openai`, `anthropic` or `httpx` loads the certificate store anew (30 ms of CPU), and no test speaks TLS.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 
+# A shell starts what it puts into the background deaf to Ctrl-C, and tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Tests attach to vLLMs that other tests, or they themselves, have started.
 os.environ.setdefault("LIGHTNING_VLLM_SECRET", "the secret of every vLLM in these tests")
 

@@ -197,8 +197,12 @@ async def while_wanted(main: Coroutine[object, object, T]) -> T:
 async def end_process(process: asyncio.subprocess.Process) -> None:
     """Kill a process that still runs, let go of its pipes, which a child of it may hold open, and wait until it is gone: a
     transport that is left to the garbage collector warns in the middle of something else."""
+    transport = process._transport  # type: ignore[attr-defined]  # noqa: SLF001 — there is no public way
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-    process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001 — there is no public way
+    for descriptor in range(3):
+        if (pipe := transport.get_pipe_transport(descriptor)) is not None:
+            pipe.close()
     await process.wait()
+    transport.close()  # not before: it asks the system for the exit code, which asyncio then misses and takes for 255

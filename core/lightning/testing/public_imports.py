@@ -101,7 +101,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.engines.rows",
             "lightning.engines.sameness",
             "lightning.engines.step",
-            "lightning.policy_server.profiles",
             "lightning.policy_server.weight_transfer",
             "lightning.policy_server.weight_transfer.transfer",
         ),
