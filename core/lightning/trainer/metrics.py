@@ -111,6 +111,7 @@ def step_metrics(
         "groups": float(len(groups)),
         "groups_used": float(len(groups) - skipped),
         "rows": float(len(batch.samples)),
+        "rollouts_trained": float(len(batch.used)),
         **({"calls_per_rollout": float(np.mean(calls))} if calls else {}),
         **({"too_long": float(refused)} if (refused := count_too_long(rollouts, groups)) else {}),
         **({"dropped/media": float(media)} if (media := len(media_calls(groups))) else {}),

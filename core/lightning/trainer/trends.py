@@ -95,11 +95,11 @@ def policy_fault_causes(course: Course) -> str:
 
 
 def lengths_of(course: Course) -> list[float]:
-    """Trained tokens for each rollout of the groups that were used; steps that used none are left out."""
+    """Trained tokens for each rollout that was trained; steps that trained none are left out."""
     return [
-        metrics["tokens"] / (metrics["rollouts"] * metrics["groups_used"] / metrics["groups"])
+        metrics["tokens"] / metrics["rollouts_trained"]
         for metrics in course.steps
-        if all(metrics.get(name) for name in ("tokens", "rollouts", "groups", "groups_used"))
+        if metrics.get("tokens") and metrics.get("rollouts_trained")
     ]
 
 

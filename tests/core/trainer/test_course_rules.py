@@ -7,10 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from lightning.algorithms.lightning_rl import LightningRL
 from lightning.config.sections import TaskOrder
+from lightning.engines.protocol import StepResult
+from lightning.testing.trajectories import make_group
 from lightning.trainer.diagnosis import Course, Diagnosis
+from lightning.trainer.metrics import step_metrics
 from lightning.trainer.rules import diagnose
 from lightning.trainer.summary import Evaluation
+from lightning.trainer.trends import lengths_of
 
 STEPS = 40
 Values = Callable[[int], float]
@@ -40,7 +45,9 @@ def course(seed: int = 0, steps: int = STEPS, evaluations: Sequence[Evaluation] 
             "grad_norm": float(0.2 * rng.lognormal(0, 0.3)),
         }
         values |= {name.replace("__", "/"): value(step) for name, value in changed.items()}
-        values["tokens"] *= values["groups_used"] / values["groups"]
+        used = values["groups_used"] / values["groups"]
+        values["tokens"] *= used
+        values["rollouts_trained"] = used * values["rollouts"]
         return values
 
     return Course([metrics(step) for step in range(steps)], evaluations)
@@ -241,3 +248,18 @@ def test_held_out_tasks_fall_also_where_no_training_reward_is_known() -> None:
     found = next(each for each in alarms(replace(made, steps=bare)) if each.cause == "held-out falls")
     assert "training tasks went" not in found.text
     assert "nan" not in found.text
+
+
+@pytest.mark.parametrize("kl", [0.0, 1e-3], ids=["left out", "trained for their KL"])
+def test_answers_are_as_long_whether_groups_that_are_equal_are_trained_or_not(kl: float) -> None:
+    calls = [((1, 2), tuple(range(10)))]
+    groups = [
+        make_group([float(group == 0 and one == 0) for one in range(4)], group=f"{group}", calls=calls)
+        for group in range(8)
+    ]
+    batch = LightningRL(kl_coefficient=kl).batch(groups)
+    rollouts = [member.rollout for group in groups for member in group.trajectories]
+    tokens = float(sum((row.weights != 0).sum() for row in batch.samples))
+    metrics = step_metrics(rollouts, groups, batch, StepResult({"tokens": tokens}, {}))
+    assert tokens == (320.0 if kl else 40.0)
+    assert lengths_of(Course([metrics])) == [10.0]
