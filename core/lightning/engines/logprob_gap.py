@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 CHANCE = 1e-4
 """How probable it is at most that tokens whose `share` keeps to a bound are found beyond it."""
-OF_FEW = 3.0
+FEW_TOKENS_SIGMAS = 3.0
 """Standard errors by which the mean of a few tokens may exceed that of many. The gaps of single tokens are spread about as
 widely as their mean is large."""
 
@@ -29,20 +30,26 @@ class GapBound:
     most: float
     share: float
 
-    def exceeded(self, gaps: npt.NDArray[np.floating]) -> str:
+    def problem_of(self, gaps: npt.NDArray[np.floating]) -> str:
         """Which part some tokens' gaps exceed, for messages; nothing where they keep to the bound. NaN never does."""
-        return self.broken(float(np.mean(gaps)), quantile(gaps, self.share), len(gaps)) if len(gaps) else ""
+        return self._problem(float(np.mean(gaps)), quantile(gaps, self.share), len(gaps)) if len(gaps) else ""
 
-    def broken(self, mean: float, most: float, tokens: int) -> str:
-        """The same of the `mean` of so many tokens' gaps, and of what a `share` of them keep to (`quantile`)."""
+    def problem_of_step(self, metrics: Mapping[str, float]) -> str:
+        """The same of what a step reports (`StepResult`); nothing where it compared no token."""
+        if "mean_logprob_gap" not in metrics:
+            return ""
+        most = metrics["max_logprob_gap" if self.share == 1.0 else "p999_logprob_gap"]
+        return self._problem(metrics["mean_logprob_gap"], most, int(metrics["tokens_compared"]))
+
+    def _problem(self, mean: float, most: float, tokens: int) -> str:
+        """`most` is what a `share` of so many tokens keep to (`quantile`)."""
         allowed = self.mean * of_few(tokens)
         if not mean <= allowed:
             return f"{mean:.3g} nats in the mean of {tokens} tokens, more than {allowed:.3g}"
         if most <= self.most:
             return ""
-        return (
-            f"{most:.3g} nats or more on {beyond(tokens, self.share) + 1} of {tokens} tokens, more than {self.most:g}"
-        )
+        least = allowed_outliers(tokens, self.share) + 1
+        return f"{most:.3g} nats or more on {least} of {tokens} tokens, more than {self.most:g}"
 
 
 FLOAT32 = GapBound(mean=1e-3, most=1e-3, share=1.0)
@@ -59,7 +66,7 @@ def bound_for(*dtypes: str) -> GapBound:
 
 def of_few(tokens: int) -> float:
     """How many times its bound the mean of so many tokens may be."""
-    return 1.0 + OF_FEW / math.sqrt(tokens)
+    return 1.0 + FEW_TOKENS_SIGMAS / math.sqrt(tokens)
 
 
 def quantile(gaps: npt.NDArray[np.floating], share: float) -> float:
@@ -70,12 +77,12 @@ def quantile(gaps: npt.NDArray[np.floating], share: float) -> float:
     return (
         float(ordered[-1])
         if np.isnan(ordered[-1])
-        else float(ordered[max(0, len(gaps) - 1 - beyond(len(gaps), share))])
+        else float(ordered[max(0, len(gaps) - 1 - allowed_outliers(len(gaps), share))])
     )
 
 
 @functools.lru_cache(maxsize=1024)
-def beyond(tokens: int, share: float) -> int:
+def allowed_outliers(tokens: int, share: float) -> int:
     """How many of so many tokens may be beyond what a `share` of all keep to: with a probability of `CHANCE` at most it are
     more, by the binomial distribution."""
     rare = 1.0 - share

@@ -151,7 +151,7 @@ class Follower:
         if not problem:
             return ""
         back = await self._logprobs(self.folder, was, before)
-        if again := self._bound(self.config.policy_server.dtype).exceeded(np.abs(np.array(back) - np.array(old))):
+        if again := self._bound(self.config.policy_server.dtype).problem_of(np.abs(np.array(back) - np.array(old))):
             self.gateway.policy_lost()
             raise PolicyServerError(
                 f"{wanted.name}@{wanted.version} failed ({problem}), and version {was} could not be put back: {again}"
@@ -167,7 +167,7 @@ class Follower:
 
     def _fidelity(self, own: RecordedProbe, served: Sequence[float]) -> str:
         gaps = np.array(Probe(own.ids, own.logprobs).gaps(served))
-        found = self._bound(own.dtype).exceeded(gaps)
+        found = self._bound(own.dtype).problem_of(gaps)
         return f"vLLM's logprobs differ from the trainer's by {found}" if found else ""
 
     def _bound(self, dtype: str) -> GapBound:

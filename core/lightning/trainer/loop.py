@@ -40,7 +40,7 @@ from lightning.trainer.stack import Stack
 from lightning.trainer.summary import NAMED, Evaluation, Reporter, evaluate_rollouts, evaluations
 from lightning.trainer.teacher import TEACHER, Teacher
 from lightning.trainer.training_data import all_rollouts, count_drift, fresh_values, record_step
-from lightning.trainer.weight_sync import HELD_SECONDS, Publisher, bound_of, exceeds
+from lightning.trainer.weight_sync import HELD_SECONDS, Publisher, bound_of
 from lightning.types import Json, Rollout, Status, Task
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class Loop:
             metrics["hidden_tools"] = float(hidden)
         metrics["tokens_per_second"] = sampled_tokens(sampled.groups) / max(sampled.seconds, 1e-9)
         fresh = not metrics.get("staleness_max") and self.record is None  # other weights differ, as they should
-        if fresh and (gap := exceeds(metrics, bound_of(self.stack.config))):
+        if fresh and (gap := bound_of(self.stack.config).problem_of_step(metrics)):
             computed = self.stack.config
             logger.warning(DIFFER, step + 1, gap, computed.engine.dtype, computed.policy_server.dtype)
         failures = [rollout.error for rollout in sampled.rollouts if rollout.status is Status.FAILED]

@@ -127,7 +127,7 @@ class Prober:
             self._bound.share,
         )
         known = chosen & np.isfinite(old)
-        problem = bound.exceeded(gaps)
+        problem = bound.problem_of(gaps)
         if known.sum() >= MIN_SAMPLED_TOKENS and base.mean:
             moved = float(np.mean(np.abs(ours - old)[known]))
             now, before = float(np.mean(every[known])), float(np.mean(np.abs(np.asarray(served) - old)[known]))
@@ -148,14 +148,6 @@ class Prober:
                 STEPS_BELOW,
                 self._baseline.mean,
             )
-
-
-def exceeds(metrics: Mapping[str, float], bound: GapBound) -> str:
-    """By what a step's own gaps exceed the bound; empty where they keep to it, or where nothing was compared."""
-    if "mean_logprob_gap" not in metrics:
-        return ""
-    most = metrics["max_logprob_gap" if bound.share == 1.0 else "p999_logprob_gap"]
-    return bound.broken(metrics["mean_logprob_gap"], most, int(metrics["tokens_compared"]))
 
 
 def _window(sampled: Sequence[tuple[int, int]], length: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from lightning.engines.logprob_gap import beyond, bound_for, quantile
+from lightning.engines.logprob_gap import allowed_outliers, bound_for, quantile
 
 
 def test_the_bound_is_that_of_the_coarsest_dtype() -> None:
@@ -40,7 +40,7 @@ def test_the_bound_is_that_of_the_coarsest_dtype() -> None:
     ],
 )
 def test_what_exceeds_a_bound_is_named(dtype: str, gaps: np.ndarray, message: str) -> None:
-    assert bound_for(dtype).exceeded(gaps) == message
+    assert bound_for(dtype).problem_of(gaps) == message
 
 
 def test_a_quantile_of_few_tokens_is_what_they_can_say() -> None:
@@ -54,5 +54,7 @@ def test_a_quantile_of_few_tokens_is_what_they_can_say() -> None:
 def test_tokens_that_keep_to_a_bound_hardly_ever_seem_beyond_it(tokens: int) -> None:
     """One in a thousand is beyond: 20,000 steps of so many tokens say so at most as often as `CHANCE` allows."""
     seen = np.random.default_rng(0).binomial(tokens, 1e-3, 20_000)
-    assert np.sum(seen > beyond(tokens, 0.999)) <= 8
-    assert beyond(tokens, 0.999) <= tokens * 1e-3 + 4 * math.sqrt(tokens * 1e-3) + 4, "no more than that is allowed for"
+    assert np.sum(seen > allowed_outliers(tokens, 0.999)) <= 8
+    assert allowed_outliers(tokens, 0.999) <= tokens * 1e-3 + 4 * math.sqrt(tokens * 1e-3) + 4, (
+        "no more than that is allowed for"
+    )

@@ -76,13 +76,13 @@ def test_the_tree_of_a_trained_model_keeps_to_the_bound_and_wrong_weights_do_not
     engine = open_engine(folder, dtype=dtype, lr=1e-5)
     layout = engine._step_layout(samples)
     over_the_tree = read_logprobs(layout, engine._opened(), 2048)
-    assert bound.exceeded(np.abs(over_the_tree - exact)) == ""
-    assert bound.exceeded(np.abs(by_row(engine, samples) - exact)) == ""
+    assert bound.problem_of(np.abs(over_the_tree - exact)) == ""
+    assert bound.problem_of(np.abs(by_row(engine, samples) - exact)) == ""
 
     assert engine.step(samples, ClippedPolicyGradient()).metrics["tree"] == 1.0, engine._no_tree
-    assert bound.exceeded(np.abs(by_row(engine, samples) - exact)), "weights that are one step old are not told"
+    assert bound.problem_of(np.abs(by_row(engine, samples) - exact)), "weights that are one step old are not told"
 
     other = open_engine(folder, dtype=dtype)
     with torch.no_grad():
         permuted(other)
-    assert bound.exceeded(np.abs(by_row(other, samples) - exact)), "a permuted layer is not told"
+    assert bound.problem_of(np.abs(by_row(other, samples) - exact)), "a permuted layer is not told"

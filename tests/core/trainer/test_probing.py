@@ -11,7 +11,7 @@ import pytest
 from lightning.algorithms.protocol import Batch
 from lightning.batch.sample import FloatArray, Sample, TokenSpan
 from lightning.config import Config, with_settings
-from lightning.trainer.weight_sync import Prober, bound_of, exceeds
+from lightning.trainer.weight_sync import Prober, bound_of
 
 PROMPT, SAMPLED = 70, 60
 
@@ -210,13 +210,13 @@ def test_a_second_try_is_no_second_update(caplog: pytest.LogCaptureFixture) -> N
 def test_a_step_says_by_what_it_exceeds_the_bound() -> None:
     config = with_settings(Config(), {"engine.dtype": "bfloat16", "policy_server.dtype": "bfloat16"})
     metrics = {"mean_logprob_gap": 0.04, "p999_logprob_gap": 0.5, "max_logprob_gap": 5.0, "tokens_compared": 1e4}
-    assert exceeds(metrics, bound_of(config)) == ""
-    assert exceeds(metrics | {"p999_logprob_gap": 0.7}, bound_of(config)) == (
+    assert bound_of(config).problem_of_step(metrics) == ""
+    assert bound_of(config).problem_of_step(metrics | {"p999_logprob_gap": 0.7}) == (
         "0.7 nats or more on 25 of 10000 tokens, more than 0.6"
     )
     many = "0.06 nats in the mean of 10000 tokens, more than 0.0515"
-    assert exceeds(metrics | {"mean_logprob_gap": 0.06}, bound_of(config)) == many
-    assert exceeds(metrics | {"mean_logprob_gap": 0.06, "tokens_compared": 100.0}, bound_of(config)) == ""
+    assert bound_of(config).problem_of_step(metrics | {"mean_logprob_gap": 0.06}) == many
+    assert bound_of(config).problem_of_step(metrics | {"mean_logprob_gap": 0.06, "tokens_compared": 100.0}) == ""
     own = with_settings(config, {"trainer.max_logprob_gap": 4.0})
-    assert exceeds(metrics, bound_of(own)) == "5 nats or more on 1 of 10000 tokens, more than 4"
-    assert exceeds({"tokens": 12.0, "tokens_compared": 0.0}, bound_of(config)) == "", "nothing was compared"
+    assert bound_of(own).problem_of_step(metrics) == "5 nats or more on 1 of 10000 tokens, more than 4"
+    assert bound_of(config).problem_of_step({"tokens": 12.0, "tokens_compared": 0.0}) == "", "nothing was compared"
