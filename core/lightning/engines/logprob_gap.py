@@ -36,10 +36,11 @@ class GapBound:
 
     def problem_of_step(self, metrics: Mapping[str, float]) -> str:
         """The same of what a step reports (`StepResult`); nothing where it compared no token."""
-        if "mean_logprob_gap" not in metrics:
+        mean, tokens = metrics.get("mean_logprob_gap"), int(metrics.get("tokens_compared", 0))
+        if mean is None or not tokens:
             return ""
         most = metrics["max_logprob_gap" if self.share == 1.0 else "p999_logprob_gap"]
-        return self._problem(metrics["mean_logprob_gap"], most, int(metrics["tokens_compared"]))
+        return self._problem(mean, most, tokens)
 
     def _problem(self, mean: float, most: float, tokens: int) -> str:
         """`most` is what a `share` of so many tokens keep to (`quantile`)."""

@@ -51,6 +51,8 @@ MANY_MASKED: Final = 0.1
 """From this share of the trained weight on, masked tokens are more than a few implausible ones."""
 MANY_CUT_OFF: Final = 0.2
 """From this share of the trained calls on, answers that were cut off are more than the odd long one."""
+MANY_STEPS: Final = 3
+"""Of the last `WINDOW` steps so many that exceed the bound between trainer and sampler are no accident."""
 LONGER: Final = 1.5
 """How many times as long as at first answers are when they have grown."""
 GREEDIER: Final = 0.2
@@ -88,23 +90,23 @@ def sampler_differs(evidence: Evidence) -> Iterator[Diagnosis]:
     """Sampler and trainer give the same tokens other probabilities, more than their dtypes explain, or ever more."""
     course = evidence.course
     fresh = [
-        (step, metrics["mean_logprob_gap"])
+        (step, metrics)
         for step, metrics in enumerate(course.steps)
         if "mean_logprob_gap" in metrics and not metrics.get("staleness_max")
     ]
     if not fresh or not is_now(course, fresh[-1][0]):
         return
-    late = [gap for _, gap in fresh[-WINDOW:]]
-    over = [step for step, gap in fresh[-WINDOW:] if not gap <= course.gap.mean]
-    grown = len(fresh) >= LEAST and min(late) > 10 * max(gap for _, gap in fresh[:WINDOW]) > 0
+    gaps = [metrics["mean_logprob_gap"] for _, metrics in fresh]
+    late = gaps[-WINDOW:]
+    problems = [problem for _, metrics in fresh[-WINDOW:] if (problem := course.gap.problem_of_step(metrics))]
+    grown = len(fresh) >= LEAST and min(late) > 10 * max(gaps[:WINDOW]) > 0
     grown = grown and min(late) > 0.1 * course.gap.mean
-    if len(over) >= min(3, WINDOW) or grown:
+    if len(problems) >= MANY_STEPS or grown:
+        by = f"{mean_of(late):.2g} nats in the mean, {gaps[0]:.2g} at first" if grown else problems[-1]
         yield Diagnosis(
             "gap",
-            f"trainer and sampler give the same tokens logprobs that differ by {float(np.mean(late)):.2g} nats in the mean"
-            + (f", {fresh[0][1]:.2g} at first" if grown else f", more than {course.gap.mean:g}")
-            + ": what is trained is not what was sampled. Give both the same dtype (engine.dtype, policy_server.dtype), and "
-            "compare the versions of vLLM and transformers",
+            f"trainer and sampler give the same tokens logprobs that differ by {by}: what is trained is not what was sampled. "
+            "Give both the same dtype (engine.dtype, policy_server.dtype), and compare the versions of vLLM and transformers",
             serious=True,
             steps=tuple(step for step, _ in fresh[-WINDOW:]),
         )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.config.sections import TaskOrder
+from lightning.engines.logprob_gap import bound_for
 from lightning.engines.protocol import StepResult
 from lightning.testing.trajectories import make_group
 from lightning.trainer.diagnosis import Course, Diagnosis
@@ -42,6 +43,8 @@ def course(seed: int = 0, steps: int = STEPS, evaluations: Sequence[Evaluation] 
             "masked_share": 0.0,
             "truncated": 0.02,
             "mean_logprob_gap": float(3e-8 * rng.lognormal(0, 0.3)),
+            "max_logprob_gap": 1e-7,
+            "tokens_compared": 2000.0,
             "grad_norm": float(0.2 * rng.lognormal(0, 0.3)),
         }
         values |= {name.replace("__", "/"): value(step) for name, value in changed.items()}
@@ -143,6 +146,14 @@ def test_a_collapse_says_what_else_changed_and_where_to_begin_again() -> None:
 
 def test_tokens_that_are_older_than_the_weights_are_no_gap() -> None:
     assert alarms(course(mean_logprob_gap=lambda step: 0.1, staleness_max=lambda step: 1.0)) == []
+
+
+@pytest.mark.parametrize(("tokens", "found"), [(16.0, []), (16000.0, ["gap"])], ids=["few tokens", "many tokens"])
+def test_the_gap_of_few_tokens_may_be_that_of_many_by_chance(tokens: float, found: list[str]) -> None:
+    step = {"mean_logprob_gap": 0.06, "max_logprob_gap": 0.3, "p999_logprob_gap": 0.2, "tokens_compared": tokens}
+    diagnosed = diagnose(course=Course([step] * 6, gap=bound_for("bfloat16")))
+    assert [each.cause for each in diagnosed] == found
+    assert all("differ by 0.06 nats in the mean of 16000 tokens, more than 0.0512" in each.text for each in diagnosed)
 
 
 @pytest.mark.parametrize("held_out", [(0.2, 0.5), (0.75, 0.76)], ids=["follows", "solved from the beginning"])
