@@ -39,15 +39,15 @@ class GapBound:
         mean, tokens = metrics.get("mean_logprob_gap"), int(metrics.get("tokens_compared", 0))
         if mean is None or not tokens:
             return ""
-        most = metrics["max_logprob_gap" if self.share == 1.0 else "p999_logprob_gap"]
+        most = metrics.get("max_logprob_gap" if self.share == 1.0 else "p999_logprob_gap")
         return self._problem(mean, most, tokens)
 
-    def _problem(self, mean: float, most: float, tokens: int) -> str:
+    def _problem(self, mean: float, most: float | None, tokens: int) -> str:
         """`most` is what a `share` of so many tokens keep to (`quantile`)."""
         allowed = self.mean * of_few(tokens)
         if not mean <= allowed:
             return f"{mean:.3g} nats in the mean of {tokens} tokens, more than {allowed:.3g}"
-        if most <= self.most:
+        if most is None or most <= self.most:
             return ""
         least = allowed_outliers(tokens, self.share) + 1
         return f"{most:.3g} nats or more on {least} of {tokens} tokens, more than {self.most:g}"
@@ -70,16 +70,16 @@ def of_few(tokens: int) -> float:
     return 1.0 + FEW_TOKENS_SIGMAS / math.sqrt(tokens)
 
 
-def quantile(gaps: npt.NDArray[np.floating], share: float) -> float:
-    """What a `share` of all tokens keep to, at the least, as far as these (one or more) can say; NaN where one is. It is the
-    lower end of the interval that order statistics give for a quantile (Clopper and Pearson, Biometrika 26, 1934; David and
-    Nagaraja, Order Statistics, 7.1): of 929 tokens the largest gap says nothing of 99.9 %, and the seventh does."""
+def quantile(gaps: npt.NDArray[np.floating], share: float) -> float | None:
+    """What a `share` of all tokens keep to, at the least, as far as these (one or more) can say; NaN where one is, and None
+    where they are so few that all of them may be outliers. It is the lower end of the interval that order statistics give for
+    a quantile (Clopper and Pearson, Biometrika 26, 1934; David and Nagaraja, Order Statistics, 7.1): of 929 tokens the largest
+    gap says nothing of 99.9 %, and the seventh does."""
     ordered = np.sort(gaps)
-    return (
-        float(ordered[-1])
-        if np.isnan(ordered[-1])
-        else float(ordered[max(0, len(gaps) - 1 - allowed_outliers(len(gaps), share))])
-    )
+    if np.isnan(ordered[-1]):
+        return float(ordered[-1])
+    place = len(gaps) - 1 - allowed_outliers(len(gaps), share)
+    return float(ordered[place]) if place >= 0 else None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -160,8 +160,9 @@ class Tally:
 
 def gap_metrics(gaps: npt.NDArray[np.floating]) -> dict[str, float]:
     """By how much trainer and sampler differ, of the tokens that were compared (at least one)."""
+    most = quantile(gaps, 0.999)
     return {
         "max_logprob_gap": float(gaps.max()),
         "mean_logprob_gap": float(gaps.mean(dtype=np.float64)),
-        "p999_logprob_gap": quantile(gaps, 0.999),
+        **({} if most is None else {"p999_logprob_gap": most}),
     }

@@ -34,7 +34,8 @@ class OptimizerConfig:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one step reports. What was not measured is absent from `metrics`, and never 0: means of no tokens, the gaps where no
-    token has a sampler's logprob, the norm and rate of an update that was not taken, what is not finite.
+    token has a sampler's logprob, `p999_logprob_gap` where too few have one, the norm and rate of an update that was not taken,
+    what is not finite.
 
     Measured, there are at least `loss`, `grad_norm`, `entropy`, `clip_fraction`, `tokens` (trained), `tokens_forward`
     (computed), `tree` (1 where the rows were computed over their prefix tree, else 0), `max_logprob_gap`,

@@ -88,12 +88,11 @@ class Prober:
 
     def remember(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         """Ask about tokens of this batch from now on, if it has any. The gaps of its step, which were taken before the update,
-        are the baseline, where no token is of older weights."""
+        are the baseline, where no token is of older weights; what so few tokens do not say is 0 in it."""
         if batch.samples:
             self._tokens = [_of_row(row) for row in _best(batch.samples)]
         if not metrics.get("staleness_max") and metrics.get("mean_logprob_gap"):
-            most = metrics.get("p999_logprob_gap", metrics["max_logprob_gap"])
-            self._baseline = GapBound(metrics["mean_logprob_gap"], most, 1.0)
+            self._baseline = GapBound(metrics["mean_logprob_gap"], metrics.get("p999_logprob_gap", 0.0), 1.0)
 
     def recall(self, prompt: Sequence[int], response: Sequence[int]) -> None:
         """Ask about tokens of a recorded call, as after a resume."""

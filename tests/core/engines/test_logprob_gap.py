@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from lightning.engines.logprob_gap import allowed_outliers, bound_for, quantile
+from lightning.engines.logprob_gap import GapBound, allowed_outliers, bound_for, quantile
+from lightning.engines.microbatch import gap_metrics
 
 
 def test_the_bound_is_that_of_the_coarsest_dtype() -> None:
@@ -47,7 +48,21 @@ def test_a_quantile_of_few_tokens_is_what_they_can_say() -> None:
     gaps = np.arange(2000.0)
     assert quantile(gaps, 1.0) == 1999
     assert 1720 < quantile(gaps, 0.9) < 1799
-    assert quantile(gaps[:1], 0.5) == 0
+    assert quantile(gaps[:14], 0.5) == 0
+    assert quantile(gaps[:13], 0.5) is None, "each of thirteen may be in the upper half by chance"
+    assert quantile(gaps[:1], 0.999) is None
+    assert quantile(gaps[:1], 1.0) == 0
+
+
+def test_a_single_token_says_nothing_of_one_in_a_thousand() -> None:
+    bound = GapBound(mean=0.5, most=0.6, share=0.999)
+    assert bound.problem_of(np.array([0.7])) == ""
+    assert bound.problem_of(np.array([0.7, 0.7])) == "0.7 nats or more on 2 of 2 tokens, more than 0.6"
+    step = gap_metrics(np.array([0.7]))
+    assert step == {"max_logprob_gap": 0.7, "mean_logprob_gap": 0.7}
+    assert bound.problem_of_step(step | {"tokens_compared": 1.0}) == ""
+    every = GapBound(mean=0.5, most=0.6, share=1.0)
+    assert every.problem_of_step(step | {"tokens_compared": 1.0}) == "0.7 nats or more on 1 of 1 tokens, more than 0.6"
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 64, 929, 5000, 200_000])

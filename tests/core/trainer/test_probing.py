@@ -160,6 +160,15 @@ def test_a_model_that_rounds_more_has_its_own_baseline() -> None:
     assert "in the mean" in ask(made, engine.values + np.float32(0.17))
 
 
+def test_a_step_of_one_token_is_a_baseline_of_its_mean_alone() -> None:
+    """It says nothing of one token in a thousand: no `p999_logprob_gap`."""
+    made, engine = prober()
+    made.remember(batch(row()), {"mean_logprob_gap": 0.03, "max_logprob_gap": 9.0})
+    served = engine.values.copy()
+    served[PROMPT : PROMPT + 3] = 0.7
+    assert ask(made, served) == "0.7 nats or more on 3 of 59 tokens, more than 0.6"
+
+
 def test_the_few_tokens_of_a_probe_may_differ_by_chance_from_those_of_a_step() -> None:
     """A demonstration's answers have 15 tokens. The mean of so few may be twice that of all, at the same weights."""
     made, engine = prober()
