@@ -110,15 +110,15 @@ class Prober:
         sample = Sample(ids, zeros, zeros, zeros, np.full(len(ids), -1, dtype=np.int32), ())
         return Probe(ids.tolist(), self._engine.logprobs([sample])[0].tolist())
 
-    def judge(self, probe: Probe, served: Sequence[float], attempt: int = 0) -> Verdict:
-        """What the server's logprobs of the probe's tokens, but the first, say of its weights."""
+    def judge(self, probe: Probe, served: Sequence[float], attempt: int = 0) -> Verdict | None:
+        """What the server's logprobs of the probe's tokens, but the first, say of its weights; None where none counts."""
         tokens = self._tokens[attempt % len(self._tokens)]
         chosen = tokens.compared[1:]
         ours, old = np.asarray(probe.logprobs[1:]), tokens.sampled[1:]
         every = np.asarray(probe.gaps(served))
         gaps = every[chosen]
         if not len(gaps):
-            return Verdict(0.0, 0.0, "")
+            return None
         base, few = self._baseline, of_few(len(gaps))
         bound = GapBound(
             max(self._bound.mean, BASELINE * base.mean),
@@ -265,6 +265,8 @@ class Publisher:
             if probe is None or not update.served:
                 return {}
             verdict = self.prober.judge(probe, update.served, attempt)
+            if verdict is None:
+                return {}
             if not verdict.problem:
                 return {"probe_gap": verdict.largest, "probe_gap_mean": verdict.mean}
             told = f"after the update to version {version} the policy server's logprobs differ from the trainer's by "

@@ -50,7 +50,9 @@ def batch(*rows: Sample) -> Batch:
 def ask(made: Prober, served: FloatArray, attempt: int = 0) -> str:
     probe = made.probe(attempt)
     assert probe is not None
-    return made.judge(probe, served[1 : len(probe.ids)].tolist(), attempt).problem
+    verdict = made.judge(probe, served[1 : len(probe.ids)].tolist(), attempt)
+    assert verdict is not None
+    return verdict.problem
 
 
 def lengths(made: Prober) -> tuple[int, int]:
@@ -98,6 +100,15 @@ def test_the_last_token_of_a_call_that_fills_the_context_is_left_out() -> None:
     probe = made.probe()
     assert probe is not None
     assert len(probe.ids) == 255, "vLLM samples one more, and refuses what leaves no room for it"
+
+
+def test_of_a_probe_without_a_token_that_counts_no_gap_is_known() -> None:
+    """A server says nothing of the first token, before which nothing stands."""
+    made, _ = prober()
+    made.recall([5], [])
+    probe = made.probe()
+    assert probe is not None
+    assert made.judge(probe, []) is None
 
 
 def test_the_second_try_is_of_other_tokens_also_where_one_row_has_many_more() -> None:
