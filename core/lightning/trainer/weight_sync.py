@@ -91,7 +91,7 @@ class Prober:
         are the baseline, where no token is of older weights; what so few tokens do not say is 0 in it."""
         if batch.samples:
             self._tokens = [_of_row(row) for row in _best(batch.samples)]
-        if not metrics.get("staleness_max") and metrics.get("mean_logprob_gap"):
+        if not metrics.get("staleness_max") and "mean_logprob_gap" in metrics:
             self._baseline = GapBound(metrics["mean_logprob_gap"], metrics.get("p999_logprob_gap", 0.0), 1.0)
 
     def recall(self, prompt: Sequence[int], response: Sequence[int]) -> None:

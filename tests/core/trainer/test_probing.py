@@ -171,6 +171,13 @@ def test_a_model_that_rounds_more_has_its_own_baseline() -> None:
     assert "in the mean" in ask(made, engine.values + np.float32(0.17))
 
 
+def test_a_step_whose_gap_is_0_is_a_baseline_too() -> None:
+    made, engine = prober()
+    made.remember(batch(row()), {"mean_logprob_gap": 0.06, "max_logprob_gap": 2.0, "p999_logprob_gap": 1.0})
+    made.remember(batch(row()), {"mean_logprob_gap": 0.0, "max_logprob_gap": 0.0, "p999_logprob_gap": 0.0})
+    assert "more than 0.0695" in ask(made, engine.values + np.float32(0.1)), "the bound of the dtype alone"
+
+
 def test_a_step_of_one_token_is_a_baseline_of_its_mean_alone() -> None:
     """It says nothing of one token in a thousand: no `p999_logprob_gap`."""
     made, engine = prober()
