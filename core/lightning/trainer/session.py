@@ -47,7 +47,7 @@ from lightning.types import Json, Rollout, Task, Transition
 @dataclass
 class _Step:
     """What the step that is being made has so far. `first` is the number of its next group, `generation` which try it is.
-    `result` is what its rows were up to the first update, `pending` whether there is a gradient, `rows` what one had."""
+    `result` is what its rows were up to the first update, `pending` whether there is a gradient, `rows` what updates had."""
 
     generation: int
     first: int = 0
@@ -262,7 +262,6 @@ class Session:
                 async with loop.stack.resting():
                     result = await asyncio.to_thread(loop.engine.forward_backward, rows, loss)
             now.pending, now.given = True, before + given
-            now.rows |= {place for place, _ in given}
             if not now.updates:
                 now.result = result
             return result.metrics
@@ -280,6 +279,7 @@ class Session:
                 async with loop.stack.resting():
                     result = await asyncio.to_thread(loop.engine.optim_step, lr)
             now.updates.append(result)
+            now.rows |= {place for place, _ in now.given}  # not before: a gradient may be lost
             assert now.batch is not None, "the gradient is of a batch"
             rows = rows_digest((row for _, row in sorted(now.given)), now.batch)
             now.computed.append((float(result.metrics["lr"]), rows))

@@ -287,6 +287,22 @@ async def test_rows_that_were_in_no_gradient_are_not_recorded_as_trained(bench: 
         assert (await session.publish())["updates"] == 2.0
 
 
+async def test_rows_whose_gradient_was_lost_are_not_recorded_as_trained(bench: Open, tmp_path: Path) -> None:
+    async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
+        batch = await session.batch(await session.rollout(TASKS))
+        await session.forward_backward(batch, batch.samples[:1])
+        made.engine.fail_next = NonFiniteError("the loss is nan")
+        with pytest.raises(NonFiniteError):
+            await session.forward_backward(batch, batch.samples[1:])
+        await session.forward_backward(batch, batch.samples[1:])
+        await session.optim_step()
+        with pytest.raises(DataError, match="1 rows of the batch were in no gradient"):
+            await session.publish()
+        await session.forward_backward(batch, batch.samples[:1])
+        await session.optim_step()
+        assert (await session.publish())["updates"] == 2.0
+
+
 async def test_rollouts_side_by_side_are_other_groups(bench: Open, tmp_path: Path) -> None:
     async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
         one, other = await asyncio.gather(session.rollout(TASKS[:1]), session.rollout(TASKS[1:]))
