@@ -20,7 +20,7 @@ from itertools import pairwise
 from lightning.store.epochs import Epoch, epoch_at
 from lightning.trainer.algorithm import AlgorithmSchedule, samples_dynamically
 from lightning.trainer.pacing import OpenGroup, Pacer
-from lightning.trainer.plan import START, TRAIN, is_lost, place_after, tasks_from, train_rollouts
+from lightning.trainer.plan import START, TRAIN, is_lost, order_digest, place_after, tasks_from, train_rollouts
 from lightning.trainer.rollout_collection import Sampled, Sampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
@@ -182,12 +182,12 @@ class Pipeline(Sampler):
 
     async def _find_place(self, committed: int) -> None:
         """Where the passes over the tasks begin in the present config epoch: groups begin ahead of the steps, so how many had
-        begun at each epoch's start is kept."""
+        begun at each epoch's start is kept, for that epoch alone: one of which no step came may be replaced by another one."""
         store, run = self.stack.store, self.stack.run.id
         until = self.epochs[: epoch_at(self.epochs, committed).number + 1]
         begun = [0]
         for epoch in until[1:]:
-            kept = await store.keep_state(run, f"begun/{epoch.number}", self._begun)
+            kept = await store.keep_state(run, f"begun/{epoch.first}/{order_digest(epoch)}", self._begun)
             begun.append(int(str(kept)))
         self._before = begun[-1]
         self._order = place_after(until, [after - before for before, after in pairwise(begun)], self.tasks)

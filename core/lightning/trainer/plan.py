@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -147,6 +148,11 @@ def task_ids(epoch: Epoch) -> tuple[str, ...]:
     tasks = epoch.config.get("tasks")
     found = tasks.get("train") if isinstance(tasks, Mapping) else None
     return tuple(map(str, found)) if isinstance(found, (list, tuple)) else ()
+
+
+def order_digest(epoch: Epoch) -> str:
+    """What tells the order in which a config epoch takes its tasks from another one."""
+    return hashlib.blake2b(json.dumps(_listed(epoch)).encode(), digest_size=16).hexdigest()
 
 
 def _listed(epoch: Epoch) -> tuple[tuple[str, ...], str, TaskOrder]:

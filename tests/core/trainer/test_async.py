@@ -8,17 +8,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jwt
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
+from lightning.config.sections import TrainerConfig
 from lightning.errors import AuditError, RunnerError
+from lightning.store.epochs import Epoch
 from lightning.testing.fake_vllm import Reply
+from lightning.trainer.async_collection import Pipeline
 from lightning.trainer.plan import tasks_from
 from lightning.trainer.summary import summarize
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import Rollout, StepRecord
+from lightning.types import Rollout, StepRecord, Task
 
 STEPS = 6
 PAIRS = LightningRL("grpo", group_size=2)
@@ -126,6 +130,37 @@ async def test_tasks_come_as_given_also_after_a_crash(
             rollout.task.id for rollout in await all_rollouts(made.store, "run", split="train") if not rollout.index
         ]
     assert begun == [*train, train[0]], "three steps of two tasks: every task of the five, then the first again"
+
+
+async def test_an_epoch_that_was_replaced_before_a_step_leaves_no_place_in_the_tasks() -> None:
+    """Each resume finds the groups that began before it; of the second one's tasks none has."""
+    kept: dict[str, Any] = {}
+
+    async def keep_state(run: str, key: str, value: int) -> int:
+        return int(kept.setdefault(key, value))
+
+    async def begins(tasks: list[str], begun: int, lr: float = 1e-5) -> list[str]:
+        def config(names: list[str], lr: float) -> dict[str, Any]:
+            trainer = {"order": "shuffled", "seed": 0, "tasks_per_step": 2}
+            return {"config": {"trainer": trainer, "engine": {"lr": lr}}, "tasks": {"train": names}}
+
+        found = Pipeline.__new__(Pipeline)
+        found.stack = Mock(store=Mock(keep_state=keep_state))
+        found.tasks, found.choice, found.config = [Task("", id=name) for name in tasks], None, TrainerConfig()
+        found.epochs, found._begun = [Epoch(0, 0, config(first, 1e-5)), Epoch(1, 2, config(tasks, lr))], begun
+        await found._find_place(2)
+        return [task.id for group in range(4) for task in _next_of(found, begun + group)]
+
+    first, second, third = ([f"{name}{number}" for number in range(20)] for name in "abc")
+    assert await begins(second, 4) == ["b0", "b14", "b3", "b13"]
+    assert (await begins(second, 7))[0] == "b13", "three groups of these tasks have begun"
+    assert (await begins(second, 7, lr=1e-4))[0] == "b13", "they are the same tasks"
+    assert await begins(third, 7) == ["c16", "c4", "c5", "c3"]
+
+
+def _next_of(pipeline: Pipeline, begun: int) -> list[Task]:
+    pipeline._begun = begun
+    return pipeline._next(1)
 
 
 def _kill(made: Any, kind: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
