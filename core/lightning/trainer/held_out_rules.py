@@ -18,6 +18,8 @@ FLAT_AFTER: Final = 20
 """Steps after which a reward that has not moved is said to be flat."""
 SMALL: Final = 0.15
 """The part of the reward that a whole run has moved it by less than when it is flat."""
+LEAST_ROLLOUTS: Final = 12
+"""Rollouts of an evaluation that say how far rewards spread, where they are all equal, too."""
 SURE_PAIRS: Final = 3.5
 """Standard errors of one evaluation by which the mean of two is less than that of the two best."""
 SURE_TWO: Final = 2.5
@@ -63,12 +65,17 @@ def held_out_flat(course: Course) -> tuple[Evaluation, Evaluation] | None:
     if len(results) < 2 or results[-1].step - results[0].step < FLAT_AFTER:
         return None
     first, last = results[0], results[-1]
+    scale = max(abs(first.score), first.deviation)
+    # Had the reward risen by all of `scale`, it would seem to have moved by less than `SMALL` of that in one case of forty.
+    told = 2 * math.hypot(first.error, last.error) <= (1 - SMALL) * scale
+    if not told or min(first.rollouts, last.rollouts) < LEAST_ROLLOUTS:
+        return None
     if any(
         abs(result.score - first.score) > SURE_TWO * math.hypot(result.error, first.error) for result in results[1:]
     ):
         return None
     now = mean_of([result.score for result in results[1:][-2:]])
-    if abs(now - first.score) > SMALL * max(abs(first.score), first.deviation):
+    if abs(now - first.score) > SMALL * scale:
         return None
     change = change_of(values_of(course, "reward_with_failures", "reward"))
     risen = change is not None and change[1] > change[0] and change[2] >= SURE_TWO and course.order == "shuffled"

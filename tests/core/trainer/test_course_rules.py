@@ -221,6 +221,16 @@ def test_a_run_whose_held_out_reward_has_not_moved_is_flat(tasks: int, order: Ta
     assert "--lr" in found.text
 
 
+@pytest.mark.parametrize("reward", [0.5, 0.0])
+@pytest.mark.parametrize(("tasks", "flat"), [(2, False), (8, False), (20, True)])
+def test_of_a_few_held_out_rollouts_nobody_knows_whether_the_reward_moved(
+    tasks: int, flat: bool, reward: float
+) -> None:
+    results = [Evaluation(step, reward, tasks, 0, deviation=reward) for step in (0, 20)]
+    made = course(steps=20, evaluations=results, **NOISY, reward_std=lambda step: 0.46)
+    assert ("flat" in [each.cause for each in alarms(made)]) is flat
+
+
 @pytest.mark.parametrize(
     "after", [[(10, 0.3)], [(42, 0.6)], [(21, 0.55), (42, 0.31)], [(42, 0.1)]], ids=["early", "rose", "moved", "fell"]
 )
