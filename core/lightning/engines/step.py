@@ -54,11 +54,6 @@ def prepared(
     return _with_numbers(samples, tokens, first, numbers)
 
 
-def not_taken() -> StepResult:
-    """What a step reports whose rows have no weight at all."""
-    return _Updates(0.0).result()
-
-
 class Computer(Protocol):
     """What a step driver needs of an engine: the numbers before a step, the gradient of some rows, and an update on it."""
 

@@ -13,13 +13,14 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 from lightning import LightningRL
 from lightning.algorithms.protocol import Batch
 from lightning.config import Config, with_settings
 from lightning.engines.protocol import StepResult
-from lightning.engines.step import not_taken
+from lightning.engines.step import StepDriver
 from lightning.store import exchanges
 from lightning.store.epochs import mark_over
 from lightning.store.protocol import Store
@@ -312,7 +313,7 @@ class Maker:
         rng = self.rng
         trained = sum(span.stop - span.start for sample in batch.samples for span in sample.spans)
         if not trained:  # nothing to learn from: the engine computes nothing and leaves the weights alone
-            return dict(not_taken().metrics)
+            return dict(StepDriver(max_nonfinite_steps=1).step(Mock(), (), self.algorithm.loss).metrics)
         lows = [-float(value) for sample in batch.samples for value in sample.logprobs[sample.weights != 0]]
         apart = rng.laplace(0, state.gap, trained) * rng.lognormal(-0.125, 0.5, trained)
         ratio, size = np.exp(apart), np.abs(apart)
