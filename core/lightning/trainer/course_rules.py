@@ -16,10 +16,12 @@ from typing import Final
 import numpy as np
 
 from lightning.trainer.diagnosis import Course, Diagnosis, Evidence
-from lightning.trainer.held_out_rules import FLAT_AFTER, SMALL, held_out_falls, held_out_flat, held_out_stays
+from lightning.trainer.held_out_rules import held_out_falls, held_out_flat, held_out_stays
 from lightning.trainer.summary import NAMED
 from lightning.trainer.trends import (
+    FLAT_AFTER,
     LEAST,
+    SMALL,
     WINDOW,
     change_of,
     failed_share,

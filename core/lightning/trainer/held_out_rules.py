@@ -12,12 +12,18 @@ from typing import Final
 
 from lightning.trainer.diagnosis import Course, Diagnosis, Evidence
 from lightning.trainer.summary import Evaluation
-from lightning.trainer.trends import LEAST, WINDOW, change_of, known_of, mean_around, mean_of, values_of
+from lightning.trainer.trends import (
+    FLAT_AFTER,
+    LEAST,
+    SMALL,
+    WINDOW,
+    change_of,
+    known_of,
+    mean_around,
+    mean_of,
+    values_of,
+)
 
-FLAT_AFTER: Final = 20
-"""Steps after which a reward that has not moved is said to be flat."""
-SMALL: Final = 0.15
-"""The part of the reward that a whole run has moved it by less than when it is flat."""
 LEAST_ROLLOUTS: Final = 12
 """Rollouts of an evaluation that say how far rewards spread, where they are all equal, too."""
 SURE_PAIRS: Final = 3.5

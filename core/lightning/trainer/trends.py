@@ -19,6 +19,10 @@ WINDOW: Final = 5
 """Steps of which a mean is taken."""
 LEAST: Final = 2 * WINDOW
 """Steps that a comparison needs."""
+FLAT_AFTER: Final = 20
+"""Steps after which a reward that has not moved is said to be flat."""
+SMALL: Final = 0.15
+"""The part of the reward that a whole run has moved it by less than when it is flat."""
 
 
 def is_now(course: Course, step: int) -> bool:
