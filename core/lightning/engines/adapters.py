@@ -45,7 +45,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
             peft.inject_adapter_in_model(made, model)
     except ValueError as error:
         raise EngineError(f"engine.lora does not fit this model: {error}") from error
-    refuse_unplaced(model)
+    _refuse_unplaced(model)
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype is torch.bfloat16:
             parameter.data = parameter.data.float()
@@ -65,9 +65,11 @@ def _refuse_unknown(model: PreTrainedModel, targets: list[str]) -> None:
         )
 
 
-def refuse_unplaced(model: PreTrainedModel) -> None:
+def _refuse_unplaced(model: PreTrainedModel) -> None:
     """Raises `EngineError` naming the first layer whose adapter cannot be merged into the weights that are served."""
-    for name, why in unplaced(model).items():
+    found = next(iter(_unplaced(model).items()), None)
+    if found is not None:
+        name, why = found
         raise EngineError(
             f"engine.lora does not fit this model: {name} {why}, so an adapter there cannot be merged into the weights "
             "that are served. Leave the layer out of engine.lora.target_modules, as "
@@ -97,7 +99,7 @@ def is_transposed(layer: Any) -> bool:
     return bool(getattr(layer, "fan_in_fan_out", False)) or ADAPTER not in layer.lora_A
 
 
-def unplaced(model: nn.Module) -> dict[str, str]:
+def _unplaced(model: nn.Module) -> dict[str, str]:
     """What is trained and has no place of its own in an export: the layer's or parameter's name, and why."""
     tensors = model.state_dict(keep_vars=True)
     found, placed = {}, {id(tensor) for name, tensor in tensors.items() if ".lora_" not in name}
