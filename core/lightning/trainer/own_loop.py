@@ -1,4 +1,4 @@
-"""What a loop of somebody's own did in a step that nobody can derive: on which rows each update was computed, at which rate.
+"""What a loop of somebody's own did in a step that cannot be recomputed from the store: each update's rows and rate.
 
 The invariant: the step's digest covers all of it, so that no weight, advantage, rate or number of updates can be changed
 afterwards; and a step whose rows were not the algorithm's says so.
@@ -51,12 +51,14 @@ def own_step(context: Mapping[str, Json]) -> OwnStep | None:
     if not found:
         return None
     try:
-        assert isinstance(found, Mapping)
-        updates = found["updates"]
-        assert isinstance(updates, (list, tuple))
+        if not isinstance(found, Mapping) or not isinstance(updates := found["updates"], (list, tuple)):
+            raise TypeError("no list of updates")
         return OwnStep(str(found["batch"]), tuple((float(each["lr"]), str(each["rows"])) for each in updates))
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"the step's record does not say which updates its own loop took: {found!r:.200}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the step's record does not say which updates its own loop took: {found!r:.200}. Restore the database from a "
+            "backup"
+        ) from error
 
 
 def changed_by_loop(record: StepRecord) -> bool:

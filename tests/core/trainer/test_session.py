@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -136,6 +138,24 @@ async def test_an_audit_finds_updates_that_are_not_the_recorded_ones(what: str, 
         made.store.steps = steps
         problems = [finding.problem for finding in (await audit(made.store, "run")).findings]
         assert "its updates, their rates or their rows are not the recorded ones" in problems
+
+
+def test_a_record_that_does_not_say_which_updates_were_taken_is_refused() -> None:
+    """Also where Python leaves assertions out."""
+    program = """if True:
+        from lightning.errors import DataError
+        from lightning.trainer.own_loop import own_step
+        for said in "yes", [1], {"batch": "0"}, {"batch": "0", "updates": {}}, {"updates": [1]}:
+            try:
+                print(own_step({"own_loop": said}))
+            except DataError as error:
+                print(error)
+    """
+    ran = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True)
+    assert len(ran.stdout.splitlines()) == 5
+    for line in ran.stdout.splitlines():
+        assert line.startswith("the step's record does not say which updates its own loop took: ")
+        assert line.endswith("Restore the database from a backup")
 
 
 async def test_a_row_whose_tokens_were_changed_in_place_is_refused(bench: Open, tmp_path: Path) -> None:
