@@ -196,7 +196,7 @@ class _Trial:
             away = self.off(self.alone(), 0.01 if repeats else 1.0)
             if away:
                 raise EngineError(
-                    f"{self.what} computes gradients of other hidden states than those of evaluation (they differ by "
+                    f"{self.what} gives other hidden states in training mode than in evaluation mode (they differ by "
                     f"{away:.1e} of their norm), first in {self._first(self._evaluated, partial(self._drawn, seed))}: set "
                     "engine.gradient_checkpointing = false, or set that layer's noise to 0 in the folder's config.json"
                 )

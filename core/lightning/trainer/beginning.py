@@ -240,7 +240,7 @@ def warn_of_tasks(before: Epoch, after: Epoch) -> None:
         else "what a pass has taken comes no second time in it, and new ones join it where their turn is still to come"
     )
     logger.warning(
-        "the training tasks are others than before: %d are new, %d are gone%s; %s",
+        "the training tasks changed: %d added, %d removed%s; %s",
         len(set(new) - set(old)),
         len(set(old) - set(new)),
         moved,

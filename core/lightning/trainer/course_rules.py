@@ -122,9 +122,9 @@ def not_compared(evidence: Evidence) -> Iterator[Diagnosis]:
     if late and is_now(course, late[-1]) and not any(course.steps[step].get("tokens_compared", 1.0) for step in late):
         yield Diagnosis(
             "not compared",
-            f"nothing compared: of the tokens that were trained in the last {len(late)} steps none has a logprob that says "
-            "how likely it was among all tokens, so that nobody knows whether trainer and sampler agree. A grammar, a forced "
-            "tool, top_p or top_k, or temperature 0 constrains every call: let some of them be sampled without",
+            f"the sampler's and the trainer's probabilities could not be compared in the last {len(late)} steps, because no "
+            "trained token has a logprob that says how likely it was among all tokens. A grammar, a forced tool, top_p or "
+            "top_k, or temperature 0 constrains every call: let some of them be sampled without",
             steps=tuple(late),
         )
 

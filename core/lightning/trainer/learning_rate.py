@@ -15,7 +15,7 @@ from lightning.policy_server.model_folder import folder_tensors
 
 RATES: Final = ((3e6, 2e-3), (60e6, 8e-5), (400e6, 1e-5), (2e9, 5e-6), (10e9, 2e-6), (math.inf, 1e-6))
 """Up to how many parameters which rate, with all weights trained; docs/configuration.md names the source of each."""
-OF_ADAPTERS: Final = 10.0
+ADAPTER_RATE_FACTOR: Final = 10.0
 """How many times as fast adapters learn best (Schulman et al., LoRA Without Regret, 2025)."""
 
 
@@ -26,8 +26,8 @@ def default_rate(config: Config, model: Path) -> tuple[float, str]:
     except PolicyServerError:  # whoever loads it says what is wrong
         size = math.inf
     rate = next(rate for most, rate in RATES if size <= most)
-    trained = "all weights are trained"
+    trained = "all weights"
     if config.engine.lora is not None:
-        rate, trained = rate * OF_ADAPTERS, "adapters are trained"
-    of = f"{size / 1e6:,.3g} M parameters" if math.isfinite(size) else "a size that cannot be read"
-    return rate, f"the default for a model of {of}, of which {trained}"
+        rate, trained = rate * ADAPTER_RATE_FACTOR, "adapters"
+    of = f"with {size / 1e6:,.3g} M parameters" if math.isfinite(size) else "whose size cannot be read"
+    return rate, f"the default for training {trained} of a model {of}"

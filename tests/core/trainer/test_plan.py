@@ -102,10 +102,10 @@ def test_a_run_that_goes_on_with_other_tasks_says_so(order: str, caplog: pytest.
     warn_of_tasks(before, _epoch(1, 3, TASKS, 4, order=order))
     assert not caplog.text
     warn_of_tasks(before, _epoch(1, 3, [*TASKS[1:], Task("one"), Task("two")], 2, order=order))
-    assert "others than before: 2 are new, 1 are gone; " in caplog.text
+    assert "the training tasks changed: 2 added, 1 removed; " in caplog.text
     assert ("comes no second time in it" in caplog.text) == (order == "shuffled")
     warn_of_tasks(before, _epoch(1, 3, TASKS[::-1], 2, order=order))
-    assert ("0 are new, 0 are gone, and they stand in another order" in caplog.text) == (order == "given")
+    assert ("0 added, 0 removed, and they stand in another order" in caplog.text) == (order == "given")
 
 
 def test_another_seed_begins_the_next_pass() -> None:
