@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import orjson
@@ -52,6 +52,8 @@ TYPES = {
 
 LONGEST_MESSAGE = 10_000
 """Characters of what a refusal says: it may quote the request."""
+LONGEST_WHERE = 200
+"""Characters that are told of a place in a request: agents choose names, of any length."""
 
 
 class RefusalError(Exception):
@@ -169,22 +171,37 @@ def _read_slowly(payload: bytes) -> object:
 
 def _half_a_character(said: object, code: int) -> RefusalError:
     """The refusal of the first text with a lone surrogate, by its place."""
-    left, where = [("", said)], ""
-    while left:
-        where, value = left.pop()
-        if isinstance(value, dict):
-            left += [(f"{where}.{name}" if where else name, item) for name, item in reversed(value.items())]
-            left += [(where or "a name", name) for name in value]
-        elif isinstance(value, list):
-            left += [(f"{where}[{number}]", item) for number, item in reversed(list(enumerate(value)))]
-        elif isinstance(value, str) and LONE_SURROGATE.search(value):
-            break
-    where = LONE_SURROGATE.sub("\ufffd", where or "body")
+    steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in _way_to_half(said))
+    where = LONE_SURROGATE.sub("\ufffd", steps.removeprefix(".")) or "body"
+    where = where if len(where) <= LONGEST_WHERE else f"{where[:LONGEST_WHERE]}…"
     message = (
         f"{where!r} has half of a character (the lone surrogate \\u{code:04x}), which no tokenizer takes: let the agent send "
         "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')."
     )
     return RefusalError(422, "lone_surrogate", message, param=where)
+
+
+def _way_to_half(said: object) -> Sequence[str | int]:
+    """The names and numbers that lead to the first text with a lone surrogate, or to the object that has it in a name.
+
+    Only the way to where it looks is held: a path for each item would take as many bytes as the longest name, each time.
+    """
+    way: list[str | int] = []
+    left: list[Iterator[tuple[str | int, object]]] = [iter([("", said)])]
+    while left:
+        if (found := next(left[-1], None)) is None:
+            left.pop()
+            del way[-1:]
+            continue
+        step, value = found
+        if isinstance(value, str) and LONE_SURROGATE.search(value):
+            return [*way[1:], step] if way else way
+        if isinstance(value, dict | list):
+            way.append(step)
+            if isinstance(value, dict) and any(map(LONE_SURROGATE.search, value)):
+                break
+            left.append(iter(value.items() if isinstance(value, dict) else enumerate(value)))
+    return way[1:]
 
 
 def _finite(text: str) -> float:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import tracemalloc
 from array import array
 
 import httpx
 import openai
 import pytest
-from lightning.gateway.http import CURE_OF_LENGTH
+from lightning.gateway.http import CURE_OF_LENGTH, RefusalError, read_object
 from lightning.runner.attempt_completion import judge
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import TOO_LONG, Caller, CallStatus, Fault, Outcome, VersionRun
@@ -336,6 +337,28 @@ async def test_half_a_character_is_refused_where_it_stands(house, path, asked, w
         assert "(the lone surrogate \\ud83d)" in message
         assert "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')" in message
     assert not house.fake.requests
+
+
+@pytest.mark.parametrize(
+    ("asked", "where"),
+    [
+        ({"k" * 20_000: [1] * 40_000 + [HALF]}, "k" * 200 + "…"),
+        ({"a": [1, {"b": {}}, [[]]], "c": [{"d": [HALF]}]}, "c[0].d[0]"),
+        ({"a": 1, HALF: 2}, "body"),
+        ({"": HALF}, "body"),
+        (HALF, "body"),
+    ],
+    ids=["a long name", "after others", "in a name", "no name", "a text"],
+)
+def test_where_half_a_character_stands_is_told_in_little_memory(asked, where):
+    payload = json.dumps(asked).encode()
+    tracemalloc.start()
+    with pytest.raises(RefusalError) as caught:
+        read_object(payload)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (caught.value.param, str(caught.value).startswith(repr(where))) == (where, True)
+    assert most < 4_000_000
 
 
 NUMBERS = [2**63, 2**64, -(2**63) - 1, 10**30]
