@@ -155,13 +155,14 @@ def _pack(asked: Asked, new: Sequence[Piece], shown: Shown, bodies: Sequence[Sai
     if dirty:
         flags |= Flag.REDACTED
         request = exchanges.canonical(_object(redacted_json(json.loads(request), "request")))
-    if shown.has_ids or (reply and may_be_redacted(reply)):
+    unsure = bool(reply) and may_be_redacted(reply)
+    if shown.has_ids or unsure:
         whole = json.loads(reply)
         if shown.has_ids and exchanges.without_ids(whole):
             flags |= Flag.IDS
-        if has_many_texts(whole) and may_be_redacted(reply):
+        if unsure and has_many_texts(whole):
             return _left_out(asked, shown, Flag.REDACTED)
-        told = redacted_json(whole, "reply")
+        told = redacted_json(whole, "reply") if unsure else whole
         flags |= Flag.REDACTED if told != whole else WHOLE
         reply = json.dumps(told).encode() if told != whole or shown.has_ids else reply
     # Of equal requests the last one: its reply is what this call goes on with.

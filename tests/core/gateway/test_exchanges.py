@@ -370,6 +370,22 @@ async def test_more_texts_than_can_be_looked_through_are_left_out(where, monkeyp
     assert (packed.request, packed.reply, looked) == (b"", b"", [])
 
 
+async def test_a_reply_with_ids_is_looked_through_only_where_a_credential_may_be(monkeypatch):
+    """Its logprobs have more texts than any conversation, and are no reason to leave the call out."""
+    monkeypatch.setattr(redaction, "MOST_TEXTS", 50)
+    looked, look = [], recorded.redacted_json
+    monkeypatch.setattr(recorded, "redacted_json", lambda value, what: looked.append(what) or look(value, what))
+    packer = recorded.Exchanges()
+    for said, times in (([f"token {n}" for n in range(60)], 0), ([f"api_key={SECRET}"], 1)):
+        reply = json.dumps({"choices": [{"token_ids": [1, 2], "said": said}]}).encode()
+        packed = await packer.pack(("r", 1), packer.asked("/chat", {}, 10), recorded.Shown(200, reply, has_ids=True))
+        assert looked == ["reply"] * times
+        assert bool(exchanges.Flag(packed.stored[1]) & exchanges.Flag.REDACTED) is bool(times)
+        assert exchanges.Flag(packed.stored[1]) & exchanges.Flag.IDS
+        assert (b"token 59" in packed.reply, SECRET.encode() in packed.reply) == (not times, False)
+    packer.close()
+
+
 @every
 async def test_a_large_body_is_worked_on_beside_the_calls(house, path, monkeypatch):
     """Parsed, cut and made ready for the policy server in a thread: `/health` is answered meanwhile."""
