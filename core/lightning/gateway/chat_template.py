@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 import aiohttp
 import orjson
@@ -20,7 +23,6 @@ log = logging.getLogger(__name__)
 
 Tokenize = Callable[[Body], Awaitable[tuple[int, bytes]]]
 """Status and body of `/tokenize` for a chat prompt."""
-IN_THE_PROMPT = ("messages", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 UNKNOWN = (aiohttp.ClientError, OSError, UpstreamError, RefusalError, ValueError, KeyError, TypeError)
 """What asking raises when there is no answer, or one that is no vLLM's."""
 TRIES = 3
@@ -33,6 +35,17 @@ HIDDEN = (
     "the model's chat template does not show the tools that an agent sent as `tools=`: the model has never heard of them; "
     f"{CURE_OF_TEMPLATE}"
 )
+SYSTEM_LATER = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+A_TOOL = {"type": "function", "function": {"name": "t", "parameters": {"type": "object", "properties": {}}}}
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+MERGED = (
+    "the model's chat template takes the system's words at the beginning only: those of later messages of /v1/messages are "
+    "joined to them, as vLLM does. Each changes the beginning of the prompt, so that the calls of a conversation share less of "
+    "it; a template that takes them where they stand (policy_server.args: --chat-template FILE) avoids that"
+)
+AS_IT_IS = "requests go on as they are (said once for each policy)"
+ASK_AGAIN = 60.0
+"""Seconds for which a policy server that could not answer is asked no more."""
 
 
 class ShownTools:
@@ -86,31 +99,31 @@ class ShownTools:
                 log.warning("%s (said once for each policy)", HIDDEN)
 
 
-SYSTEM_LATER = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
-A_TOOL = {"type": "function", "function": {"name": "t", "parameters": {"type": "object", "properties": {}}}}
-EFFORTS = ("low", "medium", "high", "xhigh", "max")
-MERGED = (
-    "the model's chat template takes the system's words at the beginning only: those of later messages of /v1/messages are "
-    "joined to them, as vLLM does. Each changes the beginning of the prompt, so that the calls of a conversation share less of "
-    "it; a template that takes them where they stand (policy_server.args: --chat-template FILE) avoids that"
-)
-
-AS_IT_IS = "requests go on as they are (said once for each policy)"
-
-
 def effort_in_template(effort: object) -> dict[str, object]:
     """What vLLM's chat gives a template for `reasoning_effort`."""
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
+@dataclass(slots=True, eq=False)
+class _Question:
+    """One question about a template: what was found out, or when and how asking failed last."""
+
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    found: bool | None = None
+    failed_at: float = -math.inf
+    refusal: RefusalError | None = None
+    told: bool = False
+
+
 class ChatTemplate:
-    """What vLLM's own `/v1/messages` finds out of the template when it starts, in the same way. Its methods raise
-    `RefusalError` (503) where no policy server is up."""
+    """Answers the questions about a chat template that vLLM's own `/v1/messages` asks when it starts. Its methods raise
+    `RefusalError` (503) where no policy server is up.
+
+    Who asks meanwhile waits for the same answer. One that did not come is not waited for again for a minute.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[str, bool] = {}
-        self._told: set[str] = set()
-        self._asking = asyncio.Lock()
+        self._questions: dict[str, _Question] = {}
 
     async def wants_system_first(self, tokenize: Tokenize) -> bool:
         """Whether it refuses a system message that is not the first, with tools or without."""
@@ -121,18 +134,31 @@ class ChatTemplate:
         return await self._once("can do without thinking", tokenize, _heeds_none) is not False
 
     async def _once(self, what: str, tokenize: Tokenize, find: Callable[[Tokenize], Awaitable[bool]]) -> bool | None:
-        """What `find` finds, for the first who asks; None while it cannot."""
-        async with self._asking:
-            if what not in self._found:
-                try:
-                    self._found[what] = await find(tokenize)
-                except RefusalError:
-                    raise
-                except UNKNOWN as error:
-                    if what not in self._told:
-                        self._told.add(what)
-                        log.warning("nobody knows whether the model's chat template %s (%r): %s", what, error, AS_IT_IS)
-            return self._found.get(what)
+        """What `find` finds, for the first who asks; None while nobody knows."""
+        question, began = self._questions.setdefault(what, _Question()), time.monotonic()
+        async with question.asking:
+            if question.refusal is not None and question.failed_at > began:  # of whoever asked while this one waited
+                raise question.refusal
+            if question.found is None and (question.refusal or time.monotonic() - question.failed_at > ASK_AGAIN):
+                await _ask(question, what, tokenize, find)
+            return question.found
+
+
+async def _ask(
+    question: _Question, what: str, tokenize: Tokenize, find: Callable[[Tokenize], Awaitable[bool]]
+) -> None:
+    """Let `find` answer a question. Raises `RefusalError`."""
+    question.refusal = None
+    try:
+        question.found = await find(tokenize)
+    except RefusalError as refusal:
+        question.failed_at, question.refusal = time.monotonic(), refusal
+        raise
+    except UNKNOWN as error:
+        question.failed_at = time.monotonic()
+        if not question.told:
+            question.told = True
+            log.warning("nobody knows whether the model's chat template %s (%r): %s", what, error, AS_IT_IS)
 
 
 async def _prompt(tokenize: Tokenize, body: Body) -> list[int] | None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 
 import pytest
+from lightning.gateway import chat_template
+from lightning.gateway.chat_template import ChatTemplate
 from lightning.gateway.dialects import Messages, Responses
 from lightning.gateway.http import RefusalError
 from lightning.testing.fake_vllm import Reply, ToolCall
@@ -371,6 +375,40 @@ async def test_what_is_not_known_of_a_template_is_said_once_and_changes_nothing(
         "takes a system message later on",
         "can do without thinking",
     ]
+
+
+async def test_a_policy_server_that_does_not_say_is_waited_for_once(monkeypatch):
+    template, asked = ChatTemplate(), []
+
+    async def tokenize(body):
+        asked.append(body)
+        await asyncio.sleep(0.05)
+        raise TimeoutError
+
+    began = time.monotonic()
+    questions = [ask(tokenize) for ask in (template.wants_system_first, template.can_skip_thinking) for _ in range(20)]
+    found = await asyncio.gather(*questions)
+    assert time.monotonic() - began < 0.5
+    assert (found, len(asked)) == ([False] * 20 + [True] * 20, 2)
+    assert await template.wants_system_first(tokenize) is False
+    assert len(asked) == 2
+    monkeypatch.setattr(chat_template, "ASK_AGAIN", 0.0)
+    assert await template.wants_system_first(tokenize) is False
+    assert len(asked) == 3
+
+
+async def test_where_no_policy_server_is_up_all_who_ask_wait_for_one_once():
+    template, asked = ChatTemplate(), []
+
+    async def tokenize(body):
+        asked.append(body)
+        await asyncio.sleep(0.05)
+        raise RefusalError(503, "no_policy_server", "None is up.")
+
+    for _ in range(2):  # whoever comes later asks again: one may be up by then
+        found = await asyncio.gather(*(template.wants_system_first(tokenize) for _ in range(20)), return_exceptions=True)
+        assert {(type(each), each.code) for each in found} == {(RefusalError, "no_policy_server")}
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(("skips", "effort"), [(True, "none"), (False, "low")])
