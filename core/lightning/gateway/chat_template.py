@@ -23,6 +23,20 @@ log = logging.getLogger(__name__)
 
 Tokenize = Callable[[Body], Awaitable[tuple[int, bytes]]]
 """Status and body of `/tokenize` for a chat prompt."""
+IN_THE_PROMPT = (
+    "messages",
+    "tools",
+    "chat_template",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+)
+"""What of a chat request makes its prompt, under the names that `/tokenize` takes."""
+FOR_THE_TEMPLATE = ("reasoning_effort", "documents")
+"""What vLLM's chat gives the template as well, and `/tokenize` takes among the template's own parameters."""
 UNKNOWN = (aiohttp.ClientError, OSError, UpstreamError, RefusalError, ValueError, KeyError, TypeError)
 """What asking raises when there is no answer, or one that is no vLLM's."""
 TRIES = 3
@@ -85,10 +99,10 @@ class ShownTools:
             await end(self._looking)
 
     async def _compare(self, body: Body, tokenize: Tokenize) -> None:
-        prompt = {name: body[name] for name in IN_THE_PROMPT if name in body}
         try:
-            with_tools = await tokenize({**prompt, "tools": body["tools"]})
-            without = await tokenize(prompt)
+            prompt = prompt_of(body)
+            with_tools = await tokenize(prompt)
+            without = await tokenize({name: value for name, value in prompt.items() if name != "tools"})
             found = [orjson.loads(payload)["tokens"] for status, payload in (with_tools, without) if status == 200]
         except UNKNOWN as error:
             log.debug("whether the chat template shows tools is not known: %r", error)
@@ -102,6 +116,16 @@ class ShownTools:
 def effort_in_template(effort: object) -> dict[str, object]:
     """What vLLM's chat gives a template for `reasoning_effort`."""
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+def prompt_of(chat: Body) -> Body:
+    """What vLLM's `/tokenize` needs to make the prompt that a chat request has."""
+    prompt = {name: chat[name] for name in IN_THE_PROMPT if name in chat}
+    given = {name: chat[name] for name in FOR_THE_TEMPLATE if chat.get(name) is not None}
+    if given:
+        thinking = effort_in_template(given["reasoning_effort"]) if "reasoning_effort" in given else {}
+        prompt["chat_template_kwargs"] = thinking | (chat.get("chat_template_kwargs") or {}) | given
+    return prompt
 
 
 @dataclass(slots=True, eq=False)

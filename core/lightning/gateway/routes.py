@@ -26,8 +26,9 @@ from lightning.config.sections import GatewayConfig
 from lightning.errors import StoreError
 from lightning.gateway.body_limits import parsed
 from lightning.gateway.calls import CallEndpoint, Calls
+from lightning.gateway.chat_template import prompt_of
 from lightning.gateway.dialects import DIALECTS
-from lightning.gateway.dialects.messages import Messages, chat_request, prompt_of
+from lightning.gateway.dialects.messages import Messages, chat_request
 from lightning.gateway.dialects.translated import readable
 from lightning.gateway.feedback import FEEDBACK_PATH, FeedbackEndpoint
 from lightning.gateway.http import (

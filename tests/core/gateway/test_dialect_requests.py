@@ -8,7 +8,7 @@ import time
 
 import pytest
 from lightning.gateway import chat_template
-from lightning.gateway.chat_template import ChatTemplate
+from lightning.gateway.chat_template import ChatTemplate, ShownTools, prompt_of
 from lightning.gateway.dialects import Messages, Responses
 from lightning.gateway.http import RefusalError
 from lightning.testing.fake_vllm import Reply, ToolCall
@@ -422,6 +422,32 @@ async def test_thinking_is_disabled_as_vllms_own_endpoint_does_it(house, skips, 
     (call,) = await house.transitions()
     counted = (await http.post("/messages/count_tokens", json=asked)).json()
     assert counted["input_tokens"] == len(call.prompt_ids)
+
+
+async def test_the_prompt_that_is_counted_is_the_one_that_the_template_makes():
+    """Its own template and the documents are part of it; tools are compared with none in the same prompt."""
+    given = {
+        "chat_template": "{{ messages }}",
+        "documents": [{"text": "d"}],
+        "chat_template_kwargs": {"deep": True, "enable_thinking": True, "reasoning_effort": "high"},
+        "mm_processor_kwargs": {"a": 1},
+    }
+    chat = messages(**given, tools=[TOOL], output_config={"effort": "low"})
+    asked, looked = [], ShownTools()
+
+    async def tokenize(body):
+        asked.append(body)
+        return 200, b'{"tokens": [%d]}' % len(asked)
+
+    looked.look(chat, tokenize)
+    assert await looked.hidden() == 0
+    prompt = prompt_of(chat)
+    assert asked == [prompt, {name: value for name, value in prompt.items() if name != "tools"}]
+    kept = ("messages", "tools", "chat_template", "mm_processor_kwargs")
+    assert {name: prompt[name] for name in kept} == {name: chat[name] for name in kept}
+    ours = {"deep": True, "enable_thinking": True, "reasoning_effort": "low", "documents": [{"text": "d"}]}
+    assert prompt["chat_template_kwargs"] == ours
+    assert prompt_of({"messages": [HI]}) == {"messages": [HI]}
 
 
 @pytest.mark.parametrize(

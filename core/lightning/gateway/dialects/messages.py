@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import orjson
 
-from lightning.gateway.chat_template import ChatTemplate, Tokenize, effort_in_template
+from lightning.gateway.chat_template import ChatTemplate, Tokenize
 from lightning.gateway.dialects.base import refuse_parameter
 from lightning.gateway.dialects.translated import (
     Event,
@@ -285,7 +285,6 @@ TYPES = {
     503: "overloaded_error",
 }
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-IN_THE_PROMPT = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
 class Messages(Translated):
@@ -332,14 +331,6 @@ class Messages(Translated):
         except (orjson.JSONDecodeError, KeyError, TypeError):
             message = payload.decode("utf-8", "replace")
         return orjson.dumps(error_object(status, message))
-
-
-def prompt_of(chat: Body) -> Body:
-    """What vLLM's `/tokenize` needs to count the prompt of a chat request: it takes the effort as the template does."""
-    prompt = {name: chat[name] for name in IN_THE_PROMPT if name in chat}
-    if effort := chat.get("reasoning_effort"):
-        prompt["chat_template_kwargs"] = effort_in_template(effort) | (chat.get("chat_template_kwargs") or {})
-    return prompt
 
 
 class MessageTranslator(Translator):
