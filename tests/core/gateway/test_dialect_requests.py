@@ -10,6 +10,7 @@ import pytest
 from lightning.gateway import chat_template
 from lightning.gateway.chat_template import ChatTemplate, ShownTools, prompt_of
 from lightning.gateway.dialects import Messages, Responses
+from lightning.gateway.dialects.completions import IGNORED, Chat
 from lightning.gateway.http import RefusalError
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus
@@ -539,8 +540,20 @@ async def test_what_vllm_ignores_and_changes_nothing_is_taken(house):
         "prediction": {"type": "content"},
         "verbosity": "low",
     }
-    assert (await http.post("/chat/completions", json={"messages": [HI], **asked})).status_code == 200
+    for call in (None, "none"):
+        answer = await http.post("/chat/completions", json={"messages": [HI], **asked, "function_call": call})
+        assert answer.status_code == 200, answer.text
     assert (await http.post("/completions", json={"prompt": "a", "n": 2, "best_of": 2})).status_code == 200
+
+
+def test_of_several_such_fields_the_same_one_is_always_named():
+    """Whatever order the request, or this process, has them in."""
+    body = {"messages": [HI], **dict.fromkeys(reversed(IGNORED), "x")}
+    for first in IGNORED:
+        with pytest.raises(RefusalError) as caught:
+            Chat().plan({**body})
+        assert caught.value.param == first
+        del body[first]
 
 
 async def test_a_response_goes_on_without_new_input(house):

@@ -38,7 +38,7 @@ IGNORED = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), _UNHELD),
 }
 """Fields that vLLM ignores, silently or with a line in its own log, although without them the agent gets another answer than it
-asked for; what only concerns accounts, caches or speed may stay."""
+asked for; what only concerns accounts, caches or speed may stay, and `verbosity`, a wish that many clients send unasked."""
 REASONING = ("reasoning", "reasoning_content")
 """What a message or a delta calls the model's reasoning."""
 
@@ -195,9 +195,10 @@ class Completions(Dialect):
 
 
 def _refuse_ignored(body: Body) -> None:
-    for name in IGNORED.keys() & body.keys():
-        if body[name] and (name != "best_of" or body[name] != (body.get("n") or 1)):
-            raise refuse_parameter(name, IGNORED[name])
+    without_effect = {"best_of": body.get("n") or 1, "function_call": "none"}
+    for name, why in IGNORED.items():
+        if body.get(name) and body[name] != without_effect.get(name):
+            raise refuse_parameter(name, why)
 
 
 def _is_text(prompt: str | list[object]) -> bool:
