@@ -135,13 +135,14 @@ def may_be_redacted(text: bytes) -> bool:
 
 
 def has_many_texts(value: Json) -> bool:
-    """Whether a JSON value has more texts than are looked through."""
+    """Whether a JSON value has more texts, names among them, than are looked through."""
     left, count = [value], 0
     while left and count <= MOST_TEXTS:
         at = left.pop()
         if isinstance(at, str):
             count += 1
         elif isinstance(at, Mapping):
+            count += len(at)
             left += at.values()
         elif isinstance(at, list | tuple):
             left += at

@@ -356,10 +356,15 @@ async def test_a_credential_is_left_out_wherever_it_stands(body):
     packer.close()
 
 
+@pytest.mark.parametrize(
+    "many",
+    [{"stop": [f"password={n}" for n in range(60)]}, {"stop": ["password=1"], "x": {f"n{n}": n for n in range(60)}}],
+    ids=["texts", "names"],
+)
 @pytest.mark.parametrize("where", ["request", "reply"])
-async def test_more_texts_than_can_be_looked_through_are_left_out(where, monkeypatch):
+async def test_more_texts_than_can_be_looked_through_are_left_out(where, many, monkeypatch):
     monkeypatch.setattr(redaction, "MOST_TEXTS", 50)
-    packer, many = recorded.Exchanges(), {"stop": [f"password={n}" for n in range(60)]}
+    packer = recorded.Exchanges()
     looked = []
     monkeypatch.setattr(recorded, "redacted_json", lambda value, what: looked.append(what) or value)
     asked = packer.asked("/chat", many if where == "request" else {}, 10)
