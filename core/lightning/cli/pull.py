@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -57,6 +58,8 @@ def pull(
     max_gb: Annotated[float, typer.Option("--max-gb", help="The most that a server may send, in gigabytes.")] = MAX_GB,
 ) -> None:
     """Copy a version of weights into a folder, from this machine or a server."""
+    if not 0 <= max_gb < math.inf:
+        raise ConfigError(f"--max-gb {max_gb}: give a number of gigabytes, 0 or more")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there and not empty: give a folder that is not")
     reference = parse_reference(weights)

@@ -348,3 +348,10 @@ def test_without_a_token_or_a_server_it_says_so(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("LIGHTNING_TOKEN", "lt_x")
     with pytest.raises(UnavailableError, match="did not give the weights"):
         pull(f"http://127.0.0.1:1#{LIVE}", tmp_path / "there")
+
+
+@pytest.mark.parametrize("most", [float("nan"), float("inf"), -1.0])
+def test_what_is_no_number_of_gigabytes_is_refused(most: float, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--max-gb (nan|inf|-1\.0): give a number of gigabytes"):
+        pull(f"http://127.0.0.1:1#{LIVE}", tmp_path / "here", max_gb=most)
+    assert not (tmp_path / "here").exists()
