@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
@@ -39,10 +39,10 @@ class Room:
     """A component that was entered. One that a generator entered is there for what runs inside the generator, and for the tasks
     that it starts, but not for whoever iterates it: both have one context."""
 
-    __slots__ = ("_flow", "generator", "name")
+    __slots__ = ("_flow", "generator", "name", "owner")
 
-    def __init__(self, name: str, generator: FrameType | None = None) -> None:
-        self.name, self.generator = name, generator
+    def __init__(self, name: str, generator: FrameType | None = None, owner: component | None = None) -> None:
+        self.name, self.generator, self.owner = name, generator, owner
         self._flow = 0 if generator is None else flow_ident()
 
     def is_around(self) -> bool:
@@ -67,6 +67,13 @@ def _generator_of(frame: FrameType | None) -> FrameType | None:
             return None
         frame = frame.f_back
     return None
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that it was called from."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 _nothing = nullcontext()
@@ -125,7 +132,7 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
 
     def __enter__(self) -> Self:
         generator = _generator_of(sys._getframe(1))  # noqa: SLF001 — the one way to the frame
-        room = Room(self.name, generator)
+        room = Room(self.name, generator, self)
         if generator is not None:
             self._rooms.append(room)
         _path.set(_path_in(room))
@@ -134,16 +141,28 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        generator, path = _generator_of(sys._getframe(1)), _path.get()  # noqa: SLF001
-        rooms = path if generator is None else self._rooms
-        # Not always the last one: a generator may be closed inside a block that its consumer opened.
-        room = next((each for each in reversed(rooms) if (each.name, each.generator) == (self.name, generator)), None)
+        path = _path.get()
+        room = self._left(sys._getframe(1), path)  # noqa: SLF001
         if room is None:
             return
         _path.set(tuple(each for each in path if each is not room))
-        if generator is not None:
+        if room.generator is not None:
             self._rooms.remove(room)
             room.generator = None
+
+    def _left(self, frame: FrameType, path: tuple[Room, ...]) -> Room | None:
+        """The room that is left. Not always the last one: a generator may be closed inside a block that its consumer opened.
+        Nor is it always left where it was entered: an `ExitStack` may be closed by hand, or by whoever was given it."""
+        generator = _generator_of(frame)
+        if generator is not None:
+            for room in reversed(self._rooms):
+                if room.generator is generator:
+                    return room
+        for room in reversed(path):
+            if room.owner is self and room.is_around():
+                return room
+        callers = tuple(_callers(frame)) if self._rooms else ()
+        return next((room for room in reversed(self._rooms) if room.generator in callers), None)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Run every call of `function` in this component."""

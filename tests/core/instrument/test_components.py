@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 
 import pytest
 from hypothesis import given
@@ -357,6 +357,86 @@ async def test_an_async_generator_that_is_left_or_closed_elsewhere_leaves_no_nam
     assert component_path() == ()
     with component("inner"):
         assert component_path() == ("inner",)
+    assert component_path() == ()
+
+
+def closed() -> Iterator[tuple[str, ...]]:
+    stack = ExitStack()
+    stack.enter_context(component("a"))
+    assert component_path() == ("a",)
+    stack.close()
+    yield component_path()
+
+
+def moved() -> Iterator[tuple[str, ...]]:
+    with ExitStack() as stack:
+        stack.enter_context(component("a"))
+        stack.pop_all().close()
+        yield component_path()
+
+
+def left_by_a_callback() -> Iterator[tuple[str, ...]]:
+    with ExitStack() as stack:
+        named = component("a")
+        named.__enter__()
+        stack.callback(lambda: named.__exit__(None, None, None))
+    yield component_path()
+
+
+def given() -> Iterator[tuple[str, ...]]:
+    stack = ExitStack()
+    stack.enter_context(component("a"))
+
+    def inside() -> Iterator[tuple[str, ...]]:
+        with stack:
+            pass
+        yield component_path()
+
+    yield from inside()
+
+
+async def closed_async() -> AsyncIterator[tuple[str, ...]]:
+    stack = AsyncExitStack()
+    stack.enter_context(component("a"))
+    assert component_path() == ("a",)
+    await stack.aclose()
+    yield component_path()
+
+
+@pytest.mark.parametrize("make", [closed, moved, left_by_a_callback, given, closed_async])
+async def test_a_component_is_left_by_whatever_closes_its_stack(make: Callable[[], Iterator[tuple[str, ...]]]) -> None:
+    async def path() -> tuple[str, ...]:
+        return component_path()
+
+    found = make()
+    inside = [each async for each in found] if isinstance(found, AsyncIterator) else list(found)
+    assert inside == [()]
+    assert component_path() == await asyncio.create_task(path()) == ()
+
+
+async def test_a_stack_that_is_closed_in_another_task_holds_on_to_no_frame() -> None:
+    named = component("a")
+
+    async def items() -> AsyncIterator[int]:
+        stack = AsyncExitStack()
+        stack.enter_context(named)
+        try:
+            yield 1
+        finally:
+            await stack.aclose()
+
+    stream = items()
+    assert await anext(stream) == 1
+    await asyncio.create_task(stream.aclose())  # type: ignore[attr-defined]
+    assert component_path() == ()
+    assert not named._rooms
+
+
+def test_a_component_leaves_no_room_of_another_with_its_name() -> None:
+    one, other = component("a"), component("a")
+    with one:
+        other.__exit__(None, None, None)
+        assert component_path() == ("a",)
     assert component_path() == ()
 
 
