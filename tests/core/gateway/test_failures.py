@@ -129,6 +129,23 @@ async def test_a_call_that_the_store_took_without_a_word_is_aborted(build):
     await statuses(house, CallStatus.ABORTED, CallStatus.OK)
 
 
+@pytest.mark.parametrize("reply", [400, 500])
+@pytest.mark.parametrize("lost", [False, True], ids=["stored", "lost"])
+async def test_a_call_without_an_answer_stays_what_it_was_when_that_does_not_arrive(build, reply, lost, warnings_of):
+    store = SlowStore(at_once=not lost, error=lost)
+    house = await build(store=store)
+    house.fake.queue(Reply(status=reply))
+    asking = asyncio.create_task((await house.http()).post("/chat/completions", json={"messages": HI}))
+    await store.asked.wait()
+    if not lost:
+        asking.cancel()
+        await house.until(lambda: not house.gateway._serving._server.server_state.connections)
+    store.told.set()
+    await statuses(house, CallStatus.REFUSED if reply == 400 else CallStatus.ERROR)
+    await house.until(lambda: not house.gateway._serving._server.server_state.tasks)
+    assert not [line for line in warnings_of() if "did not arrive" in line]
+
+
 async def test_a_call_that_is_cut_off_while_it_is_stored_is_one_row(build):
     store = SlowStore(at_once=True)
     house = await build(store=store)
