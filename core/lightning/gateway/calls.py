@@ -333,7 +333,7 @@ class CallEndpoint:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _take_back(self, call: Call) -> None:
-        """The answer to a call that the store has, or may have, did not arrive."""
+        """The answer to a call that the store has, or may have, did not arrive. Never raises, whatever the store does."""
         try:
             await self._recorder.take_back(call.ticket)
         except StaleAttemptError as error:
@@ -342,6 +342,8 @@ class CallEndpoint:
             log.warning(
                 "the answer to call %s did not arrive, and the store was not told so: %s", call.capture.id, error
             )
+        except Exception:
+            log.exception("the gateway failed to say that the answer to call %s did not arrive", call.capture.id)
 
     async def _record(
         self, call: Call, status: CallStatus, said: Conversation | None = None, shown: Shown = NOTHING

@@ -158,6 +158,35 @@ async def test_a_call_that_is_cut_off_while_it_is_stored_is_one_row(build):
     asking.cancel()
 
 
+class BuggyStore(SlowStore):
+    """Fails in its own way once it was `told` to answer."""
+
+    async def append(self, transitions):
+        if self.told.is_set():
+            raise RuntimeError("a bug of the store")
+        return await super().append(transitions)
+
+
+@pytest.mark.parametrize("cut_off", [False, True], ids=["hung up", "cut off"])
+async def test_a_store_that_fails_when_an_answer_did_not_arrive_is_logged_and_no_more(build, caplog, cut_off):
+    store = BuggyStore(at_once=True)
+    house = await build(store=store)
+    asking = asyncio.create_task((await house.http()).post("/chat/completions", json={"messages": HI}))
+    await store.asked.wait()
+    (serving,) = house.gateway._serving._server.server_state.tasks
+    if cut_off:
+        serving.cancel()
+    else:
+        asking.cancel()
+        await house.until(lambda: not house.gateway._serving._server.server_state.connections)
+    store.told.set()
+    await asyncio.wait({serving})
+    asking.cancel()
+    said = [(record.name, record.exc_info[0]) for record in caplog.records if record.levelno >= logging.ERROR]
+    cancelled = [("uvicorn.error", asyncio.CancelledError)] if cut_off else []
+    assert said == [("lightning.gateway.calls", RuntimeError), *cancelled]
+
+
 async def test_a_call_that_ends_with_its_attempt_is_no_warning(house, caplog):
     """Who interrupts a run ends its attempts, and each agent hangs up: a line for each is noise."""
     house.fake.queue(Reply(delay=30))
