@@ -136,15 +136,15 @@ class Recorder:
         """Make a call's transitions durable. Raises `StoreError`; a number that was taken meanwhile is replaced."""
         attempt = (ticket.rollout, ticket.attempt)
         packed = None if ticket.asked is None else await self._packed(attempt, ticket.asked, shown)
-        if status.answered and (spans := invented_tools(ticket, live.capture)):
-            await self._store.append_spans(spans)
         first = await ticket.counter.first() + ticket.offset
         built = build(ticket, first, plan, live, status, said)
-        if packed is None:
-            await self._append(ticket, built)
-            return
-        built[0] = replace(built[0], exchange=packed.stored)
-        self.exchanges.keep(attempt, await self._append(ticket, built), packed)
+        if packed is not None:
+            built[0] = replace(built[0], exchange=packed.stored)
+        seq = await self._append(ticket, built)
+        if packed is not None:
+            self.exchanges.keep(attempt, seq, packed)
+        if status.answered and (spans := invented_tools(ticket, live.capture)):
+            await self._store.append_spans(spans)  # now that there is a call that they belong to
 
     async def take_back(self, ticket: Ticket) -> None:
         """The answer to a call that was appended did not arrive: it was aborted. One that had no answer is what it was; it is
