@@ -52,6 +52,16 @@ _said: set[str] = set()
 _said_in_fork = mmap.mmap(-1, 1)  # shared by all processes that are forked from this one
 
 
+def _unlock() -> None:
+    """In a process that was just forked: the thread that held the lock is not in it, and will never let go."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
+
+
 class ActiveAttempt:
     """One attempt of a rollout as seen from inside the agent's process. Made by `activate`; safe to use from any thread."""
 

@@ -10,6 +10,7 @@ so the agent's own flow sees what it calls; another one that may have started it
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,6 +57,16 @@ class Flow:
 
 _here: ContextVar[Flow | None] = ContextVar("lightning_flow", default=None)
 _lock = threading.RLock()  # a finalizer that reports may run while it is held
+
+
+def _unlock() -> None:
+    """In a process that was just forked: the thread that held the lock is not in it, and will never let go."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
 
 
 @contextmanager

@@ -53,6 +53,16 @@ _lock = threading.Lock()
 _around: ContextVar[tuple[tool_slot, ...]] = ContextVar("lightning_tool_slots", default=())
 
 
+def _unlock() -> None:
+    """In a process that was just forked: the thread that held the lock is not in it, and will never let go."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
+
+
 def limit_tools(limits: ToolLimits) -> Callable[[], None]:
     """Let no more runs of these tools be under way from now on; returns the undo. Adapters are installed after it."""
     global _limits
