@@ -91,7 +91,7 @@ class tool_slot:  # noqa: N801 — used as a verb: `with tool_slot("browser"):`
     def __init__(self, name: str) -> None:
         self.name = name
         self._file: int | None = None
-        self._process = os.getpid()
+        self._process = 0  # that took it
         self.loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -163,7 +163,7 @@ class tool_slot:  # noqa: N801 — used as a verb: `with tool_slot("browser"):`
                 os.close(file)
                 continue
             with _lock:
-                self._file = file
+                self._file, self._process = file, os.getpid()
                 _taken.add(self)
                 _held_once.add(self.name)
             _around.set((*_around.get(), self))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import sys
 import tempfile
 import threading
@@ -347,3 +348,27 @@ def test_tools_that_ran_past_their_limits_are_known(limits: ToolLimits, monkeypa
         session.add_tool_event(ToolEvent("other", "ok"))
         assert unheld(session.tool_events) == ["browse"]
     assert unheld([ToolEvent("browse", "blocked")]) == [], "a guardrail stopped it before it began"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_slot_is_given_back_by_the_process_that_took_it_wherever_it_was_made(limits: ToolLimits) -> None:
+    """What that process has forked since has the lock, too."""
+    (file,) = limits.files("search")
+    with activate(ONE):
+        slot = tool_slot("search")
+        child = os.fork()
+        if child == 0:
+            found = 1
+            try:
+                with slot:
+                    pipe = os.pipe()
+                    if (grandchild := os.fork()) == 0:
+                        os.close(pipe[1])
+                        os.read(pipe[0], 1)  # until its parent has ended
+                        os._exit(0)
+                with file.open() as other:
+                    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found = 0 if grandchild else 2
+            finally:
+                os._exit(found)
+        assert os.waitpid(child, 0)[1] == 0
