@@ -22,7 +22,7 @@ from yarl import URL
 from lightning.asyncio_utils import end
 from lightning.config.sections import ProviderConfig, check_endpoint
 from lightning.errors import ConfigError
-from lightning.gateway.http import Header, RefusalError, send_bytes
+from lightning.gateway.http import JSON_TYPE, Header, RefusalError, send_bytes
 from lightning.gateway.identity import ALIAS
 from lightning.gateway.upstream.client import MODEL
 from lightning.instrument.providers import is_policys
@@ -43,7 +43,7 @@ key in the same one."""
 REFUSED_KEY = (401, 403)
 CONNECT_SECONDS = 10.0
 LONGEST_ERROR = 1 << 20
-"""Bytes of an error that is passed on."""
+"""Bytes of an error that is passed on; of a longer one its status is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,8 @@ class Providers:
                 if answer.status >= 400:
                     said = await bounded(answer.content.iter_any(), LONGEST_ERROR)
                     if said is None:
-                        raise ValueError(f"its error has more than {LONGEST_ERROR} bytes")
+                        said = _too_long(provider, answer.status)
+                        headers = [JSON_TYPE, *(header for header in headers if header[0] == b"retry-after")]
                     await send_bytes(send, answer.status, _without(provider.key, said), headers)
                     return
                 started = True
@@ -211,6 +212,16 @@ def _refused(provider: Provider, status: int) -> RefusalError:
         return RefusalError(403, "provider_refused_key", f"The provider of {where} refuses {key} (status {status}).")
     message = f"The provider of {where} answered with a redirect ({status}), which is not followed: mend its base_url."
     return RefusalError(502, "provider_failed", message)
+
+
+def _too_long(provider: Provider, status: int) -> bytes:
+    """The body of an error whose own is too long. The status tells clients whether to try again."""
+    where = f"{SETTING}.{provider.name}"
+    message = (
+        f"The provider of {where} answered with status {status} and with more than {LONGEST_ERROR} bytes of text, or more JSON "
+        "values than fit in memory, which are not passed on."
+    )
+    return RefusalError(status, "provider_failed", message).body
 
 
 def _without(key: str, payload: bytes) -> bytes:

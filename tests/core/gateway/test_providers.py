@@ -339,8 +339,14 @@ async def test_a_deployment_in_the_path_is_the_model(house):
     assert call.requested_model == "mine"
 
 
-async def test_an_error_without_end_is_not_passed_on(house, provider, monkeypatch):
+@pytest.mark.parametrize("status", [400, 429, 500])
+async def test_of_an_error_without_end_the_status_is_passed_on(house, provider, monkeypatch, status):
+    """By it clients tell what they may send again."""
     monkeypatch.setattr(providers, "LONGEST_ERROR", 1000)
-    provider.answer = lambda request: web.Response(status=400, body=b" " * 2000)
+    headers = {"retry-after": "7", "content-type": "text/plain"}
+    provider.answer = lambda request: web.Response(status=status, body=b" " * 2000, headers=headers)
     reply = await (await house.http()).post("/chat/completions", json={"model": "gpt-4o", "messages": HI})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (502, "provider_failed")
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (status, "provider_failed")
+    assert (reply.headers["retry-after"], reply.headers["content-type"]) == ("7", "application/json")
+    assert (f"status {status} and with more than 1000 bytes" in error["message"], len(reply.content) < 1000) == (True, True)
