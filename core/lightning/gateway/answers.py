@@ -21,6 +21,7 @@ from lightning.gateway.exchanges import Shown, WholeReply, as_json
 from lightning.gateway.http import (
     JSON_TYPE,
     LONGEST_EVENT,
+    SHORTER,
     Body,
     EventCutter,
     Header,
@@ -116,19 +117,20 @@ async def pass_on(call: Call, response: aiohttp.ClientResponse, send: Send) -> b
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     cutter, held = EventCutter(), bytearray()
     # An agent would act upon what it has read, and it is not known yet whether that is of the right version.
-    holding = call.branch is not None and call.branch.is_live
+    holding = whole = call.branch is not None and call.branch.is_live
     clock, size = asyncio.get_running_loop().time, 0
     async for data in response.content.iter_any():
         call.live.heard_at = clock()
         if (size := size + len(data)) > LONGEST_STREAM:
-            raise UpstreamError(f"it sent a stream of more than {LONGEST_STREAM} bytes")
+            raise UpstreamError(f"it sent a stream of more than {LONGEST_STREAM} bytes: {SHORTER}")
         now = bytearray()
         for event in cutter.feed(data):
             shown, last = _read_event(event, call)
             holding = holding or last
             (held if holding else now).extend(shown)
             if len(held) > LONGEST_EVENT:
-                raise UpstreamError(f"it sent more than {LONGEST_EVENT} bytes after the answer was complete")
+                why = f", and a branch is shown all at once: {SHORTER}" if whole else " after the answer was complete"
+                raise UpstreamError(f"it sent more than {LONGEST_EVENT} bytes{why}")
         if now:
             await send({"type": "http.response.body", "body": bytes(now), "more_body": True})
     if not holding or not (call.capture.failed or call.capture.finished(call.plan.choices)):

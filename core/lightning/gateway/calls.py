@@ -29,6 +29,7 @@ from lightning.gateway.exchanges import Shown
 from lightning.gateway.history import Entry, History
 from lightning.gateway.http import (
     JSON_TYPE,
+    SHORTER,
     Body,
     ClientGoneError,
     RefusalError,
@@ -263,7 +264,7 @@ class CallEndpoint:
             if response.status == 200 and plan.stream:
                 tail = await pass_on(call, response, send)
                 return Answer(200, tail, outcome=CallStatus.ERROR if call.capture.failed else CallStatus.OK)
-            return read_whole(call, response, await read_answer(response) if refusal is None else refusal)
+            return read_whole(call, response, await read_answer(response, SHORTER) if refusal is None else refusal)
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamGoneError(f"its connection was lost in the middle of the answer ({error!r})") from error
         finally:

@@ -233,6 +233,8 @@ LINE = re.compile(rb"\r\n|\n|\r")
 LONGEST_BLANK = 4
 LONGEST_EVENT = 64 << 20
 """Bytes; the longest there is has the ids of a whole prompt, at most eight bytes each."""
+SHORTER = "let the agent ask for fewer tokens (max_tokens), choices (n) or logprobs (top_logprobs)"
+"""The cure of an answer that is too long."""
 
 
 class EventCutter:

@@ -17,7 +17,9 @@ import httpx
 import lightning
 import pytest
 from lightning.errors import StoreError
+from lightning.gateway import answers
 from lightning.gateway.replay import branches
+from lightning.gateway.replay.branches import BranchedAttempt
 from lightning.gateway.replay.divergence import diverged
 from lightning.gateway.replay.recorded import recorded_rollout
 from lightning.server.agents import HowToCall
@@ -496,6 +498,23 @@ def test_another_chat_template_makes_branches_void(
     assert found.rollout.reward is None
     assert "other tokens than were recorded, from token 0 on" in found.rollout.error
     assert not any(call.status.answered for call in found.calls)
+
+
+def test_a_stream_that_is_too_long_to_be_shown_at_once_is_told_so(made: Brancher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the policy of the run answers, the agent sees nothing before it is known which version has answered."""
+    import openai
+
+    def agent(task: Task, llm: LLM) -> float:
+        client = openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key, max_retries=0)
+        messages: Any = [{"role": "user", "content": str(task.input)}]
+        list(client.chat.completions.create(model=llm.model, messages=messages, stream=True))
+        return 1.0
+
+    parent = made.run(agent)
+    monkeypatch.setattr(BranchedAttempt, "is_live", True)
+    monkeypatch.setattr(answers, "LONGEST_EVENT", 100)
+    found = made.run(agent, parent=parent.key(1))
+    assert "it sent more than 100 bytes, and a branch is shown all at once: let the agent ask for fewer" in found.rollout.error
 
 
 def test_a_client_that_asks_again_for_a_recorded_answer_gets_it(made: Brancher) -> None:

@@ -231,13 +231,12 @@ async def _is_anothers(
     return other
 
 
-async def read_answer(response: aiohttp.ClientResponse) -> bytes:
-    """The whole of an answer. Raises `UpstreamError` for one that is too long."""
+async def read_answer(response: aiohttp.ClientResponse, cure: str = "") -> bytes:
+    """The whole of an answer. Raises `UpstreamError` for one that is too long, with the `cure` if there is one."""
     payload = await bounded(response.content.iter_any(), LONGEST_ANSWER)
     if payload is None:
-        raise UpstreamError(
-            f"its answer has more than {LONGEST_ANSWER} bytes, or as many JSON values as take more memory"
-        )
+        why = f"its answer has more than {LONGEST_ANSWER} bytes, or more JSON values than fit in memory"
+        raise UpstreamError(f"{why}: {cure}" if cure else why)
     return payload
 
 
