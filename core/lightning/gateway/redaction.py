@@ -34,7 +34,7 @@ _NAMED_SO = (
     r"|(?:access|refresh|auth)[-_]?token|private[-_]?key"
 )
 SECRET_NAME = re.compile(
-    rf"(?:^|[._-])(?:authorization|cookie|set-cookie|x-api-key|api[-_]?key|{_NAMED_SO})$", re.IGNORECASE
+    rf"(?:^|[._-])(?:authorization|cookie|set-cookie|x-api-key|api[-_]?key|{_NAMED_SO})$", re.IGNORECASE | re.ASCII
 )
 """Ends of names under which a value is a credential, whatever it looks like: `http.request.header.authorization`."""
 
@@ -49,16 +49,17 @@ class _Rule(NamedTuple):
     before: int = 0
 
 
+# Letters of names are folded as ASCII (`(?a:...)`), as the quick look below does: the sign of the kelvin is no k.
 RULES = (
     # A header as it is sent has the rest of the line, commas and quotes included: `Cookie: a=b; c="d"`; one that is quoted
     # (`'cookie': 'a=b'`, `-H 'cookie: a=b'`) ends with its quote.
     _Rule(
         ("authorization", "cookie"),
         re.compile(
-            r"""((?:authorization|cookie)["']\s*[:=]\s*)(?:"(?:[^"\\\n]++|\\.)*+"|'(?:[^'\\\n]++|\\.)*+'|[^\s"',}][^\n\r"',}]*)"""
-            r"""|((?<=')(?:[\w-]{0,20}-)?(?:authorization|cookie)\s*[:=]\s*)[^\s'][^\n\r']*"""
-            r"""|((?<=")(?:[\w-]{0,20}-)?(?:authorization|cookie)\s*[:=]\s*)[^\s"][^\n\r"]*"""
-            r"""|((?:authorization|cookie)\s*[:=]\s*)[^\s][^\n\r]*""",
+            r"""((?a:authorization|cookie)["']\s*[:=]\s*)(?:"(?:[^"\\\n]++|\\.)*+"|'(?:[^'\\\n]++|\\.)*+'|[^\s"',}][^\n\r"',}]*)"""
+            r"""|((?<=')(?:[\w-]{0,20}-)?(?a:authorization|cookie)\s*[:=]\s*)[^\s'][^\n\r']*"""
+            r"""|((?<=")(?:[\w-]{0,20}-)?(?a:authorization|cookie)\s*[:=]\s*)[^\s"][^\n\r"]*"""
+            r"""|((?a:authorization|cookie)\s*[:=]\s*)[^\s][^\n\r]*""",
             re.IGNORECASE,
         ),
         rf"\1\2\3\4{GONE}",
@@ -68,7 +69,7 @@ RULES = (
     _Rule(
         ("api-key", "api_key", "apikey", "secret", "password", "passwd", "token", "private"),
         re.compile(
-            r"""((?:api[-_]?key|secret(?:[-_]access)?(?:[-_]?key)?|password|passwd|(?:access|refresh|auth)[-_]?token"""
+            r"""((?a:api[-_]?key|secret(?:[-_]access)?(?:[-_]?key)?|password|passwd|(?:access|refresh|auth)[-_]?token"""
             r"""|private[-_]?key)(?:["']\s*[:=]|\s*=|(?<=key)\s*:)\s*)"""
             r"""(?:"(?:[^"\\\n]++|\\.)*+"|'(?:[^'\\\n]++|\\.)*+'|[^\s"',{}\[][^\n\r"',}&]*)""",
             re.IGNORECASE,
@@ -76,7 +77,7 @@ RULES = (
         rf"\1{GONE}",
         before=8,
     ),
-    _Rule(("bearer ", "basic "), re.compile(r"\b(Bearer|Basic) +[\w.~+/=-]{12,}", re.IGNORECASE), rf"\1 {GONE}"),
+    _Rule(("bearer ", "basic "), re.compile(r"\b((?a:Bearer|Basic)) +[\w.~+/=-]{12,}", re.IGNORECASE), rf"\1 {GONE}"),
     _Rule(("lt_",), re.compile(r"lt_[0-9a-f]{16}_[\w-]{43}")),
     # JSON web tokens, the gateway's among them.
     _Rule(("eyj",), re.compile(r"(?<![\w-])eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}")),

@@ -527,6 +527,16 @@ def test_the_quick_look_knows_the_names_of_credentials(name: str) -> None:
     assert may_be_redacted(json.dumps(value, separators=(",", ":")).encode())
 
 
+@pytest.mark.parametrize(
+    "text", ["coo\u212aie: a=b", "'coo\u212aie': 'a=b'", "api_\u212aey=hush", "pa\u017fsword=hush", "ba\u017fic " + "a" * 20]
+)
+def test_letters_that_only_unicode_takes_for_those_of_a_name_are_none(text: str) -> None:
+    """The sign of the kelvin and the long s: the quick look at bytes knows neither."""
+    for value in ({"content": text}, {text.partition("=")[0].partition(":")[0]: "hush"}):
+        assert redacted_json(value, "request") == value
+        assert not may_be_redacted(json.dumps(value, ensure_ascii=False).encode())
+
+
 def test_the_quick_look_leaves_common_words_alone() -> None:
     said = "The max_tokens of a basic idea, task-0123456789abcdef, a secret or password, result_x at https://example.org/a:b"
     assert not may_be_redacted(json.dumps({"messages": said, "max_tokens": 5, "token": "x"}).encode())
