@@ -123,7 +123,7 @@ def _folder(name: str, *, resume: bool) -> Path:
     known = sorted(Path("runs").glob(f"demo-{name}-*"), key=lambda folder: folder.stat().st_mtime)
     if not known:
         raise ConfigError(
-            f"there is no run of the demo {name!r} under runs/ to resume: leave --resume away, or give --out"
+            f"there is no run of the demo {name!r} under runs/ to resume: leave --resume out, or give --out"
         )
     return known[-1]
 

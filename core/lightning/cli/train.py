@@ -135,7 +135,7 @@ def _refuse_twice(given: set[str], overrides: Sequence[str]) -> None:
     """Raise `ConfigError` where an option and `--set` give the same setting."""
     if twice := sorted(given & {each.partition("=")[0].strip() for each in overrides}):
         option = next(name for name, setting in SETTING.items() if setting == twice[0])
-        raise ConfigError(f"{option} and --set {twice[0]} give the same setting: leave one of them away")
+        raise ConfigError(f"{option} and --set {twice[0]} give the same setting: leave one of them out")
 
 
 def _report(summary: Summary, trainer: Trainer, console: Terminal) -> None:

@@ -85,7 +85,7 @@ def contents(folder: Path, *, lora: LoraConfig | None = None, max_model_len: int
 
 
 def as_named(stored: Iterable[str], weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights by the folder's own names: GPT-2's checkpoints leave the trunk's prefix away, which `transformers` writes."""
+    """Weights by the folder's own names: GPT-2's checkpoints leave the trunk's prefix out, which `transformers` writes."""
     known = set(stored)
     named = {}
     for name, value in weights.items():

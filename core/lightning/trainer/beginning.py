@@ -317,7 +317,7 @@ class Beginning:
             name, _, asked = apart(parent, "@", self.folder.parent)
             if theirs not in {run_id_of(Path(name)), run_id_of(self.folder.parent / name)} or asked not in ("", step):
                 raise ConfigError(
-                    f"run {run.id!r} began with the weights of {theirs}@{step}, not of {parent}: leave --from away to go on "
+                    f"run {run.id!r} began with the weights of {theirs}@{step}, not of {parent}: leave --from out to go on "
                     "with it, or give another `out`"
                 )
             return run

@@ -60,7 +60,7 @@ def teacher_named(schedule: AlgorithmSchedule) -> str:
     if others:
         raise ConfigError(
             f"{others[0]} compares with the model that training began with, and in this schedule the reference model is the "
-            f"teacher {names[0]}: leave the KL penalty away, or begin another run for it (--from RUN@STEP)"
+            f"teacher {names[0]}: leave the KL penalty out, or begin another run for it (--from RUN@STEP)"
         )
     return names[0] if names else ""
 

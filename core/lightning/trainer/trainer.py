@@ -172,7 +172,7 @@ class Trainer(RunOpening):
             raise DataError("tasks to train on were given, and a record, which has its own: give one of both")
         if self.config.trainer.max_reuse:
             raise ConfigError(
-                "Trainer.fit trains each rollout in one step and does not use trainer.max_reuse: leave it away, or write a "
+                "Trainer.fit trains each rollout in one step and does not use trainer.max_reuse: leave it out, or write a "
                 "loop of your own with a replay buffer (Trainer.session)"
             )
         if isinstance(self.algorithm, SearchAlgorithm):
@@ -239,7 +239,7 @@ class Trainer(RunOpening):
         check_held_out(self.config, held_out)
         unused = ("tasks_per_step", "eval_every", "patience", "max_waves", "checkpoint_every")
         if said := [name for name in unused if getattr(trainer, name) != getattr(plain.trainer, name)]:
-            logger.warning("a loop of your own does not look at trainer.%s: leave it away", ", trainer.".join(said))
+            logger.warning("a loop of your own does not look at trainer.%s: leave it out", ", trainer.".join(said))
 
     async def _dev(self, agent: Agent | None, tasks: list[Task]) -> DevReport:
         runner = self._runner_of(agent)
@@ -280,7 +280,7 @@ def _say_unused(config: Config) -> None:
     plain, asked = Config().trainer, config.trainer
     names = [name for name in ("keep", "patience", "order", "alerts") if getattr(asked, name) != getattr(plain, name)]
     if names:
-        logger.warning("a search for prompts does not use trainer.%s: leave it away", ", trainer.".join(names))
+        logger.warning("a search for prompts does not use trainer.%s: leave it out", ", trainer.".join(names))
 
 
 def _check_lifetimes(config: Config) -> None:

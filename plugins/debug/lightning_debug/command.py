@@ -114,7 +114,7 @@ def replay(
         raise ConfigError("--port and --seconds are for --serve")
     if train:
         if agent or serve or until is not None or attempt is not None:
-            raise ConfigError("--train takes a run alone: leave the agent, --serve, --until and --attempt away")
+            raise ConfigError("--train takes a run alone: leave the agent, --serve, --until and --attempt out")
         raise typer.Exit(_retrain(rollout, where, model))
     if bool(agent) == serve:
         raise ConfigError("give the agent as MODULE:FUNCTION, or --serve for a program that you start yourself")

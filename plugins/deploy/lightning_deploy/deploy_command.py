@@ -163,7 +163,7 @@ def _check_asked(target: Target, targets: Sequence[Target], options: Sequence[st
     """Raises `ConfigError` for options that mean nothing with this target: what is asked for is done, or refused."""
     if options and target not in targets:
         raise ConfigError(
-            f"{', '.join(options)}: that goes with {', '.join(targets)}, and {target} has no use for it. Leave it away"
+            f"{', '.join(options)}: that goes with {', '.join(targets)}, and {target} has no use for it. Leave it out"
         )
 
 

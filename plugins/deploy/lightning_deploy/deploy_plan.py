@@ -278,7 +278,7 @@ def _parse(arguments: Sequence[str]) -> dict[str, Any]:
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     }
     if ours := [f"--{name}" for name in OURS if name in given]:
-        raise ConfigError(f"{', '.join(ours)}: a deployment sets that itself; leave it away")
+        raise ConfigError(f"{', '.join(ours)}: a deployment sets that itself; leave it out")
     return given
 
 

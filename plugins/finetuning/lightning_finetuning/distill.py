@@ -60,7 +60,7 @@ class Distill:
         if isinstance(self.correction, Correction) and self.correction.level != "token":
             raise ConfigError(
                 f"a correction of the level {self.correction.level!r} weighs whole calls, and a teacher speaks of tokens: "
-                "leave correction.level away"
+                "leave correction.level out"
             )
 
     @property

@@ -128,13 +128,13 @@ class Cluster:
             raise ConfigError(f"--serve-on {self.serving} of {self.gpus} GPUs: at least one has to train")
         if not 0 <= self.tensor_parallel <= self.gpus:
             raise ConfigError(
-                f"--tensor-parallel {self.tensor_parallel}: the cluster has {self.gpus} GPUs; leave it away to take all that "
+                f"--tensor-parallel {self.tensor_parallel}: the cluster has {self.gpus} GPUs; leave it out to take all that "
                 "serve"
             )
         if self.serving and self.tensor_parallel not in (0, self.serving):
             raise ConfigError(
                 f"--tensor-parallel {self.tensor_parallel} on {self.serving} GPUs that only serve: a run has one policy "
-                f"server, on all of them; leave --tensor-parallel away, or give --serve-on {self.tensor_parallel}"
+                f"server, on all of them; leave --tensor-parallel out, or give --serve-on {self.tensor_parallel}"
             )
 
     @property

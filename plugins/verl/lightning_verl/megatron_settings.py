@@ -79,7 +79,7 @@ def refuse(config: Config, device: str) -> None:
     engine, options = config.engine, config.engine.verl.megatron
     if engine.lora is not None:
         raise ConfigError(
-            "engine.lora has no adapters in a model that Megatron cuts: leave it away, or set engine.verl.strategy = fsdp2"
+            "engine.lora has no adapters in a model that Megatron cuts: leave it out, or set engine.verl.strategy = fsdp2"
         )
     sizes = {name: _size(config, name) for name in (*PARALLEL, *EXPERTS)}
     _refuse_sizes(sizes, max(1, engine.verl.world_size))
@@ -88,11 +88,11 @@ def refuse(config: Config, device: str) -> None:
         if sizes["context_parallel_size"] > 1:
             raise ConfigError(
                 "engine.verl.megatron.context_parallel_size needs Transformer Engine's attention, which computes on GPUs: "
-                "leave it away on a CPU"
+                "leave it out on a CPU"
             )
         if not older:
             raise ConfigError(
-                "engine.verl.megatron.vanilla_mbridge = false is Megatron-Bridge, whose models compute on GPUs: leave it away "
+                "engine.verl.megatron.vanilla_mbridge = false is Megatron-Bridge, whose models compute on GPUs: leave it out "
                 "on a CPU"
             )
     elif not _installed("transformer_engine"):
@@ -195,7 +195,7 @@ def _table(config: Config, name: str, kind: str, own: Mapping[str, str]) -> dict
     if not isinstance(theirs, dict):
         raise ConfigError(f"{setting} must be a table of options of Megatron's {kind}")
     for option in sorted(theirs.keys() & own.keys()):
-        raise ConfigError(f"{setting}.{option} is decided by {own[option]}: leave it away")
+        raise ConfigError(f"{setting}.{option} is decided by {own[option]}: leave it out")
     return theirs
 
 

@@ -78,7 +78,7 @@ def worker_config(config: Config, model: Path, optimizer: OptimizerConfig, *, se
     )
     if options := getattr(theirs, unused):
         raise ConfigError(
-            f"engine.verl.{unused} is not for engine.verl.strategy = {cut}: leave {', '.join(sorted(options))} away, or set "
+            f"engine.verl.{unused} is not for engine.verl.strategy = {cut}: leave {', '.join(sorted(options))} out, or set "
             f"engine.verl.strategy = {other}"
         )
     if theirs.strategy == "megatron":
@@ -100,7 +100,7 @@ def worker_config(config: Config, model: Path, optimizer: OptimizerConfig, *, se
     if sharding.ulysses_sequence_parallel_size > 1 and attention != "flash_attention_2":
         raise ConfigError(
             "engine.verl.sharding.ulysses_sequence_parallel_size needs flash_attention_2, and the model computes with "
-            f"{attention}: install flash-attn and train in bfloat16 on GPUs, or leave it away"
+            f"{attention}: install flash-attn and train in bfloat16 on GPUs, or leave it out"
         )
     return api.TrainingWorkerConfig(
         model_type="language_model",
@@ -211,7 +211,7 @@ def _made(
     for name in theirs:
         setting = f"engine.verl.{section}.{name}"
         if name in own:
-            raise ConfigError(f"{setting} is decided by {own[name]}: leave it away")
+            raise ConfigError(f"{setting} is decided by {own[name]}: leave it out")
         if name not in known:
             near = get_close_matches(name, known, 1)
             meant = f" Did you mean {near[0]!r}?" if near else ""

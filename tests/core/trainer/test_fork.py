@@ -116,7 +116,7 @@ def test_a_fork_without_a_critic_begins_with_the_weights(train: Any, caplog: pyt
     assert "does not fit other settings of critic" in caplog.text
     train("fork", 2, from_run="parent@1", resume=True)
     with pytest.raises(
-        ConfigError, match=r"'fork' began with the weights of parent@1, not of other@1: leave --from away"
+        ConfigError, match=r"'fork' began with the weights of parent@1, not of other@1: leave --from out"
     ):
         train("fork", 3, from_run="other@1", resume=True)
 
