@@ -29,9 +29,9 @@ SHARE_OF_MEMORY = 8
 ROUND_FIGURE = 8 << 30
 """Bytes of memory that are assumed where nothing says."""
 LONG = 256 * 1024
-"""Bytes of JSON that are worked on beside the event loop."""
+"""Bytes of JSON from which on a body is worked on beside the event loop."""
 MANY = 20_000
-"""Values of JSON that are."""
+"""JSON values from which on a body is worked on beside the event loop."""
 ORJSON_BYTES = 4096
 """Below this size a result of orjson takes more memory than it has bytes."""
 REST = 9.0

@@ -178,13 +178,13 @@ def _named(answer: Body, call: Call) -> bool:
     return other
 
 
-def check(call: Call) -> None:
+def refuse_unsound(call: Call) -> None:
     """Raise `UpstreamError` where what was read cannot be recorded."""
-    if wrong := without_unsound(call):
+    if wrong := forget_unsound(call):
         raise UpstreamError(f"its answer is not shaped like vLLM's ({wrong})")
 
 
-def without_unsound(call: Call) -> str:
+def forget_unsound(call: Call) -> str:
     """Forget all that was read where some of it cannot be recorded; return what is wrong with it."""
     capture = call.capture
     choices = capture.choices.items()
@@ -207,7 +207,7 @@ def without_unsound(call: Call) -> str:
     return wrong
 
 
-def told(call: Call, answer: Answer) -> tuple[Shown, list[Body] | None]:
+def answer_and_conversation(call: Call, answer: Answer) -> tuple[Shown, list[Body] | None]:
     """What the agent sees of a call that has been read to its end, and the conversation that it goes on with. Raises
     `UpstreamError`."""
     try:

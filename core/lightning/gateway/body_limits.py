@@ -37,7 +37,7 @@ class RequestBody:
 
     @property
     def is_large(self) -> bool:
-        """Whether to work on it takes long."""
+        """Whether working on it takes long."""
         return self._bytes > LONG or self._values > MANY
 
     async def receive(self) -> Message:
@@ -101,8 +101,3 @@ async def beside(scope: Scope, do: Callable[[], T]) -> T:
     """Do something with a body that was read: here when that is short, else beside the event loop."""
     body: RequestBody | None = scope.get(KEY)
     return do() if body is None or not body.is_large else await body.work(do)
-
-
-async def parsed(scope: Scope, payload: bytes, do: Callable[[bytes], T]) -> T:
-    """`do(payload)`, so."""
-    return await beside(scope, lambda: do(payload))

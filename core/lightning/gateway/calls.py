@@ -19,8 +19,16 @@ from starlette.types import Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
-from lightning.gateway.answers import Answer, Call, check, pass_on, read_whole, told, without_unsound
-from lightning.gateway.body_limits import beside, parsed
+from lightning.gateway.answers import (
+    Answer,
+    Call,
+    answer_and_conversation,
+    forget_unsound,
+    pass_on,
+    read_whole,
+    refuse_unsound,
+)
+from lightning.gateway.body_limits import beside
 from lightning.gateway.chat_template import Tokenize
 from lightning.gateway.conversations import Conversations, mark_of
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator, offered_tools
@@ -150,7 +158,7 @@ class CallEndpoint:
         """The call that a request is; None for one that was answered without the policy. What was read is not kept: of a large
         request that is megabytes for as long as the policy server takes."""
         payload = await read_body(scope, receive, self._config.max_body_bytes)
-        body = await parsed(scope, payload, read_object)
+        body = await beside(scope, partial(read_object, payload))
         if (provider := self._providers.of_model(_model_in(body, scope))) is not None:
             await self._providers.pass_on(provider, self._dialect.path[1:], payload, scope, receive, send)
             return None
@@ -233,8 +241,8 @@ class CallEndpoint:
             with watch:
                 await call.dialect.fit(call.plan.body, call.policy.template, self._tokenize(call))
                 answer = await self._ask(call, send)
-                check(call)
-                shown, said = told(call, answer)
+                refuse_unsound(call)
+                shown, said = answer_and_conversation(call, answer)
                 await self._forwarder.settle(call.policy, call.live)
             call.policy.book.forget(call.live)
             # A server that answers 500 is there still, but its engine may have died.
@@ -378,7 +386,7 @@ class CallEndpoint:
         if call.ticket.appended:  # it may be durable already: another row would be another call
             await self._take_back(call)
             return
-        without_unsound(call)
+        forget_unsound(call)
         try:
             await self._record(call, status)
         except RefusalError as refusal:

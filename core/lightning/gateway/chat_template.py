@@ -168,9 +168,7 @@ class ChatTemplate:
             return question.found
 
 
-async def _ask(
-    question: _Question, what: str, tokenize: Tokenize, find: Callable[[Tokenize], Awaitable[bool]]
-) -> None:
+async def _ask(question: _Question, what: str, tokenize: Tokenize, find: Callable[[Tokenize], Awaitable[bool]]) -> None:
     """Let `find` answer a question. Raises `RefusalError`."""
     question.refusal = None
     try:

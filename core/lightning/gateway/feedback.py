@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import orjson
@@ -17,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
-from lightning.gateway.body_limits import parsed
+from lightning.gateway.body_limits import beside
 from lightning.gateway.conversations import rollout_of_answer
 from lightning.gateway.http import JSON_TYPE, Body, ClientGoneError, RefusalError, read_object, send_bytes
 from lightning.gateway.identity import Identity, bearer
@@ -52,7 +53,7 @@ class FeedbackEndpoint:
         try:
             may_rate = await self._holder(scope)
             payload = await read_body(scope, receive, self._config.max_body_bytes)
-            response, said = _read(await parsed(scope, payload, read_object))
+            response, said = _read(await beside(scope, partial(read_object, payload)))
             rollout = await self._rate(response, said, may_rate)
             answer = {"response_id": response, "rollout": rollout.id, "reward": rollout.reward}
             await send_bytes(send, 200, orjson.dumps(answer))

@@ -149,9 +149,7 @@ class Recorder:
     async def take_back(self, ticket: Ticket) -> None:
         """The answer to a call that was appended did not arrive: it was aborted. One that had no answer is what it was; it is
         stored again, which changes nothing where it is there. Raises `StoreError`."""
-        taken = [
-            replace(item, status=CallStatus.ABORTED) if item.status.answered else item for item in ticket.appended
-        ]
+        taken = [replace(item, status=CallStatus.ABORTED) if item.status.answered else item for item in ticket.appended]
         await self._store.append(taken)
 
     async def _packed(self, attempt: tuple[str, int], asked: Asked, shown: Shown) -> PackedExchange | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import zstandard
 from starlette.types import Receive, Scope
@@ -23,6 +24,8 @@ PIECE = 64 * 1024
 """Bytes that are unpacked at a time, so that others have their turn between."""
 PARTS = 1024
 """Steps of a decoder that have a turn, where they make less than that."""
+GZIP = 31
+"""What zlib calls a body with the header of gzip, and the largest window."""
 ZSTD_STEP = 64
 """Bytes of zstd that are unpacked at a time: they can become 2 MB, and the library knows no limit of its own."""
 ZSTD_WINDOW = 8 << 20
@@ -122,10 +125,6 @@ def _zlib(payload: bytes, wbits: int) -> Iterator[bytes]:
         raise EOFError("it is cut off")
 
 
-def _gzip(payload: bytes) -> Iterator[bytes]:
-    return _zlib(payload, 31)
-
-
 def _deflate(payload: bytes) -> Iterator[bytes]:
     """With zlib's header, as the standard has it, or without, as some clients do."""
     return _zlib(payload, 15 if payload[0] & 0x0F == zlib.DEFLATED else -15)
@@ -146,8 +145,8 @@ def _zstd(payload: bytes) -> Iterator[bytes]:
 
 
 READERS: dict[str, Callable[[bytes], Iterator[bytes]]] = {
-    "gzip": _gzip,
-    "x-gzip": _gzip,
+    "gzip": partial(_zlib, wbits=GZIP),
+    "x-gzip": partial(_zlib, wbits=GZIP),
     "deflate": _deflate,
     "zstd": _zstd,
 }

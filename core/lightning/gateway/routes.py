@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StoreError
-from lightning.gateway.body_limits import parsed
+from lightning.gateway.body_limits import beside
 from lightning.gateway.calls import CallEndpoint, Calls
 from lightning.gateway.chat_template import prompt_of
 from lightning.gateway.dialects import DIALECTS
@@ -89,7 +89,7 @@ class CountTokens:
             claims = self._identity.claims(scope)
             self._identity.check_over(claims)
             payload = await read_body(scope, receive, self._config.max_body_bytes)
-            body = await parsed(scope, payload, read_object)
+            body = await beside(scope, partial(read_object, payload))
             if (provider := self._providers.of_model(body.get("model"))) is not None:
                 await self._providers.pass_on(provider, COUNT_PATH[1:], payload, scope, receive, send)
                 return
@@ -156,7 +156,7 @@ class Others:
             if self._providers.of_route(route, None) is None:
                 raise unknown
             payload = await read_body(scope, receive, self._config.max_body_bytes)
-            model = await parsed(scope, payload, lambda body: _model_in(body, scope))
+            model = await beside(scope, partial(_model_in, payload, scope))
             provider = self._providers.of_route(route, model)
             if provider is None:
                 raise unknown

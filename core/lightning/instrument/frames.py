@@ -25,10 +25,8 @@ import lightning
 
 MAX_DEPTH = 32
 """Names kept of a deep recursion, the innermost ones: the path travels in a header."""
-
-
 MOST_SEEN = 4096
-"""Functions of which it is known what they are."""
+"""Functions, and files, of which it is known what they are."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,7 +57,7 @@ _LIBRARIES = tuple(
 )
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(MOST_SEEN)
 def _origin(filename: str) -> _Origin:
     if filename.startswith("<frozen "):
         return _Origin.LIBRARY

@@ -500,7 +500,9 @@ def test_another_chat_template_makes_branches_void(
     assert not any(call.status.answered for call in found.calls)
 
 
-def test_a_stream_that_is_too_long_to_be_shown_at_once_is_told_so(made: Brancher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_is_too_long_to_be_shown_at_once_is_told_so(
+    made: Brancher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the policy of the run answers, the agent sees nothing before it is known which version has answered."""
     import openai
 
@@ -514,7 +516,10 @@ def test_a_stream_that_is_too_long_to_be_shown_at_once_is_told_so(made: Brancher
     monkeypatch.setattr(BranchedAttempt, "is_live", True)
     monkeypatch.setattr(answers, "LONGEST_EVENT", 100)
     found = made.run(agent, parent=parent.key(1))
-    assert "it sent more than 100 bytes, and a branch is shown all at once: let the agent ask for fewer" in found.rollout.error
+    assert (
+        "it sent more than 100 bytes, and a branch is shown all at once: let the agent ask for fewer"
+        in found.rollout.error
+    )
 
 
 def test_a_client_that_asks_again_for_a_recorded_answer_gets_it(made: Brancher) -> None:

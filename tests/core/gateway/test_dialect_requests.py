@@ -407,7 +407,9 @@ async def test_where_no_policy_server_is_up_all_who_ask_wait_for_one_once():
         raise RefusalError(503, "no_policy_server", "None is up.")
 
     for _ in range(2):  # whoever comes later asks again: one may be up by then
-        found = await asyncio.gather(*(template.wants_system_first(tokenize) for _ in range(20)), return_exceptions=True)
+        found = await asyncio.gather(
+            *(template.wants_system_first(tokenize) for _ in range(20)), return_exceptions=True
+        )
         assert {(type(each), each.code) for each in found} == {(RefusalError, "no_policy_server")}
     assert len(asked) == 2
 

@@ -349,4 +349,7 @@ async def test_of_an_error_without_end_the_status_is_passed_on(house, provider, 
     error = reply.json()["error"]
     assert (reply.status_code, error["code"]) == (status, "provider_failed")
     assert (reply.headers["retry-after"], reply.headers["content-type"]) == ("7", "application/json")
-    assert (f"status {status} and with more than 1000 bytes" in error["message"], len(reply.content) < 1000) == (True, True)
+    assert (f"status {status} and with more than 1000 bytes" in error["message"], len(reply.content) < 1000) == (
+        True,
+        True,
+    )

@@ -528,7 +528,8 @@ def test_the_quick_look_knows_the_names_of_credentials(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["coo\u212aie: a=b", "'coo\u212aie': 'a=b'", "api_\u212aey=hush", "pa\u017fsword=hush", "ba\u017fic " + "a" * 20]
+    "text",
+    ["coo\u212aie: a=b", "'coo\u212aie': 'a=b'", "api_\u212aey=hush", "pa\u017fsword=hush", "ba\u017fic " + "a" * 20],
 )
 def test_letters_that_only_unicode_takes_for_those_of_a_name_are_none(text: str) -> None:
     """The sign of the kelvin and the long s: the quick look at bytes knows neither."""
