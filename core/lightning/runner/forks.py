@@ -31,21 +31,24 @@ def without_children() -> Iterator[None]:
 def flush() -> None:
     """Write out what this process has printed."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the agent may have closed it, or nobody reads it any more
+        with suppress(Exception):  # the agent may have put anything there or closed it, or nobody reads it any more
             stream.flush()
 
 
 def _end(parent: int, error: BaseException | None) -> NoReturn:
     code = 0 if error is None else 1
     try:
+        how = "returned from" if error is None else f"raised {type(error).__name__} out of"
+        said = "" if error is None else "".join(traceback.format_exception(error))
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        how = "returned from" if error is None else f"raised {type(error).__name__} out of"
-        said = "" if error is None or isinstance(error, SystemExit) else "".join(traceback.format_exception(error))
+            said = "" if error.code is None or isinstance(error.code, int) else f"{error.code}\n"
         sys.stderr.write(
             f"{said}lightning: process {os.getpid()}, which the agent forked in process {parent}, {how} the agent's code and "
             "was ended: the agent's own process alone gives the reward. End such a child with os._exit()\n"
         )
     finally:
-        flush()
-        os._exit(code & 0xFF)
+        try:
+            flush()
+        finally:
+            os._exit(code & 0xFF)

@@ -262,8 +262,10 @@ class _Template:
         except BaseException:  # noqa: BLE001 — nothing may return into the fork server's loop
             traceback.print_exc()
         finally:
-            flush()
-            os._exit(code)
+            try:
+                flush()
+            finally:
+                os._exit(code)
 
     def _reap(self) -> None:
         for pid in tuple(self._children):

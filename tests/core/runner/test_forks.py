@@ -6,16 +6,20 @@ import asyncio
 import fcntl
 import json
 import os
+import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from lightning.config import RunnerConfig
 from lightning.instrument import activate
-from lightning.instrument.tool_slots import limit_tools, tool_slot
-from lightning.runner import forkserver_main
+from lightning.instrument.tool_slots import UNLIMITED, limit_tools, tool_slot
+from lightning.runner import forkserver_main, worker
+from lightning.runner.forks import flush
 from lightning.runner.inline import InlineRunner
 from lightning.runner.protocol import Agent
 from lightning.runner.tool_limits import make_slots
@@ -125,6 +129,67 @@ def test_what_a_child_has_printed_is_written_and_its_end_is_said(tmp_path: Path)
     assert in_a_fork(lambda: in_the_worker(agent, "").reward) == [0.25]
     assert Path(tmp_path, "out").read_text() == "from the child\nand more"
     assert "returned from the agent's code and was ended" in Path(tmp_path, "err").read_text()
+
+
+class WritesAlone:
+    def write(self, text: str) -> None: ...
+
+
+class Interrupts(WritesAlone):
+    def flush(self) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("out", [None, WritesAlone()], ids=["none", "write alone"])
+def test_no_stdout_of_an_agent_keeps_its_outcome_from_the_worker(
+    out: WritesAlone | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", out)
+    flush()
+
+
+@pytest.mark.parametrize("out", [None, WritesAlone(), Interrupts()], ids=["none", "write alone", "interrupts"])
+def test_a_child_ends_whatever_the_agent_has_put_in_the_place_of_stdout(out: WritesAlone | None) -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        sys.stdout = out  # type: ignore[assignment]
+        return fork("returns")
+
+    assert in_a_fork(lambda: in_the_worker(agent, "").reward) == [0.25]
+
+
+@pytest.mark.parametrize("out", [None, Interrupts()], ids=["none", "interrupts"])
+def test_a_worker_never_comes_back_into_the_loop_of_the_fork_server(
+    out: WritesAlone | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(sock: socket.socket, *_: object) -> None:
+        sys.stdout = out  # type: ignore[assignment]
+
+    def become_worker() -> bool:
+        child = os.fork()
+        if child == 0:
+            setup = {"adapters": [], "reroute": [], "tool_limits": asdict(UNLIMITED)}
+            mine, theirs = socket.socketpair()
+            server = forkserver_main._Template(mine, os.getppid(), b"", setup)
+            server._pid = os.getppid()
+            with suppress(BaseException):
+                server._become_worker(theirs.detach(), [])
+            os._exit(9)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    monkeypatch.setattr(worker, "serve", serve)
+    assert in_a_fork(become_worker) == [True]
+
+
+def test_a_child_that_exits_with_a_text_says_it(tmp_path: Path) -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        child = os.fork()
+        if child:
+            return 0.25 if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1 else -1.0
+        sys.stderr = Path(tmp_path, "err").open("w")  # noqa: SIM115 — it is closed with the process
+        sys.exit("no such page")
+
+    assert in_a_fork(lambda: in_the_worker(agent, "").reward) == [0.25]
+    assert Path(tmp_path, "err").read_text().startswith("no such page\nlightning: process ")
 
 
 def test_a_module_that_forks_makes_no_second_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
