@@ -41,7 +41,7 @@ __all__ = ["AttemptCounts", "Client"]
 
 def _with_token(config: Config, token: str | Path | None) -> tuple[str, ...] | None:
     """What agents in a sandbox may not read where the token, which leases any rollout, is in a file."""
-    if config.runner.sandbox == "none" or not isinstance(token, Path):
+    if not isinstance(token, Path):
         return None
     return (*config.runner.sandbox_hidden, str(token.absolute()))
 

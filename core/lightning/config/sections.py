@@ -467,7 +467,7 @@ class RunnerConfig(Section):
     """Further files and folders that agents in a sandbox may read."""
     sandbox_hidden: tuple[str, ...] = ("runs",)
     """Files and folders of the project that agents in a sandbox may not read: by default the runs, which hold the store
-    and its secrets."""
+    and its secrets. So it is in the sandbox of a task in Harbor's format, whatever `runner.sandbox` is."""
     ray: RayConfig = RayConfig()
     k8s: KubernetesConfig = KubernetesConfig()
 

@@ -117,6 +117,7 @@ class ForkServer:
         adapters: Sequence[str] | None = None,
         reroute: Sequence[str] = (),
         tool_limits: ToolLimits = UNLIMITED,
+        hidden: Sequence[str] = (),
         sandbox: Sandbox | None = None,
     ) -> None:
         self._shipped, self.sandbox = shipped, sandbox
@@ -125,6 +126,7 @@ class ForkServer:
             "adapters": None if adapters is None else list(adapters),
             "reroute": list(reroute),
             "tool_limits": {"folder": tool_limits.folder, "runs": dict(tool_limits.runs)},
+            "hidden": list(hidden),
             "own": own(os.environ if sandbox is None else sandbox.environment),
         }
         self.warmed: int | None = None  # modules that every rollout begins with since the first has imported them

@@ -27,7 +27,7 @@ from lightning.instrument import emit
 from lightning.instrument.providers import remember
 from lightning.instrument.tool_slots import ToolLimits
 from lightning.plugins import plugins
-from lightning.runner import sandbox_network, socket_framing, worker
+from lightning.runner import bwrap, sandbox_network, socket_framing, worker
 from lightning.runner.agent_serialization import unpack_agent
 from lightning.runner.forks import flush, without_children
 from lightning.runner.warmth import Contexts, Stores, build_model
@@ -56,6 +56,7 @@ def main(descriptor: int, parent: int) -> None:
             return
         setup = json.loads(head)
         remember(setup["own"])
+        bwrap.hide(setup["hidden"])
         error, threads = _prepare(setup, shipped)
         try:
             socket_framing.send(control, json.dumps({"ready": not error, "error": error, "threads": threads}).encode())

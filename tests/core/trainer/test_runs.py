@@ -335,14 +335,15 @@ def test_a_resume_without_a_folder_is_refused(tmp_path: Path) -> None:
         Trainer(tmp_path, resume=True)
 
 
+@pytest.mark.parametrize("kind", ["bwrap", "none"], ids=["the runner's sandbox", "one that an agent makes"])
 @pytest.mark.parametrize("store", ["", "sqlite:///kept/runs.db", "memory://"])
 def test_agents_in_a_sandbox_see_neither_the_run_nor_its_store(
-    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     (tmp_path / "config.json").write_text("{}")
-    config = with_settings(Config(), {"runner.sandbox": "bwrap"})
+    config = with_settings(Config(), {"runner.sandbox": kind})
     trainer = Trainer(tmp_path, config=config, out="exp/a", store=store or None)
     given: list[RunnerConfig] = []
     trainer._make_runner = lambda agent, config: given.append(config.runner) or RemoteRunner()  # type: ignore[func-returns-value]

