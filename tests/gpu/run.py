@@ -1,7 +1,8 @@
 """`make gpu`: what only a GPU can show, in the order of its value, each part's result in a file as soon as it is known.
 
-The invariant: a part that fails, hangs or dies costs the others nothing, and one that has a result for this commit on this GPU
-is not run again. Nothing but the standard library is imported, so that any Python can say that there is no GPU.
+The invariant: a part that fails, hangs or dies costs the others nothing, and one that has a result for this commit, GPU,
+driver and packages is not run again; none is begun without the time that it may take. Nothing but the standard library is
+imported, so that any Python can say that there is no GPU.
 
     python tests/gpu/run.py [--only PART ...] [--again] [--minutes 25] [--out docs/data] [--commit NAME] [--look]
 """
@@ -27,13 +28,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "data"
 MINUTES = 25.0
-LEAST = 30.0
-"""Seconds with which no part is begun any more."""
 GRACE = 10.0
 """Seconds that a part has to end in when it is asked to."""
 TAIL = 3000
-NO_GPU = 2
-"""Exit code where nothing was tried."""
+NO_GPU, NO_NAME = 2, 3
+"""Exit codes where nothing was tried: there is no GPU, or no name for the code."""
 VERSIONS = ("lightning", "torch", "vllm", "transformers", "verl", "ray")
 
 
@@ -102,18 +101,18 @@ class Place:
     versions: Mapping[str, str | None]
 
 
-def look_for_gpu() -> tuple[str, str] | None:
-    """Name and driver of the first GPU; None where nvidia-smi is not there or finds none."""
+def look_for_gpu() -> tuple[str, str] | str:
+    """Name and driver of the first GPU, or why there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return None
+        return "nvidia-smi is not installed"
     command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"nvidia-smi does not answer: {error}"
     name, comma, driver = ran.stdout.partition("\n")[0].partition(",")
-    return (name.strip(), driver.strip()) if ran.returncode == 0 and comma else None
+    return (name.strip(), driver.strip()) if ran.returncode == 0 and comma else "nvidia-smi finds none"
 
 
 def current_commit(root: Path = ROOT) -> str:
@@ -152,12 +151,15 @@ def run_parts(parts: Sequence[Part], place: Place, out: Path, *, minutes: float 
         known = None if again else earlier_result(file, place)
         if known is None:
             left = end - time.monotonic()
-            if left < min(LEAST, part.seconds):
-                say(f"{part.name}: not begun, the {minutes:g} minutes are over; `make gpu` goes on with it")
+            if left < part.seconds:
+                say(
+                    f"{part.name}: not begun, it may take {part.seconds:g} s and of {minutes:g} minutes {max(left, 0):.0f} s "
+                    "are left; `make gpu` goes on with it"
+                )
                 passed = False
                 continue
-            say(f"{part.name}: {part.says} (at most {min(part.seconds, left):.0f} s)")
-            known = run_part(part, min(part.seconds, left), place)
+            say(f"{part.name}: {part.says} (at most {part.seconds:.0f} s)")
+            known = run_part(part, place)
             write(file, known)
         say(f"{part.name}: {known['outcome']} after {known['seconds']} s; {file}")
         passed = passed and known["outcome"] == "passed"
@@ -165,16 +167,16 @@ def run_parts(parts: Sequence[Part], place: Place, out: Path, *, minutes: float 
 
 
 def earlier_result(file: Path, place: Place) -> dict[str, object] | None:
-    """What the part had come to for this commit on such a GPU."""
+    """What the part had come to in the same place."""
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError):
         return None
-    same = isinstance(found, dict) and (found.get("commit"), found.get("gpu")) == (place.commit, place.gpu)
+    same = isinstance(found, dict) and asdict(place).items() <= found.items()
     return found if same and {"outcome", "seconds"} <= found.keys() else None
 
 
-def run_part(part: Part, seconds: float, place: Place) -> dict[str, object]:
+def run_part(part: Part, place: Place) -> dict[str, object]:
     """One part's result, whatever becomes of it."""
     with tempfile.TemporaryDirectory(prefix=f"gpu-{part.name}-", ignore_cleanup_errors=True) as folder:
         work = Path(folder)
@@ -182,7 +184,7 @@ def run_part(part: Part, seconds: float, place: Place) -> dict[str, object]:
         words = {"{python}": sys.executable, "{lightning}": str(beside), "{work}": folder}
         began = time.monotonic()
         with (work / "log").open("wb") as log:
-            outcome, code = wait_for([filled(word, words) for word in part.command], seconds, log.fileno())
+            outcome, code = wait_for([filled(word, words) for word in part.command], part.seconds, log.fileno())
         took = time.monotonic() - began
         figures, missing = read_figures(work / part.figures) if part.figures else (None, "")
         if outcome == "passed" and missing:
@@ -195,7 +197,7 @@ def run_part(part: Part, seconds: float, place: Place) -> dict[str, object]:
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),  # noqa: UP017 — older Pythons say that there is no GPU
         "command": " ".join(part.command),
         "seconds": round(took, 1),
-        "limit": round(seconds),
+        "limit": round(part.seconds),
         "outcome": outcome,
         "exit_code": code,
         "figures": figures,
@@ -260,24 +262,22 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
     """Look for a GPU and run what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[part.name for part in parts], help="these parts alone")
-    parser.add_argument("--again", action="store_true", help="also those that have a result for this commit")
+    parser.add_argument("--again", action="store_true", help="also those that have a result already")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="no part runs longer than this, all counted")
     parser.add_argument("--out", type=Path, default=DATA, help="the folder of the results")
     parser.add_argument("--commit", default="", help="the name of the code, where there is no git")
     parser.add_argument("--look", action="store_true", help="only say whether there is a GPU")
     given = parser.parse_args(arguments)
     gpu = look_for_gpu()
-    if gpu is None:
-        say(
-            "There is no CUDA GPU on this machine (nvidia-smi finds none), so there is nothing that `make gpu` could show."
-        )
+    if isinstance(gpu, str):
+        say(f"There is no CUDA GPU on this machine ({gpu}), so there is nothing that `make gpu` could show.")
         return NO_GPU
     if given.look:
         return 0
     commit = given.commit or current_commit()
     if not commit:
         say("This folder has no git history, so name the code that runs: --commit NAME.")
-        return NO_GPU
+        return NO_NAME
     chosen = [part for part in parts if part.name in (given.only or [each.name for each in parts])]
     place = Place(commit, *gpu, installed_versions())
     return run_parts(chosen, place, given.out, minutes=given.minutes, again=given.again)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,12 @@ def counting(tmp_path: Path) -> tuple[Part, Callable[[], int]]:
     [
         (PLACE, False, 1),
         (PLACE, True, 2),
-        (Place("def", PLACE.gpu, PLACE.driver, {}), False, 2),
-        (Place(PLACE.commit, "NVIDIA Other", PLACE.driver, {}), False, 2),
+        (replace(PLACE, commit="def"), False, 2),
+        (replace(PLACE, gpu="NVIDIA Other"), False, 2),
+        (replace(PLACE, driver="590.1"), False, 2),
+        (replace(PLACE, versions={"torch": "2.13.0", "vllm": "0.20"}), False, 2),
     ],
-    ids=["known", "again", "another commit", "another GPU"],
+    ids=["known", "again", "another commit", "another GPU", "another driver", "other packages"],
 )
 def test_it_goes_on_with_what_has_no_result_yet(tmp_path: Path, other: Place, again: bool, times: int) -> None:
     one, runs = counting(tmp_path)
@@ -111,10 +114,11 @@ def test_half_a_result_is_none(tmp_path: Path, left: str) -> None:
 def test_when_the_minutes_are_over_the_rest_waits_for_the_next_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A part that is cut off sooner than it may take has come to nothing."""
     one, runs = counting(tmp_path)
-    assert run.run_parts([one], PLACE, tmp_path, minutes=0.1) == 1
+    assert run.run_parts([one], PLACE, tmp_path, minutes=0.9) == 1
     assert (runs(), (tmp_path / "gpu-one.json").exists()) == (0, False)
-    assert "not begun" in capsys.readouterr().out
+    assert "not begun, it may take 60 s and of 0.9 minutes 54 s are left" in capsys.readouterr().out
     assert run.run_parts([one], PLACE, tmp_path) == 0
 
 
@@ -123,9 +127,11 @@ def test_a_machine_without_a_gpu_is_told_in_a_sentence(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert run.main(["--out", str(tmp_path)], [part("good")]) == 2
-    assert capsys.readouterr().out.count(".") == 1
+    said = capsys.readouterr().out
+    assert (said.count("."), "(nvidia-smi is not installed)" in said) == (1, True)
     smi(tmp_path, "echo 'No devices were found'; exit 6")
     assert run.main(["--look"]) == 2
+    assert "(nvidia-smi finds none)" in capsys.readouterr().out
     assert list(tmp_path.glob("*.json")) == []
 
 
@@ -139,7 +145,7 @@ def test_parts_are_chosen_by_name_and_the_code_must_have_one(
 ) -> None:
     smi(tmp_path, "echo 'NVIDIA H200, 580.159.03'")
     monkeypatch.setenv("PATH", str(tmp_path))  # without git
-    assert run.main(["--out", str(tmp_path)], [part("good")]) == 2
+    assert run.main(["--out", str(tmp_path)], [part("good")]) == 3
     assert "--commit NAME" in capsys.readouterr().out
     given = ["--commit", "mine", "--only", "good", "--out", str(tmp_path)]
     assert run.main(given, [part("fails"), part("good")]) == 0
