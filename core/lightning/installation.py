@@ -117,15 +117,16 @@ def source(distribution: str = OWN) -> Origin:
 
     try:
         found = json.loads(metadata.distribution(distribution).read_text("direct_url.json") or "{}")
-        url = urlsplit(found.get("url", ""))
+        told = found if isinstance(found, dict) else {}
+        url = urlsplit(str(told.get("url", "")))
     except (metadata.PackageNotFoundError, ValueError):
         return Origin("unknown")
-    place = url2pathname(url.path) if url.scheme == "file" else ""
+    place, folder = url2pathname(url.path) if url.scheme == "file" else "", told.get("dir_info")
     if not place or not Path(place).exists():
         return Origin("unknown")
-    if "dir_info" not in found:
-        return Origin("wheel", place)
-    return Origin("editable" if found["dir_info"].get("editable") else "folder", place)
+    if isinstance(folder, dict):
+        return Origin("editable" if folder.get("editable") else "folder", place)
+    return Origin("wheel", place) if place.endswith(".whl") else Origin("unknown")
 
 
 def _folder(place: str) -> str:

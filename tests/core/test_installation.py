@@ -54,19 +54,23 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         ({"url": "{place}/gone.whl", "archive_info": {}}, "pip install 'NAME[torch]<1'", "pip install 'NAME[torch]'", None),
         ({"url": "https://x.org/x.git", "vcs_info": {}}, "pip install 'NAME[torch]<1'", "pip install 'NAME[torch]'", None),
+        ({"url": "{place}", "vcs_info": {}}, "pip install 'NAME[torch]<1'", "pip install 'NAME[torch]'", None),
+        ({"url": "{place}/one.tar.gz", "archive_info": {}}, "pip install 'NAME[torch]<1'", "pip install 'NAME[torch]'", None),
+        ([], "pip install 'NAME[torch]<1'", "pip install 'NAME[torch]'", None),
         (None, "pip install 'NAME[torch]<1'", "pip install 'NAME[torch]'", None),
     ],
-    ids=["editable", "folder", "wheel", "a wheel that is gone", "git", "index"],
+    ids=["editable", "folder", "wheel", "a wheel that is gone", "git", "git in a folder", "sdist", "nonsense", "index"],
 )  # fmt: skip
 def test_what_installs_an_extra(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, object] | None, own: str,
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, object] | list[object] | None, own: str,
     of_a_stranger: str, newer: str | None,
 ) -> None:  # fmt: skip
     """The index's `lightning` is PyTorch Lightning: no command takes this one from there."""
     place = tmp_path / "it's a folder"
     place.mkdir()
-    (place / "one.whl").touch()
-    if told is not None:
+    for name in ("one.whl", "one.tar.gz"):
+        (place / name).touch()
+    if isinstance(told, dict):
         told = {**told, "url": str(told["url"]).replace("{place}", place.as_uri())}
     installed(site, None if told is None else json.dumps(told))
     shown = str(place).replace("'", "'\"'\"'")
