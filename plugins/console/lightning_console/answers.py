@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from lightning_console import router
 from lightning_console.address import Address
+from lightning_console.blocks import with_whole_characters
 from lightning_console.places import Places
 
 BUDGET: Final = 40_000
@@ -126,6 +127,11 @@ def _block(block: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
 async def answer(places: Places, address: str | Address, block: str = "") -> dict[str, Any]:
     """The page of an address as a program gets it; of it one `block` alone, where one is named by its title. `error` is why it
     cannot be shown, `cut` what was cut from it."""
+    told: dict[str, Any] = with_whole_characters(await _answer(places, address, block))
+    return told
+
+
+async def _answer(places: Places, address: str | Address, block: str) -> dict[str, Any]:
     page = (await router.show(places, str(address))).to_json()
     if page["title"] == router.CANNOT:
         return {"address": page["address"], "error": page["blocks"][0]["value"]["notices"][0]["text"]}

@@ -6,11 +6,16 @@ the page as text and never as markup. The same values are drawn by a live consol
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
+import orjson
 from lightning.types import Json
+
+HALF: Final = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which texts of agents may have, and JSON as bytes cannot."""
 
 Tone = Literal["", "good", "bad", "warn", "muted"]
 """How something is meant: its colour, always beside a word or a sign."""
@@ -344,3 +349,29 @@ class Page:
             "next": self.next,
             "blocks": [block.to_json() for block in self.blocks],
         }
+
+
+def with_whole_characters(value: Any) -> Any:
+    """A value of JSON in which each half of a surrogate pair is written out, as `\\ud800`."""
+    match value:
+        case str():
+            return HALF.sub(lambda found: ascii(found[0])[1:-1], value)
+        case Mapping():
+            return {with_whole_characters(name): with_whole_characters(item) for name, item in value.items()}
+        case list() | tuple():
+            return [with_whole_characters(item) for item in value]
+        case _:
+            return value
+
+
+def json_of(value: Any) -> bytes:
+    """A page, or what else is told of some, as JSON; what it does not know as text. Raises `TypeError` for a number that JSON
+    does not have."""
+    try:
+        return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # rare, and to look for it costs more than to write
+        return orjson.dumps(
+            with_whole_characters(value),
+            default=lambda other: with_whole_characters(str(other)),
+            option=orjson.OPT_NON_STR_KEYS,
+        )

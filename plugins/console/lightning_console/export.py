@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
 from lightning.errors import ConfigError, DataError
 
 from lightning_console import router
 from lightning_console.address import Address
-from lightning_console.blocks import Notices, Page
+from lightning_console.blocks import Notices, Page, json_of
 from lightning_console.places import Places
 from lightning_console.queries.branches import runs_with_branches
 
@@ -187,7 +186,7 @@ def _is_followed(link: str, runs: frozenset[str]) -> bool:
 
 def _write_page(folder: Path, address: str, page: dict[str, Any], found: _Found) -> str:
     """Write the script that has a page; returns its name."""
-    written = orjson.dumps(page, default=str, option=orjson.OPT_NON_STR_KEYS)
+    written = json_of(page)
     name = f"{hashlib.sha256(address.encode()).hexdigest()[:16]}.js"
     (folder / "data" / name).write_bytes(b"lightning.page(" + _as_script(written) + b");\n")
     found.bytes += len(written)
@@ -202,7 +201,7 @@ def _as_script(written: bytes) -> bytes:
 def _write_index(folder: Path, start: str, found: _Found) -> None:
     index = {"start": start, "files": found.files, "said": found.said()}
     began = b"lightning.start(document.getElementById('host'), lightning.exported("
-    (folder / "data" / "index.js").write_bytes(began + _as_script(orjson.dumps(index)) + b"));\n")
+    (folder / "data" / "index.js").write_bytes(began + _as_script(json_of(index)) + b"));\n")
     names = sorted(file.name for file in STATIC.iterdir())
     styles = "\n".join(f'<link rel="stylesheet" href="static/{name}">' for name in names if name.endswith(".css"))
     scripts = "\n".join(f'<script src="static/{name}"></script>' for name in names if name.endswith(".js"))

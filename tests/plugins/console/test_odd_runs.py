@@ -14,16 +14,20 @@ from lightning.errors import UnavailableError
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.trainer.plan import val_rollouts
-from lightning.types import Fault, Outcome, Rollout, Run, Task
+from lightning.types import Fault, Outcome, Rollout, Run, Task, ToolEvent
+from lightning_console.answers import answer
 from lightning_console.places import Places
 from lightning_console.queries import finding, proof
 from lightning_console.queries.curves import gain_of, read_curves
 from lightning_console.queries.finding import group_of
 from lightning_console.queries.runs import line_of
 from lightning_console.router import show
+from lightning_console.web.chat import Chat
+from lightning_console.web.desk import Desk
+from lightning_console.web.visitors import VISITOR, Visitor
 
 from tests.plugins.console.made_folder import in_store, plot
-from tests.plugins.console.made_rollouts import train
+from tests.plugins.console.made_rollouts import call, train
 from tests.plugins.debug.made_runs import Maker
 
 ODD = {
@@ -121,6 +125,28 @@ async def test_a_store_that_does_not_answer_is_no_odd_run(store: MemoryStore, mo
     page = json.dumps((await show(Places("db", stores={"db": store}), "runs")).to_json())
     assert "db cannot be read" in page
     assert "the server went away" in page
+
+
+HALF = "\ud83d"
+"""Half of a smiley, with which what a model wrote may end."""
+
+
+async def test_half_a_character_hides_no_page(store: MemoryStore) -> None:
+    """An agent's texts are shown with it written out, on pages and to programs; so is an address."""
+    VISITOR.set(Visitor("s", "", None, changes=True))
+    places = Places("db", stores={"db": store})
+    await store.put_run(Run("odd", "odd", {"model": f"mine{HALF}"}, 2.0))
+    await store.create_rollouts([Rollout("odd/0", "odd", Task({f"key{HALF}": f"{HALF} why?"}), "odd")])
+    (lease,) = await store.lease("odd", "worker")
+    await store.append([call(lease.rollout, 0, "solver", [1, 2], (3,))])
+    run = ToolEvent(f"tool{HALF}", "ok", arguments={"text": HALF}, output=f"an emoji {HALF}")
+    await store.complete("odd/0", lease.attempt, Outcome(fault=Fault.AGENT, error=f"no {HALF}", tool_events=(run,)))
+    desk = Desk(lambda _: places, Chat(None))
+    for address in ("runs", "run/odd", "rollout/odd/odd%2F0", f"run/{HALF}"):
+        said = json.dumps((await desk.show({"address": address}))["page"], ensure_ascii=False)
+        assert "A fault of the console" not in said
+        assert "\\ud83d" in said
+        assert json.dumps(await answer(places, address), ensure_ascii=False).encode()
 
 
 # evaluations that say nothing ----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from lightning.store.protocol import Store
 
 from lightning_console import router
 from lightning_console.address import Address
-from lightning_console.blocks import Page
+from lightning_console.blocks import Page, json_of, with_whole_characters
 from lightning_console.pages.branches import FORK
 from lightning_console.places import Places
 from lightning_console.web import actions
@@ -59,7 +59,7 @@ class Desk:
     async def show(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The page of `asked["address"]`, or that it is still the one whose digest is `asked["seen"]`."""
         who = visitor()
-        address = str(asked.get("address") or self._start)
+        address = with_whole_characters(str(asked.get("address") or self._start))
         page = await self._page(who, address)
         try:  # in a thread: a rollout's page has megabytes, and what else the server answers does not wait for them
             written, digest = await asyncio.to_thread(_written, page)
@@ -120,5 +120,5 @@ class Desk:
 
 def _written(page: Page) -> tuple[Any, str]:
     """A page as JSON has it, and its digest."""
-    written = orjson.dumps(page.to_json(), default=str, option=orjson.OPT_NON_STR_KEYS)
+    written = json_of(page.to_json())
     return orjson.loads(written), hashlib.sha256(written).hexdigest()
