@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -212,6 +212,19 @@ def answered(transition: Transition) -> list[Transition]:
     if transition.status is not CallStatus.ABORTED:
         return []
     return [replace(transition, status=status) for status in CallStatus if status.answered]
+
+
+def settled(transitions: Sequence[Transition]) -> tuple[Transition, ...]:
+    """The calls of one append; one that was answered and comes again as aborted, the same otherwise, is aborted from the start.
+    So the same append says the same thing twice."""
+    found, aborted = list(transitions), dict[tuple[str, int, int], Transition]()
+    for at in reversed(range(len(found))):  # what comes after a call says what became of it
+        call = found[at]
+        if call.status is CallStatus.ABORTED:
+            aborted[call.key] = call
+        elif call.status.answered and replace(call, status=CallStatus.ABORTED) == aborted.get(call.key):
+            found[at] = aborted[call.key]
+    return tuple(found)
 
 
 def known_as(once: str, method: str, *arguments: Json) -> str:

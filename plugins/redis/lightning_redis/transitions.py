@@ -90,7 +90,7 @@ class _Batch:
 
 async def append(link: Link, transitions: Sequence[Transition]) -> int:
     """See `Store.append`."""
-    transitions = tuple(transitions)  # it is read after others have run, who may change a list of theirs
+    transitions = rollout_state.settled(transitions)  # read after others have run, who may change a list of theirs
     if not transitions:
         return 0
     homes = [await link.home(transition.rollout) for transition in transitions]
@@ -165,22 +165,22 @@ async def _digest_in_place(link: Link, transition: Transition, value: bytes) -> 
     content = codec.content_digest(
         codec.pack(transition.prompt_ids), codec.pack(transition.response_ids), codec.pack(transition.logprobs)
     )
-    for answered in rollout_state.answered(transition):
-        if value[: calls.DIGEST_BYTES] == rollout_state.transition_digest(answered, content):
-            return await _take_back(link, transition, value, rollout_state.transition_digest(transition, content))
     attempt = (transition.rollout, transition.attempt)
+    stored = calls.unpack(*attempt, transition.seq, value)
     labels = (await _labels(link, [attempt]))[0]
     if labels.get(transition.id) == transition.caller:
-        stored = calls.unpack(*attempt, transition.seq, value)
-        original = replace(transition, caller=json_text.caller_from_text(calls.caller_text(stored)))
-        if rollout_state.transition_digest(original, content) == stored.digest:
-            return stored.digest
+        transition = replace(transition, caller=json_text.caller_from_text(calls.caller_text(stored)))
+    digest = rollout_state.transition_digest(transition, content)
+    if digest == stored.digest:
+        return digest
+    for answered in rollout_state.answered(transition):
+        if rollout_state.transition_digest(answered, content) == stored.digest:
+            return await _take_back(link, transition, stored, digest)
     raise _conflict(transition)
 
 
-async def _take_back(link: Link, transition: Transition, value: bytes, digest: bytes) -> bytes:
+async def _take_back(link: Link, transition: Transition, stored: Stored, digest: bytes) -> bytes:
     rollout, attempt, seq = transition.key
-    stored = calls.unpack(rollout, attempt, seq, value)
     keys = (link.keys("standing"), link.keys("calls", attempt, rollout))
     changed = calls.pack(transition, stored.parent, digest, stored.blob)
     head = (rollout, attempt, seq, calls.DIGEST_BYTES, stored.digest, changed)

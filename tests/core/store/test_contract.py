@@ -652,6 +652,35 @@ async def test_a_call_whose_answer_did_not_arrive_is_aborted_from_then_on(
     assert await leased.append([gone]) == 0
 
 
+@everywhere
+async def test_a_labelled_call_whose_answer_did_not_arrive_is_told_too_late(leased: Store, call: CallOf) -> None:
+    """As it was appended, and as it is named since: in both the attempt has ended, and the call is no other one."""
+    await leased.append([call(0), call(1)])
+    await leased.complete("a", 1, Outcome(reward=1.0, labels={"call-0": Caller("x")}))
+    named = await leased.transitions("a")
+    for late in (call(0), named[0], named[1]):
+        with pytest.raises(StaleAttemptError, match="ended"):
+            await leased.append([replace(late, status=CallStatus.ABORTED)])
+    with pytest.raises(ConflictError):
+        await leased.append([replace(named[0], status=CallStatus.ABORTED, temperature=0.5)])
+    assert await leased.transitions("a") == named
+
+
+@everywhere
+@pytest.mark.parametrize("known", [False, True], ids=["new", "stored"])
+async def test_a_call_may_be_answered_and_aborted_in_one_append(leased: Store, call: CallOf, known: bool) -> None:
+    first = call(0)
+    gone = replace(first, status=CallStatus.ABORTED)
+    if known:
+        await leased.append([first])
+    assert await leased.append([first, gone, call(1)]) == (1 if known else 2)
+    assert await leased.append([first, gone, call(1)]) == 0, "said twice"
+    assert await leased.transitions("a") == [gone, call(1)]
+    for other in ([gone, first], [first, replace(gone, temperature=0.5)]):
+        with pytest.raises(ConflictError):
+            await leased.append(other)
+
+
 async def test_nothing_is_added_to_an_ended_attempt_but_repeats_are_harmless(leased: Store, call: CallOf) -> None:
     await leased.append([call(0)])
     await leased.complete("a", 1, Outcome(reward=1.0))

@@ -131,7 +131,7 @@ class RelationalStore(Operations, ABC):
 
     async def append(self, transitions: Sequence[Transition]) -> int:
         """See `Store.append`."""
-        given = tuple(transitions)  # it is read after others have run, who may change a list of theirs
+        given = rollout_state.settled(transitions)  # read after others have run, who may change a list of theirs
         calls = cache(lambda: [transition_ops.prepare(transition) for transition in given])
         return await self._write(
             lambda tx: transition_ops.append(tx, calls()),

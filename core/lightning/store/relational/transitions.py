@@ -89,7 +89,7 @@ async def _is_repeated(transaction: Transaction, where: Standing, key: tuple[int
     if row[0] in await _digests(transaction, call.transition, call.packed.digest):
         return True
     for answered in rollout_state.answered(call.transition):
-        if row[0] == rollout_state.transition_digest(answered, call.packed.digest):
+        if row[0] in await _digests(transaction, answered, call.packed.digest):
             rollout_state.check_fence(where.position, call.transition.attempt)
             await transaction.run(sql.TAKE_BACK, (call.transition.status.value, call.values[-1], *key))
             return True
