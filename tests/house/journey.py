@@ -1,31 +1,51 @@
-"""Traces one model call from the socket to the durable row: which modules of the core it enters, and how many functions.
+"""Traces one model call from the socket to the durable row: which modules it enters, and how many functions of each.
 
     python tests/house/journey.py [--functions]
 
-A gateway over SQLite answers calls of a fake vLLM. The first call fills caches and opens connections; the second is traced in
-all threads. What is entered besides the core (the fake, clients, libraries) is left out.
+A gateway over SQLite answers calls of a fake vLLM and records their texts; every default plugin is loaded. The first call fills
+caches and opens connections; the second is traced in all threads. Modules are those of the core, the plugins and the adapters;
+what else is entered (the fake, clients, libraries) is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import sys
 import tempfile
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 
 import httpx
-import lightning
 from lightning.config.sections import GatewayConfig
 from lightning.gateway import Gateway, Upstream
+from lightning.plugins import plugins
 from lightning.store.sqlite import SqliteStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import Rollout, Run, Task
 
-CORE = Path(lightning.__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
+CORE = ROOT / "core" / "lightning"
+PACKAGES = (CORE, *(folder for place in ("plugins", "adapters") for folder in (ROOT / place).glob("*/lightning_*")))
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def module_of(file: Path) -> str:
+    """A file of a package as `room/module`, a plugin's or an adapter's below the package's name; empty for any other file."""
+    package = next((package for package in PACKAGES if file.is_relative_to(package)), None)
+    if package is None or file.is_relative_to(CORE / "testing"):
+        return ""
+    return str(file.relative_to(package if package == CORE else package.parent).with_suffix(""))
+
+
+def rooms(modules: Iterable[str]) -> dict[str, int]:
+    """How many modules of each room there are, by the room's name."""
+    return dict(
+        sorted(collections.Counter(name.rpartition("/")[0].partition("/")[0] or "." for name in modules).items())
+    )
 
 
 class Trace:
@@ -44,9 +64,8 @@ class Trace:
         """Module -> its functions that were entered, both in the order of their first entry."""
         found: dict[str, list[str]] = {}
         for code in self.entered:
-            file = Path(code.co_filename)
-            if file.is_relative_to(CORE) and not file.is_relative_to(CORE / "testing") and "<" not in code.co_name:
-                found.setdefault(str(file.relative_to(CORE).with_suffix("")), []).append(code.co_qualname)
+            if "<" not in code.co_name and (name := module_of(Path(code.co_filename))):
+                found.setdefault(name, []).append(code.co_qualname)
         return found
 
     def _heard(self, frame: FrameType, event: str, _: object) -> None:
@@ -57,6 +76,7 @@ class Trace:
 async def model_call(folder: Path) -> dict[str, list[str]]:
     """The modules that a model call enters, with its functions."""
     trace = Trace()
+    plugins().plugins()
     trace.install()
     store = SqliteStore(folder / "store.db")
     await store.open()
@@ -65,7 +85,10 @@ async def model_call(folder: Path) -> dict[str, list[str]]:
     (lease,) = await store.lease("run", "worker")
     async with FakeVLLM() as fake:
         gateway = Gateway(
-            store, [Upstream(fake.url, fake.model)], GatewayConfig(), secret=b"of the trace, and long enough"
+            store,
+            [Upstream(fake.url, fake.model)],
+            GatewayConfig(record_requests=True),
+            secret=b"of the trace, and long enough",
         )
         await gateway.start()
         llm = gateway.llm(lease)
@@ -91,6 +114,7 @@ def main() -> None:
         found = asyncio.run(model_call(Path(folder)))
     for module, functions in found.items():
         sys.stdout.write(f"{len(functions):4} {module}{' ' + ' '.join(functions) if given.functions else ''}\n")
+    sys.stdout.write("".join(f"{count:4} of {room}\n" for room, count in rooms(found).items()))
     sys.stdout.write(f"{len(found)} modules, {sum(map(len, found.values()))} functions\n")
 
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
 LONG = 60
 """Lines of a function from which on it should be two."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import os
 import re
 from pathlib import Path
 
@@ -19,15 +18,10 @@ from lightning.cli.app import build
 from lightning.server.api import description
 from typer.testing import CliRunner
 
-HERE = Path(__file__).parent
-UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"
+from tests.house.goldens import golden
+from tests.house.size import measure
 
-
-def golden(name: str, text: str) -> None:
-    file = HERE / "golden" / name
-    if UPDATE:
-        file.write_text(text)
-    assert text == file.read_text(), f"{name} changed: if that was meant, run `make golden` and commit it"
+ROOT = Path(__file__).parents[2]
 
 
 def test_public_names() -> None:
@@ -107,3 +101,11 @@ def test_every_package_that_is_typed_says_so() -> None:
     root = Path(lightning.__file__).parents[2]
     for package in (root / "core/lightning", root / "adapters/raw/lightning_raw", *root.glob("plugins/*/lightning_*")):
         assert (package / "py.typed").is_file(), package
+
+
+def test_the_size_of_every_room() -> None:
+    lines = [f"{'room':<28}{'files':>6}{'statements':>12}{'longest function':>18}\n"]
+    for room, size in measure(ROOT).items():
+        row = size.row()
+        lines.append(f"{room:<28}{row['files']:>6}{row['statements']:>12}{row['longest function']:>18}\n")
+    golden("size.txt", "".join(lines))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.house.goldens import UPDATE, golden
+from tests.house.journey import rooms
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
@@ -18,6 +20,7 @@ def test_a_model_call_enters_the_modules_that_the_page_names() -> None:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
     entered = re.findall(r"^ *\d+ (\S+)$", ran.stdout, re.MULTILINE)
+    golden("journey.txt", "".join(f"{room} {count}\n" for room, count in rooms(entered).items()))
     page = PAGE.read_text()
     table = page.partition("**A model call")[2].partition("**A rollout")[0].partition("|---|---|---|\n")[2]
     named = {
@@ -31,8 +34,6 @@ def test_a_model_call_enters_the_modules_that_the_page_names() -> None:
     }
     assert found - set(entered) == set()
     counted = re.sub(r"(?<=\n\| a model call \| )\d+", str(len(entered)), page)
-    if os.environ.get("UPDATE_GOLDEN") == "1":
+    if UPDATE:
         PAGE.write_text(counted)
-    assert page == counted or os.environ.get("UPDATE_GOLDEN") == "1", (
-        "run `make golden`, and name the new files in the table"
-    )
+    assert page == counted or UPDATE, "run `make golden`, and name the new files in the table"
