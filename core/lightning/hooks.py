@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
     from lightning.cli.app import Command
     from lightning.cli.check import Check
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from lightning.credit import Credit
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
+    from lightning.gateway.calls import Parts
+    from lightning.gateway.dialects import Dialect
     from lightning.maintenance.keeper import Keeper
     from lightning.runner.protocol import Agent, Runner
     from lightning.server.protocol import Host, WebApp
@@ -140,6 +144,24 @@ def register_web_apps(register: Callable[[str, Callable[[Host], WebApp]], None])
 
     `make(host)` is called before the port opens and should take a moment; it gives a `WebApp`, an ASGI application with a
     `close`. Who may see what is the application's to check, by `host.authenticator`.
+    """
+
+
+@hookspec
+def register_dialects(register: Callable[[str, Callable[[], Dialect]], None]) -> None:
+    """APIs that the gateway speaks besides OpenAI's chat and completions, by their path: `register("responses", Responses)`
+    makes it answer POSTs to `/v1/responses`.
+
+    The factory makes a `lightning.gateway.dialects.Dialect`, one for each gateway. Two of one path are an error at the start.
+    """
+
+
+@hookspec
+def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None]) -> None:
+    """What else the gateway answers to a POST, by its path below a version: `register("messages/count_tokens", CountTokens)`.
+
+    The factory makes an ASGI application of `lightning.gateway.calls.Parts`, what every call of that gateway goes through. Who
+    may ask is the application's to check, by `parts.identity`; what it answers is no call, and is not recorded.
     """
 
 

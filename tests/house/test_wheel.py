@@ -18,8 +18,8 @@ from tests.house.test_install_commands import resolve
 
 ROOT = Path(__file__).parents[2]
 ENTRY_POINTS = [
-    "algorithms", "autogen.autogen_core", "command", "console", "crewai.crewai", "debug", "deploy", "dspy.dspy", "engines",
-    "examples", "finetuning", "jsonl", "k8s", "langchain.langchain_core", "llama-index.llama_index.core",
+    "algorithms", "autogen.autogen_core", "command", "console", "crewai.crewai", "debug", "deploy", "dialects", "dspy.dspy",
+    "engines", "examples", "finetuning", "jsonl", "k8s", "langchain.langchain_core", "llama-index.llama_index.core",
     "openai-agents.agents", "otel.opentelemetry.trace", "planner", "postgres", "prompts", "raw", "ray", "redis", "runners",
     "smolagents.smolagents", "stores", "trackers", "verl",
 ]  # fmt: skip

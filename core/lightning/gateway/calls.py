@@ -88,7 +88,7 @@ LOGPROBS_ARE_JSON = (
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class Parts:
     """The parts of a gateway that every call goes through."""
 
     config: GatewayConfig
@@ -105,7 +105,7 @@ class Calls:
 class CallEndpoint:
     """The ASGI application behind one dialect's route."""
 
-    def __init__(self, dialect: Dialect, parts: Calls) -> None:
+    def __init__(self, dialect: Dialect, parts: Parts) -> None:
         self._dialect, self._config, self._identity, self._policies = (
             dialect,
             parts.config,

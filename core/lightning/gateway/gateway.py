@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning.addresses import Allowed
 from lightning.errors import GatewayError
-from lightning.gateway.calls import Calls
+from lightning.gateway.calls import Parts
 from lightning.gateway.connections import Serving, bind
 from lightning.gateway.conversations import Conversations
 from lightning.gateway.exchanges import Exchanges
@@ -85,7 +85,7 @@ class Gateway:
         self._history = History(store)
         self.conversations = Conversations(store, keeps_text=config.record_requests)
         self.feedback = FeedbackEndpoint(config, identity, store)
-        calls = Calls(
+        parts = Parts(
             config,
             identity,
             self._policies,
@@ -96,7 +96,7 @@ class Gateway:
             self.conversations,
             Branches(store, recording),
         )
-        self._front = build_front(calls, traces, self.feedback)
+        self._front = build_front(parts, traces, self.feedback)
         self.app = self._front.app
 
     def mount(self, app: ASGIApp, name: str = "api") -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
-import aiohttp
 import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,32 +21,24 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lightning.config.sections import GatewayConfig
-from lightning.errors import StoreError
+from lightning.errors import GatewayError, StoreError
 from lightning.gateway.body_limits import beside
-from lightning.gateway.calls import CallEndpoint, Calls
-from lightning.gateway.chat_template import prompt_of
-from lightning.gateway.dialects import DIALECTS
-from lightning.gateway.dialects.messages import Messages, chat_request
-from lightning.gateway.dialects.translated import readable
+from lightning.gateway.calls import CallEndpoint, Parts
+from lightning.gateway.dialects import Chat, Completions, Dialect
 from lightning.gateway.feedback import FEEDBACK_PATH, FeedbackEndpoint
 from lightning.gateway.http import (
     JSON_TYPE,
-    Body,
     ClientGoneError,
     RefusalError,
-    UpstreamError,
-    read_object,
     send_bytes,
 )
 from lightning.gateway.identity import Claims, Identity
 from lightning.gateway.policy_registry import Policies
-from lightning.gateway.providers import Providers
-from lightning.gateway.recorder import Recorder
 from lightning.gateway.replay.branches import Branches
 from lightning.gateway.request_body import read_body
 from lightning.gateway.traces import PATH, TraceEndpoint
-from lightning.gateway.upstream.client import Forwarder
+from lightning.gateway.upstream.client import UNANSWERED, Forwarder
+from lightning.plugins import plugins
 
 log = logging.getLogger(__name__)
 
@@ -58,66 +49,12 @@ OWN_PATHS = frozenset({"v1", "r", "openai", "health"})
 """What paths of the gateway begin with."""
 MODELS = "/models"
 TOOL_RUNS = "/tool_runs"
-COUNT_PATH = f"{Messages.path}/count_tokens"
-POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_PATH, PATH, FEEDBACK_PATH)
-LISTED = ", ".join([*(f"POST /v1{path}" for path in POSTS), "GET /v1/models", "GET /v1/tool_runs", "GET /health"])
 OTHERS = (
     " Other calls of a provider's API go to the provider from the agent's process, if its runner was started with a key for it "
     "(OPENAI_API_KEY, ANTHROPIC_API_KEY) and the client is based on httpx, or from the gateway, if gateway.providers has one "
     "that lists the route; else give that client its own base_url and key."
 )
-EXISTING = f"These exist: {LISTED}; and the same below /r/<token>/v1."
 JSON = "application/json"
-UNANSWERED = (aiohttp.ClientError, TimeoutError, OSError, UpstreamError)
-"""What asking a policy server raises when it does not answer as itself."""
-
-
-class CountTokens:
-    """`POST /v1/messages/count_tokens`: the tokens of a prompt, by the policy server's own tokenizer and chat template, over
-    the very chat messages that `/v1/messages` would send."""
-
-    def __init__(
-        self, config: GatewayConfig, identity: Identity, policies: Policies, forwarder: Forwarder, providers: Providers
-    ) -> None:
-        self._config, self._identity, self._policies, self._forwarder = config, identity, policies, forwarder
-        self._providers = providers
-        self._dialect = Messages()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. Never raises for what is the agent's or vLLM's fault."""
-        try:
-            claims = self._identity.claims(scope)
-            self._identity.check_over(claims)
-            payload = await read_body(scope, receive, self._config.max_body_bytes)
-            body = await beside(scope, partial(read_object, payload))
-            if (provider := self._providers.of_model(body.get("model"))) is not None:
-                await self._providers.pass_on(provider, COUNT_PATH[1:], payload, scope, receive, send)
-                return
-            with readable():
-                chat = chat_request(body)
-            status, answer = await self._count(claims, chat)
-            await send_bytes(send, status, answer)
-        except RefusalError as refusal:
-            await send_bytes(send, refusal.status, self._dialect.refusal(refusal), (JSON_TYPE, *refusal.headers))
-        except ClientGoneError:
-            return
-
-    async def _count(self, claims: Claims, chat: Body) -> tuple[int, bytes]:
-        policy = self._policies.of(claims.run)
-        tokenize = partial(self._forwarder.tokenize, policy, claims.rollout)
-        try:
-            await self._dialect.fit(chat, policy.template, tokenize)
-            with readable():
-                prompt = prompt_of(chat)
-            status, payload = await tokenize(prompt)
-            if status != 200:
-                return status, self._dialect.upstream_refusal(status, payload)
-            count = orjson.loads(payload)["count"]
-            said = {"input_tokens": count, "context_management": {"original_input_tokens": count}}
-            return 200, orjson.dumps(said)
-        except (*UNANSWERED, orjson.JSONDecodeError, KeyError, TypeError) as error:
-            message = f"The policy server did not count the tokens ({error!r}). Ask again."
-            raise RefusalError(502, "upstream_failed", message) from error
 
 
 class ToolRuns:
@@ -137,13 +74,15 @@ class ToolRuns:
 class Others:
     """What stands below a version and is no route of the gateway's: a provider answers it, or nobody does."""
 
-    def __init__(self, config: GatewayConfig, identity: Identity, recorder: Recorder, providers: Providers) -> None:
-        self._config, self._identity, self._recorder, self._providers = config, identity, recorder, providers
+    def __init__(self, parts: Parts, directory: Directory) -> None:
+        self._config, self._identity = parts.config, parts.identity
+        self._recorder, self._providers, self._directory = parts.recorder, parts.providers, directory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. What an agent asks for and does not get is recorded as a refused call."""
-        route, unknown = scope["path_params"]["route"], unknown_route(scope["method"], without_token(scope["path"]))
-        if f"/{route}" in (*POSTS, MODELS, TOOL_RUNS):
+        route = scope["path_params"]["route"]
+        unknown = self._directory.no_such(scope["method"], without_token(scope["path"]))
+        if f"/{route}" in (*self._directory.posts, MODELS, TOOL_RUNS):
             raise HTTPException(405)
         try:
             claims = self._identity.claims(scope)
@@ -221,22 +160,24 @@ class Front:
         await (endpoint or self.app)(scope, receive, send)
 
 
-def build_front(parts: Calls, traces: TraceEndpoint, feedback: FeedbackEndpoint) -> Front:
+def build_front(parts: Parts, traces: TraceEndpoint, feedback: FeedbackEndpoint) -> Front:
     """The routes, tied to the parts that serve them."""
-    config, identity, providers = parts.config, parts.identity, parts.providers
-    info, tool_runs = Info(identity, parts.policies, parts.forwarder), ToolRuns(identity, parts.branches)
-    endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect(), parts) for dialect in DIALECTS}
-    endpoints[COUNT_PATH] = CountTokens(config, identity, parts.policies, parts.forwarder, providers)
-    endpoints[PATH] = traces
-    endpoints[FEEDBACK_PATH] = feedback
+    info, tool_runs = Info(parts.identity, parts.policies, parts.forwarder), ToolRuns(parts.identity, parts.branches)
+    endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect, parts) for dialect in spoken()}
+    endpoints |= {PATH: traces, FEEDBACK_PATH: feedback}
+    for name in plugins().names("routes"):
+        if (path := f"/{name}") in (*endpoints, MODELS, TOOL_RUNS):
+            raise GatewayError(f"a plugin registers the route {name!r}, which the gateway answers already")
+        endpoints[path] = plugins().route(name)(parts)
+    directory = Directory(tuple(endpoints))
     routes: list[Route] = [Route("/health", info.health, methods=["GET"])]
     for prefix in PREFIXES:
         routes += [Route(f"{prefix}{path}", endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
         routes.append(Route(f"{prefix}{MODELS}", info.models, methods=["GET"]))
         routes.append(Route(f"{prefix}{TOOL_RUNS}", tool_runs.__call__, methods=["GET"]))
-    others = Others(config, identity, parts.recorder, providers)
+    others = Others(parts, directory)
     routes += [Route(f"{prefix}/{{route:path}}", others) for prefix in PREFIXES]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, RefusalError: _refusal})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: directory.http_error, RefusalError: _refusal})
     return Front(app, {f"/v1{path}": endpoint for path, endpoint in endpoints.items()})
 
 
@@ -278,15 +219,50 @@ class Info:
             raise RefusalError(502, "upstream_failed", message) from error
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    path = without_token(request.url.path)
-    if error.status_code == 404:
-        return _answer(unknown_route(request.method, path))
-    if error.status_code == 405:
-        message = f"{request.method} is not allowed for {path}. {EXISTING}"
-        return _answer(RefusalError(405, "method_not_allowed", message))
-    return _answer(RefusalError(error.status_code, "http_error", error.detail))
+def spoken() -> list[Dialect]:
+    """OpenAI's chat and completions, and one dialect of each kind that plugins register. Raises `GatewayError` for one whose
+    path is another than it is registered with, or is spoken already."""
+    found: list[Dialect] = [Chat(), Completions()]
+    for name in plugins().names("dialects"):
+        dialect = plugins().dialect(name)()
+        if dialect.path != f"/{name}" or any(dialect.path == other.path for other in found):
+            raise GatewayError(
+                f"a plugin registers the dialect {name!r} for {dialect.path}: each has its own path, /{name}"
+            )
+        found.append(dialect)
+    return found
+
+
+class Directory:
+    """What the gateway answers, for whoever asks for something else. `posts` are the paths, below a version, of what is
+    posted."""
+
+    def __init__(self, posts: Sequence[str]) -> None:
+        self.posts = posts
+        listed = ", ".join(
+            [*(f"POST /v1{path}" for path in posts), "GET /v1/models", "GET /v1/tool_runs", "GET /health"]
+        )
+        self._existing = f"These exist: {listed}; and the same below /r/<token>/v1."
+
+    def no_such(self, method: str, path: str) -> RefusalError:
+        """The refusal (404) of what nobody answers here."""
+        message = f"There is no {method} {path} here. {self._existing}"
+        if "/v1/v1/" in path:
+            message += " Anthropic's clients add /v1 themselves: give them the base URL without it."
+        elif path.removeprefix("/r/<token>").startswith(("/v1/", "/openai/")):
+            message += OTHERS
+        return RefusalError(404, "unknown_route", message)
+
+    async def http_error(self, request: Request, error: Exception) -> Response:
+        """What Starlette refuses, as the gateway says it."""
+        assert isinstance(error, HTTPException)
+        path = without_token(request.url.path)
+        if error.status_code == 404:
+            return _answer(self.no_such(request.method, path))
+        if error.status_code == 405:
+            message = f"{request.method} is not allowed for {path}. {self._existing}"
+            return _answer(RefusalError(405, "method_not_allowed", message))
+        return _answer(RefusalError(error.status_code, "http_error", error.detail))
 
 
 async def _refusal(request: Request, error: Exception) -> Response:
@@ -297,16 +273,6 @@ async def _refusal(request: Request, error: Exception) -> Response:
 def _answer(refusal: RefusalError) -> Response:
     headers = {name.decode(): value.decode() for name, value in refusal.headers}
     return Response(refusal.body, refusal.status, headers, JSON)
-
-
-def unknown_route(method: str, path: str) -> RefusalError:
-    """The refusal (404) of what nobody answers here."""
-    message = f"There is no {method} {path} here. {EXISTING}"
-    if "/v1/v1/" in path:
-        message += " Anthropic's clients add /v1 themselves: give them the base URL without it."
-    elif path.removeprefix("/r/<token>").startswith(("/v1/", "/openai/")):
-        message += OTHERS
-    return RefusalError(404, "unknown_route", message)
 
 
 def without_token(path: str) -> str:

@@ -136,6 +136,8 @@ Kind: TypeAlias = Literal[
     "checks",
     "demos",
     "web_apps",
+    "dialects",
+    "routes",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

@@ -26,6 +26,8 @@ from lightning.types import Caller, StepState, Task, ToolEvent
 from lightning.types.values import as_texts
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
     from lightning.cli.app import Command
     from lightning.cli.check import Check
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from lightning.credit import Credit
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
+    from lightning.gateway.calls import Parts
+    from lightning.gateway.dialects import Dialect
     from lightning.runner.protocol import Agent, Runner
     from lightning.server.protocol import Host, WebApp
     from lightning.store.protocol import Store
@@ -183,6 +187,14 @@ class Plugins:
     def demo(self, name: str) -> Callable[[], Demo]:
         """The factory of a demonstration."""
         return cast("Callable[[], Demo]", self.get("demos", name))
+
+    def dialect(self, name: str) -> Callable[[], Dialect]:
+        """The factory of an API that gateways speak at `/v1/NAME`."""
+        return cast("Callable[[], Dialect]", self.get("dialects", name))
+
+    def route(self, name: str) -> Callable[[Parts], ASGIApp]:
+        """The factory of what answers a POST to `/v1/NAME` on gateways."""
+        return cast("Callable[[Parts], ASGIApp]", self.get("routes", name))
 
     def web_app(self, name: str) -> Callable[[Host], WebApp]:
         """The factory of what answers below `/NAME` on servers."""

@@ -128,13 +128,14 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
 
 def _answer(call: ChatRequest, text: str) -> tuple[bytes, int]:
     """The body of the answer, and its status."""
-    from lightning.gateway.dialects import Messages, Responses
     from lightning.gateway.http import RefusalError
+    from lightning.plugins import plugins
 
     streams, route = bool(call.body.get("stream")), call.path.partition("?")[0]
-    dialect = next((dialect for dialect in (Responses(), Messages()) if route.endswith(f"/v1{dialect.path}")), None)
-    if dialect is None:
+    name = next((name for name in plugins().names("dialects") if route.endswith(f"/v1/{name}")), None)
+    if name is None:
         return _stream(call, text) if streams else json.dumps(_completion(call, text)).encode(), 200
+    dialect = plugins().dialect(name)()
     try:
         _, translator = dialect.translate(dict(call.body), (), f"{dialect.id_prefix}1")
     except RefusalError as refusal:

@@ -77,6 +77,16 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.maintenance.relational",
         ),
         "an agent in a sandbox": ("lightning.runner.bwrap",),
+        "an API of the gateway": (
+            "lightning.gateway.body_limits",
+            "lightning.gateway.calls",
+            "lightning.gateway.chat_template",
+            "lightning.gateway.dialects",
+            "lightning.gateway.http",
+            "lightning.gateway.identity",
+            "lightning.gateway.request_body",
+            "lightning.gateway.upstream.client",
+        ),
         "a runner": (
             "lightning.instrument.providers",
             "lightning.runner.agent_serialization",

@@ -14,10 +14,10 @@ import pytest
 from lightning.errors import StoreError
 from lightning.gateway import calls, redaction
 from lightning.gateway import exchanges as recorded
-from lightning.gateway.dialects import DIALECTS
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
 from lightning.gateway.replay.branches import Branches
+from lightning.gateway.routes import spoken
 from lightning.store import exchanges
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus, Rollout, Task, Transition, logprobs, token_ids
@@ -395,7 +395,7 @@ async def test_a_reply_with_ids_is_looked_through_only_where_a_credential_may_be
 async def test_a_large_body_is_worked_on_beside_the_calls(house, path, monkeypatch):
     """Parsed, cut and made ready for the policy server in a thread: `/health` is answered meanwhile."""
     worked = {}
-    dialect = next(each for each in DIALECTS if each.path == f"/{path}")
+    dialect = type(next(each for each in spoken() if each.path == f"/{path}"))
     for owner, name in ((calls, "read_object"), (exchanges, "cut"), (dialect, "translate"), (dialect, "plan")):
         do = getattr(owner, name)
 

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.gateway import Upstream, answers, http
 from lightning.gateway.answers import SHAPE_ERRORS
-from lightning.gateway.dialects import DIALECTS, Capture
+from lightning.gateway.dialects import Capture
 from lightning.gateway.http import EventCutter, UpstreamError, data_of
+from lightning.gateway.routes import spoken
 from lightning.gateway.upstream import client
 from lightning.policy_server.packed_logprobs import FIELD, pack
 from lightning.types import CallStatus
@@ -99,7 +100,7 @@ ANSWER = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.path)
+@pytest.mark.parametrize("dialect", spoken(), ids=lambda dialect: dialect.path)
 @settings(max_examples=60)
 @given(said=st.lists(ANSWER | JSON, max_size=3), stream=st.booleans())
 def test_answers_of_any_shape_are_read_or_called_misshapen(dialect, said, stream):

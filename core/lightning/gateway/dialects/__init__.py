@@ -1,11 +1,9 @@
-"""The API shapes the gateway speaks. A new one is a module here and a line in `DIALECTS`."""
+"""The API shapes the gateway speaks: OpenAI's chat and completions, and those that plugins register."""
 
-from lightning.gateway.dialects.base import Capture, Choice, Dialect, Plan, offered_tools
-from lightning.gateway.dialects.completions import Chat, Completions
-from lightning.gateway.dialects.messages import Messages
-from lightning.gateway.dialects.responses import Responses
-from lightning.gateway.dialects.translated import Translator
+from lightning.gateway.dialects.base import Capture, Choice, Dialect, Plan, Translator, offered_tools, refuse_parameter
+from lightning.gateway.dialects.completions import Chat, Completions, strip_reasoning
 
-DIALECTS: tuple[type[Dialect], ...] = (Chat, Completions, Responses, Messages)
-
-__all__ = ["DIALECTS", "Capture", "Choice", "Dialect", "Messages", "Plan", "Responses", "Translator", "offered_tools"]
+__all__ = [
+    "Capture", "Chat", "Choice", "Completions", "Dialect", "Plan", "Translator", "offered_tools", "refuse_parameter",
+    "strip_reasoning",
+]  # fmt: skip

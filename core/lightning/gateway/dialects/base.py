@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lightning.gateway.http import Body, RefusalError, UpstreamError
 from lightning.policy_server.packed_logprobs import FIELD, unpack
@@ -20,7 +20,6 @@ from lightning.types import LogProbs, TokenIds, logprobs, token_ids
 
 if TYPE_CHECKING:
     from lightning.gateway.chat_template import ChatTemplate, Tokenize
-    from lightning.gateway.dialects.translated import Translator
 
 LONGEST_TOOL, LONGEST_ARGUMENTS = 256, 4096
 """Characters kept of the name and the arguments of a tool that the model has invented."""
@@ -154,6 +153,30 @@ class Capture:
     def finished(self, expected: int) -> bool:
         """Whether every expected choice has its finish reason."""
         return len(self.choices) >= expected and all(choice.finish_reason for choice in self.choices.values())
+
+
+class Translator(Protocol):
+    """One call of a dialect that is asked of vLLM in another: what the agent sees of vLLM's answer. Methods raise what reading
+    an answer of another shape raises."""
+
+    def whole(self, reply: Body) -> Body:
+        """The dialect's object for a whole answer."""
+
+    def chunk(self, chunk: Body) -> bytes:
+        """The dialect's events for one chunk, possibly none."""
+
+    def end(self) -> bytes:
+        """The events that end a stream."""
+
+    def broken(self, refusal: RefusalError) -> bytes:
+        """The event that tells that a stream broke off."""
+
+    def answer(self) -> Body:
+        """The object for a whole answer that was read; of a stream, what it adds up to."""
+
+    def conversation(self) -> list[Body] | None:
+        """The chat messages up to the end of an answer that is complete, which later requests may go on with by its id; None
+        where none may."""
 
 
 class Dialect(ABC):

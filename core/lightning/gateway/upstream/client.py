@@ -49,6 +49,8 @@ MAX_TRIES = 8
 MODELS_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 MODEL = "policy"
 """The model name agents use; `policy:NAME` also names the agent that calls."""
+UNANSWERED = (aiohttp.ClientError, TimeoutError, OSError, UpstreamError)
+"""What asking a policy server raises when it does not answer as itself."""
 
 
 class Forwarder:

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from lightning.gateway.dialects.base import Plan, refuse_parameter
-from lightning.gateway.dialects.completions import Chat, strip_reasoning
+from lightning.gateway.dialects import Chat, Plan, refuse_parameter, strip_reasoning
 from lightning.gateway.http import Body, RefusalError, write_object
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning.gateway.dialects.base import refuse_parameter
-from lightning.gateway.dialects.client_tools import (
+from lightning.gateway.dialects import refuse_parameter
+from lightning.gateway.http import Body
+
+from lightning_dialects.client_tools import (
     CALLS,
     KINDS,
     OUTPUTS,
@@ -20,8 +22,7 @@ from lightning.gateway.dialects.client_tools import (
     is_of_the_client,
     output_of,
 )
-from lightning.gateway.dialects.translated import ask_for_stream, items_of, object_field, passed_on, text_field
-from lightning.gateway.http import Body
+from lightning_dialects.translated import ask_for_stream, items_of, object_field, passed_on, text_field
 
 SEPARATOR = "__"
 """Between a namespace and a tool's name, as vLLM joins them."""

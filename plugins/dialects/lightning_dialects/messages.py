@@ -16,10 +16,11 @@ import json
 from collections.abc import Iterator, Sequence
 
 import orjson
-
 from lightning.gateway.chat_template import ChatTemplate, Tokenize
-from lightning.gateway.dialects.base import refuse_parameter
-from lightning.gateway.dialects.translated import (
+from lightning.gateway.dialects import refuse_parameter
+from lightning.gateway.http import Body, RefusalError
+
+from lightning_dialects.translated import (
     Event,
     Kind,
     Part,
@@ -34,7 +35,6 @@ from lightning.gateway.dialects.translated import (
     readable,
     text_field,
 )
-from lightning.gateway.http import Body, RefusalError
 
 BILLING = "x-anthropic-billing-header"
 """Claude Code's first system block: it differs with every request, and says nothing to the model."""

@@ -10,17 +10,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from lightning.gateway.dialects.base import refuse_parameter
-from lightning.gateway.dialects.client_tools import ClientTool, client_tools, item_of
-from lightning.gateway.dialects.responses_request import (
+from lightning.gateway.dialects import refuse_parameter
+from lightning.gateway.http import Body, RefusalError
+
+from lightning_dialects.client_tools import ClientTool, client_tools, item_of
+from lightning_dialects.responses_request import (
     chat_request,
     hosted_tools,
     messages_of,
     namespaces,
     without_hosted_tools,
 )
-from lightning.gateway.dialects.translated import Event, Kind, Part, Step, Translated, Translator, event, readable
-from lightning.gateway.http import Body, RefusalError
+from lightning_dialects.translated import Event, Kind, Part, Step, Translated, Translator, event, readable
 
 ECHOED: Mapping[str, object] = {
     "instructions": None,

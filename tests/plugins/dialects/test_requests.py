@@ -9,11 +9,12 @@ import time
 import pytest
 from lightning.gateway import chat_template
 from lightning.gateway.chat_template import ChatTemplate, ShownTools, prompt_of
-from lightning.gateway.dialects import Messages, Responses
 from lightning.gateway.dialects.completions import IGNORED, Chat
 from lightning.gateway.http import RefusalError
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus
+from lightning_dialects.messages import Messages
+from lightning_dialects.responses import Responses
 
 OURS = {"model", "messages", "return_token_ids", "logprobs", "top_logprobs", "max_tokens"}
 HI = {"role": "user", "content": "hi"}

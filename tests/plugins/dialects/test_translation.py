@@ -7,9 +7,9 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.gateway.dialects.messages import MessageTranslator
-from lightning.gateway.dialects.responses import ResponseTranslator, ToolNames
 from lightning.gateway.http import EventCutter, RefusalError, data_of
+from lightning_dialects.messages import MessageTranslator
+from lightning_dialects.responses import ResponseTranslator, ToolNames
 
 TEXTS = st.text(max_size=12)
 ARGUMENTS = st.dictionaries(st.text(max_size=4), st.none() | st.integers() | st.text(max_size=6), max_size=3)

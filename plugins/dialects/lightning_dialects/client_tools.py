@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.gateway.dialects.base import refuse_parameter
-from lightning.gateway.dialects.translated import items_of, object_field, text_field
+from lightning.gateway.dialects import refuse_parameter
 from lightning.gateway.http import Body
+
+from lightning_dialects.translated import items_of, object_field, text_field
 
 TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
 LIST = {"type": "array", "items": TEXT}

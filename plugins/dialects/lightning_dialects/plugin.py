@@ -1,0 +1,31 @@
+"""The Responses API and Anthropic's Messages API, as a plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from lightning.gateway.calls import Parts
+    from lightning.gateway.dialects import Dialect
+    from starlette.types import ASGIApp
+
+
+@hookimpl
+def register_dialects(register: Callable[[str, Callable[[], Dialect]], None]) -> None:
+    """`responses` and `messages`."""
+    from lightning_dialects.messages import Messages
+    from lightning_dialects.responses import Responses
+
+    register("responses", Responses)
+    register("messages", Messages)
+
+
+@hookimpl
+def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None]) -> None:
+    """`messages/count_tokens`."""
+    from lightning_dialects.count_tokens import CountTokens
+
+    register("messages/count_tokens", CountTokens)

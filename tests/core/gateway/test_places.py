@@ -1,0 +1,102 @@
+"""Where a plugin stands in the gateway: an API of its own, and what else answers on the port."""
+
+from __future__ import annotations
+
+import pytest
+from lightning.errors import GatewayError, PluginError
+from lightning.gateway import routes
+from lightning.plugins import Plugins
+
+ASK = '''
+import lightning
+from lightning.gateway.dialects import Chat
+from starlette.responses import PlainTextResponse
+
+
+class Ask(Chat):
+    """`{"q": ...}` is answered `{"a": ...}`."""
+
+    path, id_prefix = "/ask", "ask-"
+
+    def translate(self, body, before, response_id):
+        return {"model": body.get("model"), "messages": [{"role": "user", "content": body["q"]}]}, Answer()
+
+
+class Answer:
+    def whole(self, reply):
+        return {"a": reply["choices"][0]["message"]["content"]}
+
+    def conversation(self):
+        return None
+
+
+class Elsewhere(Ask):
+    path = "/other"
+
+
+@lightning.hookimpl
+def register_dialects(register):
+    register("PATH", DIALECT)
+
+
+@lightning.hookimpl
+def register_routes(register):
+    register("ROUTE", lambda parts: PlainTextResponse(str(parts.config.hosted_tools)))
+'''
+
+
+@pytest.fixture
+def stranger(install, monkeypatch: pytest.MonkeyPatch):
+    """A plugin that speaks an API and answers a route, found as an installed one is."""
+
+    def make(path: str = "ask", dialect: str = "Ask", route: str = "ask/how", name: str = "stranger") -> None:
+        source = ASK.replace("PATH", path).replace("DIALECT", dialect).replace("ROUTE", route)
+        install(f"{name}-dialect", {name: f"{name}_dialect"}, {f"{name}_dialect": source})
+        found = Plugins()
+        monkeypatch.setattr(routes, "plugins", lambda: found)
+
+    return make
+
+
+async def test_a_strangers_api_is_spoken_and_recorded_and_its_route_answers(stranger, build) -> None:
+    stranger()
+    house = await build()
+    http = await house.http()
+    answer = (await http.post("/ask", json={"q": "hello", "model": "policy"})).json()
+    (call,) = await house.recorded()
+    assert answer["a"]
+    assert call.id.startswith("ask-")
+    assert len(call.response_ids) > 0
+    assert (await http.post("/ask/how", json={})).text == "refuse"
+    assert "POST /v1/ask, " in (await http.get("/ask/what")).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"dialect": "Elsewhere"}, "the dialect 'ask' for /other: each has its own path"),
+        ({"path": "chat/completions"}, "the dialect 'chat/completions' for /ask"),
+        ({"route": "responses"}, "the route 'responses', which the gateway answers already"),
+        ({"route": "models"}, "the route 'models', which the gateway answers already"),
+    ],
+)
+async def test_what_is_answered_already_is_refused_by_its_name(stranger, build, named, said: str) -> None:
+    stranger(**named)
+    with pytest.raises(GatewayError, match=said):
+        await build()
+
+
+async def test_two_plugins_of_one_path_are_both_named(stranger, build) -> None:
+    stranger()
+    stranger(name="second")
+    with pytest.raises(PluginError, match=r"two plugins register the dialect 'ask': .*(second|stranger)"):
+        await build()
+
+
+async def test_without_the_plugin_its_apis_are_not_there(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "dialects")
+    found = Plugins()
+    monkeypatch.setattr(routes, "plugins", lambda: found)
+    house = await build()
+    answer = await (await house.http()).post("/responses", json={"input": "hello"})
+    assert (answer.status_code, "POST /v1/chat/completions" in answer.text) == (404, True)
