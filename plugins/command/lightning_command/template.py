@@ -26,7 +26,7 @@ TASKS = ("{task.",)
 """How a word begins that a task fills from its first character on."""
 OPERATORS = frozenset({"|", "||", "&&", ";", "&", ">", ">>", "<", "2>", "2>&1", "&>"})
 SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})
-SCRIPTED = (*sorted(SHELLS), "python")
+SCRIPTED = re.compile("|".join([*sorted(SHELLS), r"python[\d.]*"]))
 """Programs that take no option any more after -c SCRIPT."""
 LONGEST_ARGUMENT = 128 * 1024 - 1
 """Bytes of one argument that Linux takes."""
@@ -114,7 +114,7 @@ def arguments_of(words: Sequence[str], values: Mapping[str, object]) -> Iterator
     program, ended = PurePath(words[0]).name, False
     for before, word in itertools.pairwise(words):
         filled = _argument(word, values)
-        ended = ended or before == "--" or (program.startswith(SCRIPTED) and bool(re.fullmatch(r"-\w*c", before)))
+        ended = ended or before == "--" or bool(SCRIPTED.fullmatch(program) and re.fullmatch(r"-\w*c", before))
         if filled.startswith("-") and not ended and word.startswith(TASKS):
             raise DataError(
                 f"the task's text {filled[:40]!r} begins with '-', and {program} would take it for an option: write -- before "

@@ -85,6 +85,9 @@ def test_a_task_gives_a_program_no_option(said: str, word: str) -> None:
     values = values_of(task, LLM("http://h/v1", "k", "m"), "m", "/f", "/p")
     with pytest.raises(DataError, match=r"begins with '-', and git would take it for an option: write -- before"):
         list(arguments_of(words_of(f"git {word}"), values))
+    for other in ("shred", "pythonscript"):
+        with pytest.raises(DataError, match=f"begins with '-', and {other} would take it for an option"):
+            list(arguments_of([other, "-c", word], values))
     filled = word.replace("{task.input}", said).replace("{task.metadata.said}", said)
     for before in (["git", "--"], ["sh", "-c", 'echo "$1"', "sh"], ["/usr/bin/python3.11", "-c", "pass"]):
         assert list(arguments_of([*before, word], values))[-1] == filled
