@@ -207,6 +207,8 @@ def command(
         raise ConfigError("a command has a grader or a reward_file, not both: let the grader read the file")
     if Path(reward_file).is_absolute() or ".." in Path(reward_file).parts:
         raise ConfigError(f"the reward_file {reward_file!r} lies outside of a rollout's folder: name a file below it")
+    if reward_file and not Path(reward_file).name:
+        raise ConfigError(f"the reward_file {reward_file!r} is the rollout's folder itself: name a file below it")
     if grader is not None and not callable(grader):
         raise ConfigError(f"the grader is {grader!r}, which cannot be called with (task, result)")
     env = env or {}

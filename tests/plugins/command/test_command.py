@@ -149,6 +149,11 @@ def test_a_reward_that_all_rollouts_would_share_is_refused(name: str) -> None:
         lightning.command(sh("true"), reward_file=name)
 
 
+def test_a_reward_file_that_is_the_folder_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is the rollout's folder itself: name a file below it"):
+        lightning.command(sh("true"), reward_file=".")
+
+
 def seen_by(task: Task, result: CommandResult) -> float:
     """A grader that keeps what it sees in the place of an error."""
     raise LookupError(result.stdout)
