@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -508,14 +508,23 @@ def main(given: argparse.Namespace) -> None:
         given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
 
-if __name__ == "__main__":
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """What is asked for; `--only` names rows of the table that is made."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", nargs="*", choices=[*ATTACKS, *bodies()])
+    parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--recording", action="store_true")
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--role", nargs="*", default=[], help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(given)
+    table = bodies() if options.recording else ATTACKS
+    if unknown := [name for name in options.only if name not in table]:
+        parser.error(f"--only has {unknown[0]!r}, and there are: {', '.join(table)}")
+    return options
+
+
+if __name__ == "__main__":
+    options = arguments()
     match options.role:
         case ["serve", "recording", records]:
             logging.disable()

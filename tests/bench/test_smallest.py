@@ -231,6 +231,16 @@ def test_a_benchmark_runs_at_its_smallest_size(
     assert not size.json or json.loads(out.read_text())
 
 
+def test_a_row_of_the_other_table_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = load("hostile", monkeypatch)
+    for asked in (["--recording", "--only", "values"], ["--only", "texts"]):
+        with pytest.raises(SystemExit, match="2"):
+            run(module, asked, monkeypatch)
+        assert f"--only has '{asked[-1]}', and there are: " in capsys.readouterr().err
+
+
 def test_no_benchmark_is_without_a_smallest_size() -> None:
     names = {file.stem.removeprefix("bench_") for file in HERE.glob("bench_*.py")}
     assert names == {*SMALLEST, *PREPARED, *ELSEWHERE}
