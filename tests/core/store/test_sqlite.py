@@ -580,6 +580,8 @@ async def test_a_store_stays_where_it_is_when_the_process_goes_to_another_folder
         ("fuse.sshfs", True),
         ("fuseblk", False),
         ("fuse.fuse-overlayfs", False),
+        ("fuse.gocryptfs", False),
+        ("virtiofs", True),
     ],
 )
 async def test_a_file_that_other_machines_may_have_is_told(
@@ -594,6 +596,7 @@ async def test_a_file_that_other_machines_may_have_is_told(
         f"40 27 0:50 / {point} rw,relatime - nfs hidden:/ rw\n"
         f"41 27 0:51 / {point} rw,relatime shared:2 master:3 - {kind} server:/runs rw,vers=4.2\n"
         f"42 27 0:52 / {point}/other rw - nfs server:/other rw\n"
+        "\n43 27 a line of another kernel\n"
     )
     monkeypatch.setattr(place, "MOUNTS", mounts)
     for path in (folder / "run" / "lightning.db", tmp_path / "local.db"):

@@ -13,10 +13,13 @@ from typing import Final
 logger = logging.getLogger(__name__)
 MOUNTS: Final = Path("/proc/self/mountinfo")
 SHARED: Final = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs"}
-)
+    {
+        "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs",
+        "virtiofs", "gfs2", "ocfs2", "vboxsf", "prl_fs", "wekafs", "panfs", "orangefs", "pvfs2",
+    }
+)  # fmt: skip
 """Types of file systems that several machines may have mounted, of `fuse.sshfs` and its like the first word."""
-LOCAL: Final = frozenset({"fuse.fuse-overlayfs"})
+LOCAL: Final = frozenset({"fuse.fuse-overlayfs", "fuse.gocryptfs", "fuse.mergerfs"})
 
 
 def shared_file_system(path: str) -> str:
@@ -29,7 +32,10 @@ def shared_file_system(path: str) -> str:
     found, depth = "", 0
     for line in lines:
         about, _, source = line.partition(" - ")
-        point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), about.split(" ")[4]))
+        fields = about.split(" ")
+        if len(fields) < 5:  # it is not as the kernel's documentation has it
+            continue
+        point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4]))
         if (
             place.is_relative_to(point) and len(point.parts) >= depth
         ):  # of two at one point the later one covers the other
