@@ -103,9 +103,9 @@ def __getattr__(name: str) -> object:
     if home is None:
         said = f"module 'lightning' has no attribute {name!r}"
         if name in _PYTORCH_LIGHTNING:
-            from lightning.installation import OTHER
+            from lightning.installation import PYTORCH_LIGHTNING_CURE
 
-            said += f": PyTorch Lightning has, and this is another lightning. {OTHER}"
+            said += f": PyTorch Lightning has, and this is another lightning. {PYTORCH_LIGHTNING_CURE}"
         raise AttributeError(said)
     try:
         module = importlib.import_module(home)

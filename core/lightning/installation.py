@@ -56,7 +56,7 @@ def upgrade_cure(distribution: str = OWN) -> str:
     return f"pip install --upgrade {distribution}"
 
 
-OTHER = (
+PYTORCH_LIGHTNING_CURE = (
     "Run `pip uninstall -y lightning` until it finds nothing, then install this lightning again. A program that needs PyTorch "
     "Lightning can use the distribution pytorch-lightning, whose package has another name, or an environment of its own"
 )
@@ -68,7 +68,7 @@ def warn_of_pytorch_lightning(folder: str) -> None:
     import warnings
 
     said = f"PyTorch Lightning's files lie in the folder of this package, {folder}: each has overwritten files of the other"
-    warnings.warn(f"{said}. {OTHER}.", RuntimeWarning, stacklevel=3)
+    warnings.warn(f"{said}. {PYTORCH_LIGHTNING_CURE}.", RuntimeWarning, stacklevel=3)
 
 
 def conflicts(version: str) -> Iterator[tuple[str, str]]:
@@ -80,10 +80,10 @@ def conflicts(version: str) -> Iterator[tuple[str, str]]:
     spec = util.find_spec(OWN)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(folder) / "pytorch").is_dir():
-            yield f"PyTorch Lightning's files lie in the folder of this package, {folder}", OTHER
+            yield f"PyTorch Lightning's files lie in the folder of this package, {folder}", PYTORCH_LIGHTNING_CURE
     for one in metadata.distributions(name=OWN):
         if one.version != version:
-            cure = install_command() if _satisfied(f"{OWN}{BOUND}", one.version) else OTHER
+            cure = install_command() if _satisfied(f"{OWN}{BOUND}", one.version) else PYTORCH_LIGHTNING_CURE
             yield f"lightning {one.version} is installed in {one.locate_file('')}, and lightning {version} runs", cure
     for one in metadata.distributions():
         if any(entry.group == OWN for entry in one.entry_points):

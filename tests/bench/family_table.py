@@ -11,7 +11,6 @@ is wrong, by so many nats.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import logging
 import re
@@ -194,8 +193,7 @@ def try_family(case: Case, folder: Path) -> dict[str, object]:
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     blank = [row(length, np.zeros(length)) for length in (SHORT, LONG)]
     rows = [row(len(one), right_values(reference, one.ids, growing=case.growing)) for one in blank]
-    served = {"max_model_len": CONTEXT} if "max_model_len" in inspect.signature(TorchEngine.__init__).parameters else {}
-    engine = TorchEngine(device="cpu", gradient_checkpointing=True, step="linear", **served)  # type: ignore[arg-type]
+    engine = TorchEngine(device="cpu", gradient_checkpointing=True, step="linear", max_model_len=CONTEXT)
     began = time.monotonic()
     try:
         engine.open(folder, OptimizerConfig(lr=1e-9), seed=0)

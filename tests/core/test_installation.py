@@ -12,7 +12,7 @@ import lightning
 import pytest
 from lightning import __version__, installation
 from lightning.cli import doctor
-from lightning.installation import CPU_INDEX, OTHER, conflicts, install_command, upgrade_cure
+from lightning.installation import CPU_INDEX, PYTORCH_LIGHTNING_CURE, conflicts, install_command, upgrade_cure
 
 from tests.conftest import Install
 
@@ -130,7 +130,7 @@ def test_import_says_that_the_files_of_both_are_mixed(tmp_path: Path, beside: bo
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == str(package / "__init__.py")
     assert ("PyTorch Lightning's files lie in the folder of this package" in ran.stderr) is beside
-    assert (OTHER in ran.stderr) is beside
+    assert (PYTORCH_LIGHTNING_CURE in ran.stderr) is beside
 
 
 def test_a_name_of_pytorch_lightning_s_says_whose_it_is() -> None:
@@ -160,8 +160,8 @@ def test_doctor_says_what_else_is_called_lightning(
     monkeypatch.setattr(lightning.__spec__, "submodule_search_locations", [str(package)])
     found = {check.detail: (check.status, check.cure) for check in doctor._lightning()}
     assert found == {
-        f"PyTorch Lightning's files lie in the folder of this package, {package}": ("broken", OTHER),
-        f"lightning 2.6.6 is installed in {site}, and lightning {__version__} runs": ("broken", OTHER),
+        f"PyTorch Lightning's files lie in the folder of this package, {package}": ("broken", PYTORCH_LIGHTNING_CURE),
+        f"lightning 2.6.6 is installed in {site}, and lightning {__version__} runs": ("broken", PYTORCH_LIGHTNING_CURE),
         "forecasts 1.0 requires lightning<3.0.0,>=2.0.0, which is PyTorch Lightning": (
             "broken",
             "install forecasts in an environment of its own",
@@ -183,6 +183,8 @@ def test_own_plugins_that_are_not_found_are_said_with_the_reason(
     from lightning.plugins import discovery
 
     monkeypatch.setattr(metadata, "entry_points", lambda **_: ())
-    monkeypatch.setattr(discovery, "conflicts", lambda _: iter([("lightning 2.6.6 is installed", OTHER)]))
+    monkeypatch.setattr(
+        discovery, "conflicts", lambda _: iter([("lightning 2.6.6 is installed", PYTORCH_LIGHTNING_CURE)])
+    )
     discovery.discover()
     assert "lightning's own plugins are missing: lightning 2.6.6 is installed. Run `pip uninstall" in caplog.text

@@ -24,8 +24,8 @@ from lightning.engines.plugin import torch_engine
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import LightningError, PluginError
 from lightning.gateway.chat_template import CURE_OF_TEMPLATE
-from lightning.installation import conflicts, install_command
-from lightning.plugins import OWN, plugins
+from lightning.installation import OWN, conflicts, install_command
+from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import free_memory
 from lightning.policy_server.model_facts import read_facts
 

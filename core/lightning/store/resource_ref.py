@@ -48,7 +48,7 @@ def parse_reference(text: str) -> ResourceReference:
     return ResourceReference(name, int(which) if which.isdecimal() else which or LATEST, place)
 
 
-def apart(text: str, sign: str, *beside: Path) -> tuple[str, str, str]:
+def split_reference(text: str, sign: str, *beside: Path) -> tuple[str, str, str]:
     """`text` at its last `sign`: what stands before it, the sign, and what stands behind. The whole and nothing where there is
     no sign, or where a folder or file, here or `beside`, has the whole for its name: what exists is meant."""
     if sign not in text or any((folder / text).exists() for folder in (Path(), *beside)):

@@ -130,7 +130,7 @@ SELECT_HEADS: Final = (
     f"SELECT t.n, t.digest, substr(t.tokens, 1, ?), {CALL_COLUMNS} FROM transitions t "  # noqa: S608
     "WHERE t.rollout = ? AND t.attempt = ? ORDER BY t.seq"
 )
-TAKE_BACK: Final = "UPDATE transitions SET status = ?, digest = ? WHERE rollout = ? AND attempt = ? AND seq = ?"
+MARK_ABORTED: Final = "UPDATE transitions SET status = ?, digest = ? WHERE rollout = ? AND attempt = ? AND seq = ?"
 NAME_CALLER: Final = "UPDATE transitions SET caller = ?, digest = ? WHERE n = ?"
 SELECT_LAST_BLOBS: Final = (
     "SELECT n, parent, tokens FROM transitions WHERE rollout = ? AND attempt = ? ORDER BY n DESC LIMIT ?"

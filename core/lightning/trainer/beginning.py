@@ -24,7 +24,7 @@ from lightning.errors import AuditError, ConfigError, EngineError, StoreError
 from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import apart, run_id_of, store_in
+from lightning.store.resource_ref import run_id_of, split_reference, store_in
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints
@@ -115,7 +115,7 @@ class _RunAt:
 
 @asynccontextmanager
 async def _opened(parent: str, into: Path, store: str) -> AsyncIterator[_RunAt]:
-    name, at, text = apart(parent, "@", into.parent)
+    name, at, text = split_reference(parent, "@", into.parent)
     if at and not text.isdecimal():
         raise ConfigError(
             f"{parent!r} names no step of a run: write RUN@STEP, as runs/first@20, or RUN for its last step"
@@ -209,7 +209,7 @@ async def find_teacher(
 
 
 async def _teacher_folder(name: str, into: Path, config: Config, url: str, *, kept: bool) -> Path:
-    run, at, step = apart(name, "@", into.parent)
+    run, at, step = split_reference(name, "@", into.parent)
     if at and step.isdecimal():
         known = hashlib.sha256(name.encode()).hexdigest()[:8]
         made = into / TEACHER / f"{Path(run).name}@{step}-{known}"
@@ -314,7 +314,7 @@ class Beginning:
                     f"run {run.id!r} began with the model's own weights: give another `out` to fork a run"
                 )
             theirs, step = str(run.config[FORKED]).rsplit("@", 1)
-            name, _, asked = apart(parent, "@", self.folder.parent)
+            name, _, asked = split_reference(parent, "@", self.folder.parent)
             if theirs not in {run_id_of(Path(name)), run_id_of(self.folder.parent / name)} or asked not in ("", step):
                 raise ConfigError(
                     f"run {run.id!r} began with the weights of {theirs}@{step}, not of {parent}: leave --from out to go on "

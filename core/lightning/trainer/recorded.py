@@ -23,7 +23,7 @@ from lightning.gateway.conversations import PREFIX, SPLIT
 from lightning.plugins import plugins
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import apart, existing_store
+from lightning.store.resource_ref import existing_store, split_reference
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.plan import TRAIN, units_from
@@ -79,7 +79,7 @@ async def open_record(place: str, pinned: Json, project: str) -> AsyncIterator[R
     `pinned` is what a run that goes on has recorded of it; None: all that is there now. Raises `ConfigError` for a place that
     has no scored rollouts, and where some that the run began with are gone.
     """
-    where, _, only = apart(place, "#")
+    where, _, only = split_reference(place, "#")
     url = existing_store(where)
     store = plugins().store(url)
     await store.open()
@@ -327,7 +327,7 @@ def _aged(step: int, groups: Sequence[Group], newest: Mapping[str, int]) -> Iter
 
 def _beside(place: str, out: Path) -> str:
     """The place of a record, where a run may be named by the name of its folder beside `out`."""
-    where, hash_sign, only = apart(place, "#", out.parent)
+    where, hash_sign, only = split_reference(place, "#", out.parent)
     beside = out.parent / where
     if "://" not in where and not Path(where).exists() and beside.exists():
         return f"{beside}{hash_sign}{only}"

@@ -104,8 +104,8 @@ async def run(
 
 
 def read_reward(file: Path) -> Any:
-    """The JSON in a file with a reward, which whoever is judged may have made: a pipe is not waited for, nor is much read.
-    Raises `OSError` for what cannot be read or is no file, and `ValueError` for what is no JSON."""
+    """The JSON in a file with a reward, which the program that is judged may have made: a pipe is not waited for, nor is much
+    read. Raises `OSError` for what cannot be read or is no file, and `ValueError` for what is no JSON."""
     with open(file, "rb", opener=_at_once) as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file")

@@ -22,7 +22,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 FIELDS = ("task.input", "task.id", "task.metadata", "llm.base_url", "llm.api_key", "llm.model", "folder", "project")
 """`task.input` and `task.metadata` may go on with keys: `{task.metadata.repository}`."""
 DEEP = ("task.input.", "task.metadata.")
-TASKS = ("{task.",)
+TASK = "{task."
 """How a word begins that a task fills from its first character on."""
 OPERATORS = frozenset({"|", "||", "&&", ";", "&", ">", ">>", "<", "2>", "2>&1", "&>"})
 SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})
@@ -115,7 +115,7 @@ def arguments_of(words: Sequence[str], values: Mapping[str, object]) -> Iterator
     for before, word in itertools.pairwise(words):
         filled = _argument(word, values)
         ended = ended or before == "--" or bool(SCRIPTED.fullmatch(program) and re.fullmatch(r"-\w*c", before))
-        if filled.startswith("-") and not ended and word.startswith(TASKS):
+        if filled.startswith("-") and not ended and word.startswith(TASK):
             raise DataError(
                 f"the task's text {filled[:40]!r} begins with '-', and {program} would take it for an option: write -- before "
                 f"{word} in the command, --option={word}, or give the text on standard input (stdin={word!r})"

@@ -73,7 +73,7 @@ RECORDED: Final = (
 """What is taken from the record of a run: how its calls were sampled and its agents ran. The record may be a stranger's, so
 whatever names a file, a module, a program, a host to reach or a variable comes from the caller alone. (`runner.reroute` names
 hosts that are *not* reached.)"""
-DECIDING: Final = ("gateway.providers", "policy_server.args", "runner.preload", "runner.sandbox")
+CALLER_ONLY: Final = ("gateway.providers", "policy_server.args", "runner.preload", "runner.sandbox")
 """Settings that a branch may need as its parent had them, and that only the caller can give."""
 INSTEAD: Final = "leave --live out (live=False): then a vLLM is started with the weights that answered the call"
 """What to do where the policy of the parent's run cannot answer."""
@@ -290,7 +290,7 @@ def config_of(
 def _left_out(recorded: Mapping[str, Any], config: Config) -> list[str]:
     """The recorded settings that may matter to a branch, are none of `RECORDED`, and that the caller has not given."""
     here, default = config.model_dump(mode="json"), Config().model_dump(mode="json")
-    return [name for name in DECIDING if _at(recorded, name) not in (_at(default, name), _at(here, name))]
+    return [name for name in CALLER_ONLY if _at(recorded, name) not in (_at(default, name), _at(here, name))]
 
 
 def _at(tree: Mapping[str, Any], name: str) -> Any:

@@ -26,11 +26,11 @@ from lightning.store.epochs import Epoch, is_over, read_epochs
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import (
     ResourceReference,
-    apart,
     existing_store,
     find,
     parse_reference,
     run_id_of,
+    split_reference,
     store_in,
 )
 from lightning.store.url import redacted
@@ -64,10 +64,10 @@ def find_model(what: str, runs: Path, into: Path, config: Config) -> EvaluatedMo
     Weights that have to be made again are written below `into`, once. `runs` is where names are looked for.
     Raises `ConfigError` or `StoreError`, naming what there is, for what is not there.
     """
-    if apart(what, "#", runs)[1]:
+    if split_reference(what, "#", runs)[1]:
         reference = parse_reference(what)
         return _of_resource(existing_store(reference.place), reference)
-    run, at, which = apart(what, "@", runs)
+    run, at, which = split_reference(what, "@", runs)
     tried = [Path(run), runs / run]
     if folder := next((each for each in tried if store_in(each)), None):
         if at and not which.isdecimal():

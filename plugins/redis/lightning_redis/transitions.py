@@ -175,16 +175,16 @@ async def _digest_in_place(link: Link, transition: Transition, value: bytes) -> 
         return digest
     for answered in rollout_state.answered(transition):
         if rollout_state.transition_digest(answered, content) == stored.digest:
-            return await _take_back(link, transition, stored, digest)
+            return await _mark_aborted(link, transition, stored, digest)
     raise _conflict(transition)
 
 
-async def _take_back(link: Link, transition: Transition, stored: Stored, digest: bytes) -> bytes:
+async def _mark_aborted(link: Link, transition: Transition, stored: Stored, digest: bytes) -> bytes:
     rollout, attempt, seq = transition.key
     keys = (link.keys("standing"), link.keys("calls", attempt, rollout))
     changed = calls.pack(transition, stored.parent, digest, stored.blob)
     head = (rollout, attempt, seq, calls.DIGEST_BYTES, stored.digest, changed)
-    word, *rest = await link.run(lua_scripts.TAKE_BACK, keys, *head)
+    word, *rest = await link.run(lua_scripts.MARK_ABORTED, keys, *head)
     if word == "refused":
         raise refuse(rest[0], rollout, attempt)
     if word not in ("ok", "changed"):  # changed: by another who says the same; who appends looks again

@@ -91,7 +91,7 @@ async def _is_repeated(transaction: Transaction, where: Standing, key: tuple[int
     for answered in rollout_state.answered(call.transition):
         if row[0] in await _digests(transaction, answered, call.packed.digest):
             rollout_state.check_fence(where.position, call.transition.attempt)
-            await transaction.run(sql.TAKE_BACK, (call.transition.status.value, call.values[-1], *key))
+            await transaction.run(sql.MARK_ABORTED, (call.transition.status.value, call.values[-1], *key))
             return True
     raise ConflictError(
         f"transition {call.transition.key} is stored already with other content: give each call of an attempt its own seq "
