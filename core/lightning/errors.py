@@ -6,7 +6,7 @@
     ├── PluginError (RuntimeError)           a plugin could not be loaded or used
     ├── DataError (ValueError)               tasks, rewards or tokens that cannot be trained on
     ├── StoreError (RuntimeError)            the database refused
-    │   ├── SchemaError                      it is corrupt, or newer than this program
+    │   ├── SchemaError                      it is corrupt, or of another schema
     │   ├── UnavailableError                 it cannot be reached now; asking again may help
     │   ├── StaleAttemptError                a late writer was fenced off
     │   ├── ConflictError                    one idempotency key, two contents
@@ -73,7 +73,7 @@ class StoreError(LightningError, RuntimeError):
 
 
 class SchemaError(StoreError):
-    """The database is corrupt, or was written by a newer release."""
+    """The database is corrupt, or has another schema than this version of lightning."""
 
 
 class UnavailableError(StoreError):

@@ -56,6 +56,12 @@ def upgrade_cure(distribution: str = OWN) -> str:
     return f"pip install --upgrade {distribution}"
 
 
+def other_format(found: str, known: str) -> str:
+    """What is said of something that another version of lightning wrote: `found` says what has which format, `known` names the
+    format that there is here."""
+    return f"{found}, but this version of lightning works with {known} only: use the version that wrote it, or begin a new run"
+
+
 PYTORCH_LIGHTNING_CURE = (
     "Run `pip uninstall -y lightning` until it finds nothing, then install this lightning again. A program that needs PyTorch "
     "Lightning can use the distribution pytorch-lightning, whose package has another name, or an environment of its own"

@@ -18,14 +18,14 @@ import typer
 
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError, StoreError
-from lightning.maintenance import DatabaseStatus, check_schema, keeper_of, look
+from lightning.maintenance import DatabaseStatus, check_store, keeper_of, look
 from lightning.maintenance.export import TABLES, ExportScope, chosen_runs, read_table
 from lightning.maintenance.export_files import Format, write_lines, write_table
 from lightning.maintenance.prune import PruneRequest, RunPlan, carry_out, plan
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import existing_store
-from lightning.store.url import parse, redacted, sqlite_url
+from lightning.store.url import parse, sqlite_url
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -38,46 +38,13 @@ ASKED: Final = ("http", "https")
 
 @app.command("status")
 def status(place: Place, as_json: AsJson = False) -> None:
-    """Show a database's schema, runs, rollouts, calls, size and age. An older schema is not upgraded."""
+    """Show a database's schema, runs, rollouts, calls, size and age."""
     url = existing_store(place)
     found = asyncio.run(_status(url))
     if as_json:
         print_json(found)
     else:
-        print_table(["", escape(found.store)], [[name, escape(value)] for name, value in _lines(found, place)])
-
-
-@app.command("upgrade")
-def upgrade(
-    place: Place,
-    backup_: Annotated[
-        bool, typer.Option("--backup/--no-backup", help="First copy the database, to a file beside it.")
-    ] = True,
-) -> None:
-    """Upgrade a database to this release's schema, after a backup. `train` and `serve` do so automatically."""
-    url = existing_store(place)
-    asyncio.run(keeper_of(url).schema())  # raises where there is no store
-    before = asyncio.run(keeper_of(url).status())
-    if before.schema == before.newest_schema:
-        say(f"{escape(before.store)} has schema {before.schema} already")
-        return
-    if backup_ and before.schema:
-        if parse(url).scheme != "sqlite":
-            raise ConfigError(
-                "this command backs up SQLite files beside themselves only: run `lightning db backup` with a file of your "
-                "choice (or the database's own tool), then `lightning db upgrade --no-backup`"
-            )
-        copy = Path(f"{parse(url).path}.schema-{before.schema}")
-        if copy.exists():
-            raise StoreError(
-                f"{copy} exists already, as an upgrade that broke off leaves it: go on with `lightning db upgrade {place} "
-                "--no-backup` if it is a copy of this database, else move it away"
-            )
-        asyncio.run(keeper_of(url).backup(copy))
-        say(f"backup of schema {before.schema}: {escape(str(copy))}")
-    asyncio.run(_open_and_close(url))
-    after = asyncio.run(keeper_of(url).status())
-    say(f"{escape(after.store)} has schema {after.schema} (it was {before.schema})")
+        print_table(["", escape(found.store)], [[name, escape(value)] for name, value in _lines(found)])
 
 
 @app.command("backup")
@@ -189,15 +156,9 @@ async def _status(url: str) -> DatabaseStatus:
         await store.close()
 
 
-async def _open_and_close(url: str) -> None:
-    store = plugins().store(url)
-    await store.open()
-    await store.close()
-
-
 async def _prune(url: str, choice: PruneRequest, *, apply: bool) -> list[RunPlan]:
     keeper, store = keeper_of(url), plugins().store(url)
-    await check_schema(url)
+    await check_store(url)
     await store.open()
     try:
         plans = await plan(store, keeper, choice)
@@ -214,7 +175,7 @@ async def _export(
     url: str, out: str, tables: Sequence[str], kind: Format, scope: ExportScope
 ) -> list[tuple[str, int, Path]]:
     store: Store = plugins().store(url)
-    await check_schema(url)
+    await check_store(url)
     await store.open()
     try:
         runs = await chosen_runs(store, scope.runs)
@@ -241,13 +202,9 @@ def seconds_of(age: str) -> float:
     return float(match.group(1)) * UNITS[match.group(2)]
 
 
-def _lines(found: DatabaseStatus, place: str) -> list[tuple[str, str]]:
-    older = found.schema is not None and found.newest_schema is not None and found.schema < found.newest_schema
-    schema = f"{found.schema}" + (
-        f" (this release: {found.newest_schema}; `lightning db upgrade {redacted(place)}`)" if older else ""
-    )
+def _lines(found: DatabaseStatus) -> list[tuple[str, str]]:
     return [
-        ("schema", "-" if found.schema is None else schema),
+        ("schema", "-" if found.schema is None else str(found.schema)),
         ("size", "-" if found.bytes is None else _size(found.bytes)),
         ("runs", str(found.runs)),
         ("rollouts", _counts(found.rollouts)),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from lightning.errors import ConfigError
-from lightning.maintenance import check_schema
+from lightning.maintenance import check_store
 from lightning.plugins import plugins
 from lightning.plugins.named import import_named as import_named  # for plugins
 from lightning.plugins.named import name_of as name_of  # for plugins
@@ -35,11 +35,12 @@ def locate(run: str, runs: Path) -> tuple[str, str]:
     )
 
 
-async def with_store(url: str, use: Callable[[Store], Awaitable[T]], *, make: bool = False, instead: str = "") -> T:
-    """Open a store, use it, and close it. Raises `SchemaError` when opening would bring an older one forward, which says what
-    can be done `instead`, and `ConfigError` or `SchemaError` when it would make one, unless it is to `make` one."""
+async def with_store(url: str, use: Callable[[Store], Awaitable[T]], *, make: bool = False) -> T:
+    """Open a store, use it, and close it. Raises `ConfigError` or `SchemaError` when opening would make one, unless it is to
+    `make` one."""
     store = plugins().store(url)
-    await check_schema(url if make else existing_store(url), make=make, instead=instead)
+    if not make:
+        await check_store(existing_store(url))
     await store.open()
     try:
         return await use(store)

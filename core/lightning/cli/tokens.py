@@ -33,8 +33,6 @@ Place = Annotated[
         help="A run's folder, a database file, a store's URL, or a server's (with an admin's token in LIGHTNING_TOKEN).",
     ),
 ]
-THROUGH_A_SERVER: Final = "give --store the URL of a server that uses it, with an admin's token in LIGHTNING_TOKEN"
-"""Of a store whose schema is an older one: a server of its release goes on with it, and a token must not wait for its end."""
 UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
 
@@ -59,7 +57,7 @@ def create(
     async def put(store: Store) -> Token:
         return await store.put_token(token)
 
-    stored = asyncio.run(with_store(url, put, make=True, instead=THROUGH_A_SERVER))
+    stored = asyncio.run(with_store(url, put, make=True))
     if as_json:
         print_json({**_described(stored), "token": plain})
         return
@@ -76,7 +74,7 @@ def ls(place: Place, as_json: AsJson = False) -> None:
     async def read(store: Store) -> list[Token]:
         return await store.list_tokens()
 
-    tokens = asyncio.run(with_store(existing_store(place), read, instead=THROUGH_A_SERVER))
+    tokens = asyncio.run(with_store(existing_store(place), read))
     if as_json:
         print_json([_described(token) for token in tokens])
     elif tokens:
@@ -113,7 +111,7 @@ def revoke(
     async def end(store: Store) -> Token:
         return await store.revoke_token(identity)
 
-    revoked = asyncio.run(with_store(existing_store(place), end, instead=THROUGH_A_SERVER))
+    revoked = asyncio.run(with_store(existing_store(place), end))
     say(
         f"revoked {revoked.id} ({revoked.scope.value}, project {escape(revoked.project)}) {escape(revoked.name)}".strip()
     )

@@ -1,11 +1,10 @@
 """What can be done with a database as a whole, whichever it is, and who does it for a URL.
 
-The invariant: a keeper looks at a database of any schema without bringing it forward, so that looking never changes it.
+The invariant: looking at a database never changes it, nor makes one.
 """
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
-from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
+from lightning.errors import ConfigError, StoreError, UnavailableError
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted
@@ -23,14 +22,12 @@ from lightning.store.url import parse, redacted
 class DatabaseStatus:
     """What is in a database. Times are Unix seconds; None where there is nothing, or where this store cannot tell.
 
-    `schema` is the version it has, `newest_schema` the one that this release works with. `rollouts` are counted by status,
-    `tokens` (of the control API) by `active`, `expired` and `revoked`. `oldest` is when the first run began, `newest` when an
-    attempt last began or ended.
+    `schema` is the version of what it keeps. `rollouts` are counted by status, `tokens` (of the control API) by `active`,
+    `expired` and `revoked`. `oldest` is when the first run began, `newest` when an attempt last began or ended.
     """
 
     store: str
     schema: int | None
-    newest_schema: int | None
     bytes: int | None
     runs: int
     rollouts: Mapping[str, int]
@@ -58,9 +55,8 @@ class Weight:
 class Keeper(Protocol):
     """Looks after one database. Every method raises `StoreError` (or a subclass) when the database refuses."""
 
-    async def schema(self) -> tuple[int, int]:
-        """The version of its schema, 0 while it is an empty file, and the newest, which this release works with. Raises
-        `SchemaError` or `ConfigError` where there is no store."""
+    async def check(self) -> None:
+        """Raise `SchemaError` or `ConfigError` where there is no store, or one of another schema."""
 
     async def status(self) -> DatabaseStatus:
         """What is in it, read at one moment."""
@@ -111,7 +107,6 @@ async def look(store: Store, url: str) -> DatabaseStatus:
     return DatabaseStatus(
         store=redacted(url),
         schema=None,
-        newest_schema=None,
         bytes=None,
         runs=len(runs),
         rollouts=dict(rollouts),
@@ -145,30 +140,10 @@ def count_tokens(tokens: Sequence[tuple[float | None, float | None]], now: float
     return found
 
 
-async def check_schema(url: str, *, make: bool = False, instead: str = "") -> None:
-    """Raise unless opening the store leaves it as it is: `SchemaError` where its schema is an older one, which would be brought
-    forward, and `SchemaError` or `ConfigError` where there is no store, so that one would be made, unless it is to `make` one.
-    `instead` is what else can be done about an older one."""
-    where = parse(url)
-    if where.scheme not in plugins().names("keepers"):
-        return
-    try:
-        schema, newest = await keeper_of(url).schema()
-    except (ConfigError, SchemaError):
-        if make:
-            return  # there is none, or one that opening refuses and leaves as it is
-        raise
-    place = where.path if where.scheme == "sqlite" else url
-    shown = redacted(place)
-    if not schema and not make:
-        raise SchemaError(f"{shown} is empty: a store is made in it by whoever writes first")
-    if 0 < schema < newest:
-        cure = f"{shlex.quote(place)}`" if shown == place else "URL` with the same URL"  # one with *** cannot be pasted
-        cure += f", or {instead}" if instead else ""
-        raise SchemaError(
-            f"{shown} has schema version {schema}, this release works on {newest}. Older releases could not go on with a newer "
-            f"one: end their trainers and servers that use it, then run `lightning db upgrade {cure}"
-        )
+async def check_store(url: str) -> None:
+    """Raise `SchemaError` or `ConfigError` where opening a store would make one, or it has another schema."""
+    if parse(url).scheme in plugins().names("keepers"):
+        await keeper_of(url).check()
 
 
 def keeper_of(url: str) -> Keeper:

@@ -24,7 +24,7 @@ TABLES: Final = (
     "revisions",
     "answers",
 )
-"""Every table that holds what was recorded, those before that others refer to. Older schemas have fewer."""
+"""Every table that holds what was recorded, those before that others refer to."""
 
 COUNTED: Final = ("runs", "transitions", "spans", "steps", "resources")
 BY_STATUS: Final = "SELECT status, count(*) FROM rollouts GROUP BY status"

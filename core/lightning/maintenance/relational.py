@@ -1,6 +1,6 @@
 """`RelationalKeeper`: what looking after a database is, whichever SQL database it is.
 
-The invariant: nothing is written to a database whose schema is not this release's, and what is removed is removed in one
+The invariant: nothing is read from or written to a database of another schema, and what is removed is removed in one
 transaction with all that refers to it.
 """
 
@@ -13,32 +13,30 @@ from typing import ClassVar, TypeVar
 from lightning.errors import SchemaError, StoreError
 from lightning.maintenance import queries
 from lightning.maintenance.keeper import DatabaseStatus, Weight, count_tokens
+from lightning.store.relational import schema
 from lightning.store.relational.transaction import Operation, Transaction
+from lightning.store.schema_version import SCHEMA
 from lightning.store.url import redacted
 
 T = TypeVar("T")
-_VERSION = "SELECT version FROM schema_version"
 
 
 class RelationalKeeper(ABC):
-    """A `Keeper` but for copies. `newest` is the version of this release's schema."""
+    """A `Keeper` but for copies."""
 
-    no_schema: ClassVar[int | None] = None
-    """The version of a database without tables."""
-    upgrade: str = "--no-backup"
-    """What `lightning db upgrade` is to be given."""
-
-    def __init__(self, url: str, newest: int) -> None:
+    def __init__(self, url: str) -> None:
         self._url = url
-        self._newest = newest
+
+    _without_tables: ClassVar[str] = "holds no store: check ?schema= in the URL"
+    """What is said of a database that has no tables."""
 
     @abstractmethod
     async def _read(self, operation: Operation[T]) -> T:
-        """Run an operation that sees one moment, on a schema of any version."""
+        """Run an operation that sees one moment."""
 
     @abstractmethod
     async def _write(self, operation: Operation[T], *, alone: bool = False) -> T:
-        """Run an operation in one transaction. Raises `SchemaError` for another release's schema.
+        """Run an operation in one transaction. Raises as `_check` does.
 
         `alone`: nobody else may use the database, where it would not know what was removed.
         """
@@ -55,56 +53,34 @@ class RelationalKeeper(ABC):
     async def _bytes(self, transaction: Transaction) -> int:
         """How much space the store takes."""
 
-    async def _version(self, transaction: Transaction) -> int | None:
+    async def _check(self, transaction: Transaction) -> None:
+        """Raise `SchemaError` where there are no tables, or those of another schema."""
         if "schema_version" not in await self._tables(transaction):
-            return self.no_schema
-        row = await transaction.one(_VERSION)
-        if row is None or not isinstance(row[0], int) or row[0] < 1:  # a schema and its version are made at once
-            found = "no row" if row is None else repr(row[0])
-            raise SchemaError(f"{redacted(self._url)} has a damaged schema_version ({found}): restore it from a backup")
-        return row[0]
+            raise SchemaError(f"{redacted(self._url)} {self._without_tables}")
+        schema.check_version(redacted(self._url), await transaction.all(schema.VERSION))
 
-    async def _check_newest(self, transaction: Transaction) -> None:
-        """Raise `SchemaError` for a schema that is missing or not this release's."""
-        version = await self._version(transaction)
-        if version is None:
-            raise self._nothing()
-        if version != self._newest:
-            raise SchemaError(
-                f"{redacted(self._url)} has schema version {version}, this release works on {self._newest}: "
-                f"run `lightning db upgrade {self.upgrade}` with this release or a newer one first"
-            )
-
-    def _nothing(self) -> SchemaError:
-        return SchemaError(f"{redacted(self._url)} holds no store: check ?schema= in the URL")
-
-    async def schema(self) -> tuple[int, int]:
-        """See `Keeper.schema`."""
-        version = await self._read(self._version)
-        if version is None:
-            raise self._nothing()
-        return version, self._newest
+    async def check(self) -> None:
+        """See `Keeper.check`."""
+        await self._read(self._check)
 
     async def status(self) -> DatabaseStatus:
         """See `Keeper.status`."""
         return await self._read(self._status)
 
     async def _status(self, transaction: Transaction) -> DatabaseStatus:
-        tables = await self._tables(transaction)
-        counts = dict.fromkeys(queries.COUNTED, 0)
-        for table in tables & counts.keys():
+        await self._check(transaction)
+        counts = {}
+        for table in queries.COUNTED:
             (counts[table],) = await transaction.one(queries.count(table)) or (0,)
-        empty = "runs" not in tables
-        activity = [] if empty else await transaction.all(queries.ACTIVITY)
-        first = None if empty else await transaction.one(queries.FIRST_RUN)
-        tokens = await transaction.all(queries.TOKENS) if "tokens" in tables else []
+        activity = await transaction.all(queries.ACTIVITY)
+        first = await transaction.one(queries.FIRST_RUN)
+        tokens = await transaction.all(queries.TOKENS)
         return DatabaseStatus(
             store=redacted(self._url),
-            schema=await self._version(transaction),
-            newest_schema=self._newest,
+            schema=SCHEMA,
             bytes=await self._bytes(transaction),
             runs=counts["runs"],
-            rollouts={} if empty else {row[0]: row[1] for row in await transaction.all(queries.BY_STATUS)},
+            rollouts={row[0]: row[1] for row in await transaction.all(queries.BY_STATUS)},
             calls=counts["transitions"],
             spans=counts["spans"],
             steps=counts["steps"],

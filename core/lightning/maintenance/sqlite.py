@@ -1,6 +1,6 @@
-"""`SqliteKeeper`: looks after one SQLite file, of any schema up to this release's.
+"""`SqliteKeeper`: looks after one SQLite file.
 
-The invariant: a file is never brought forward here, and what is written beside it appears whole or not at all.
+The invariant: looking never changes a file, and what is written beside it appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Final, TypeVar
 from lightning.errors import ConfigError, SchemaError, StoreError
 from lightning.maintenance.export_files import new_file
 from lightning.maintenance.relational import RelationalKeeper
-from lightning.store.relational.schema import MIGRATIONS
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, refuse_foreign, translate
@@ -28,14 +27,13 @@ _TABLES: Final = "SELECT name FROM sqlite_master WHERE type = 'table'"
 class SqliteKeeper(RelationalKeeper):
     """The keeper of the file that a `sqlite:///` URL names."""
 
-    no_schema = 0
+    _without_tables = "is empty: a store is made in it by whoever writes first"
 
     def __init__(self, url: str) -> None:
         where = parse(url)
         SqliteStore.from_url(where)  # refuses what cannot be meant
-        super().__init__(url, len(MIGRATIONS))
+        super().__init__(url)
         self._path = Path(where.path)
-        self.upgrade = where.path
         self._settings = Settings(where.path, busy_timeout=float(where.options.get("busy_timeout", "30")))
 
     async def backup(self, target: Path) -> None:
@@ -81,7 +79,7 @@ class SqliteKeeper(RelationalKeeper):
         of their rollouts: so nobody else may have the file open when rollouts are removed (`alone`)."""
 
         def run(connection: sqlite3.Connection) -> T:
-            drive(self._check_newest(SqliteTransaction(connection)))
+            drive(self._check(SqliteTransaction(connection)))
             if alone and not _take_alone(connection):
                 raise StoreError(
                     f"{self._path} is open in another process: end the trainers, servers and commands that use it first"

@@ -118,7 +118,7 @@ class Store(Protocol):
     """
 
     async def open(self) -> None:
-        """Connect and migrate forward. Raises `SchemaError` for a corrupt or newer database. Idempotent."""
+        """Connect, and make the tables of a new database. Raises `SchemaError` for a corrupt or another schema. Idempotent."""
 
     async def close(self) -> None:
         """Flush what was acknowledged and disconnect. Idempotent."""

@@ -156,10 +156,9 @@ def ending(rollout: str, outcome: Outcome) -> Ending:
         tool_events_to_text(outcome.tool_events),
         step_rewards_to_text(outcome.step_rewards),
         labels_to_text(outcome.labels),
+        step_states_to_text(outcome.step_states),
     )
-    states = step_states_to_text(outcome.step_states)
-    values_of_digest = (*values, states) if outcome.step_states else values  # as it was before there were any
-    return Ending(*values, step_states=states, digest=hashlib.sha256(json.dumps(values_of_digest).encode()).hexdigest())
+    return Ending(*values, digest=hashlib.sha256(json.dumps(values).encode()).hexdigest())
 
 
 def after(position: Position, end: Ending) -> Status:
@@ -279,21 +278,12 @@ def uses_of_versions(name: str, counted: Iterable[Row]) -> list[ResourceUse]:
     ]
 
 
-LATER: Final = ("error", "max_tokens_asked", "requested_model")
-"""Fields of a transition that came after its digest, each with its name in it where it is not empty."""
-
-
 def transition_digest(transition: Transition, content: bytes) -> bytes:
     """BLAKE2b-128 over every field of a transition; `content` is the codec's digest of its token arrays.
 
-    Two transitions are the same for the store if and only if these agree. Tool calls, the conversation and what is in `LATER`
-    are part of it where there are any, as is the exchange: rows of the schemas that had no place for them keep their digests.
+    Two transitions are the same for the store if and only if these agree.
     """
-    tool_calls: list[Json] = [list(transition.tool_calls)] if transition.tool_calls else []
-    conversation: list[Json] = [conversation_to_text(transition.conversation)] if transition.conversation else []
-    later: dict[str, Json] = {name: value for name in LATER if (value := getattr(transition, name))}
-    if transition.exchange is not None:
-        later["exchange"] = hashlib.blake2b(transition.exchange, digest_size=codec.DIGEST_BYTES).hexdigest()
+    exchange = transition.exchange
     text = dump(
         [
             transition.rollout,
@@ -309,9 +299,12 @@ def transition_digest(transition: Transition, content: bytes) -> bytes:
             bool(transition.constrained),
             float(transition.started_at),
             float(transition.ended_at),
-            *tool_calls,
-            *conversation,
-            *([later] if later else []),
+            list(transition.tool_calls),
+            conversation_to_text(transition.conversation),
+            transition.error,
+            transition.max_tokens_asked,
+            transition.requested_model,
+            None if exchange is None else hashlib.blake2b(exchange, digest_size=codec.DIGEST_BYTES).hexdigest(),
         ],
     )
     return hashlib.blake2b(text.encode() + content, digest_size=codec.DIGEST_BYTES).digest()

@@ -1,7 +1,7 @@
 """Nouns to database values and back: one table of columns for each, made from the noun's dataclass.
 
 The invariant: a noun read back equals the noun written. The statements of `sql` and the readers here have their columns, and
-their order, from the same table: a new field of a noun is a new column of it, once a migration has made one.
+their order, from the same table: a new field of a noun is a new column of it, and the schema is another one.
 
 Plain columns are what is searched; what is nested is JSON text (`json_text`).
 """
@@ -9,7 +9,7 @@ Plain columns are what is searched; what is nested is JSON text (`json_text`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from operator import attrgetter
 from types import MappingProxyType, NoneType, UnionType
@@ -130,12 +130,6 @@ class Columns(Generic[T]):
         self._forms = {name: forms.get(name) or _form(kinds[name]) for name in self.fields}
         self._readers = [(name, form.read) for name, form in self._forms.items() if form.read is not None]
         self._plans: dict[tuple[str, ...], tuple[Any, list[tuple[int, str, Callable[[Any, str], Value]]]]] = {}
-        self._defaults: dict[str, Any] = {}
-        for field in fields(noun):  # type: ignore[arg-type]  # a noun is a dataclass
-            if field.default_factory is not MISSING:
-                self._defaults[field.name] = field.default_factory()
-            elif field.default is not MISSING:
-                self._defaults[field.name] = field.default
 
     def names(self, prefix: str = "", *, without: Collection[str] = ()) -> str:
         """The columns as a statement lists them."""
@@ -158,15 +152,6 @@ class Columns(Generic[T]):
             except DataError:  # again, with the words for it: making them costs more than writing does
                 values[place] = write(values[place], f"{self._words[name]} of {self._what.format(_=noun)}")
         return tuple(values)
-
-    def filled(self, values: Sequence[Any], *, without: Collection[str] = ()) -> list[Any]:
-        """`values` that were kept before there were the last fields, with those fields' defaults. Raises `KeyError` for a field
-        that has none."""
-        kept = list(values)
-        for name in [name for name in self.fields if name not in without][len(kept) :]:
-            write = self._forms[name].write
-            kept.append(self._defaults[name] if write is None else write(self._defaults[name], name))
-        return kept
 
     def read(self, row: Sequence[Any], **more: object) -> T:
         """The noun of a row; `more` are its fields that are kept elsewhere. Raises `StoreError`, `ValueError` or `TypeError`

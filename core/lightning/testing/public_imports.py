@@ -60,6 +60,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.store.relational.prefix_parents",
             "lightning.store.rollout_state",
             "lightning.store.rows",
+            "lightning.store.schema_version",
             "lightning.store.sqlite",
             "lightning.store.threads",
             "lightning.store.url",

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning.errors import ConfigError, StoreError
-from lightning.maintenance import check_schema
+from lightning.maintenance import check_store
 from lightning.plugins import plugins
 from lightning.server.auth import ALL_PROJECTS
 from lightning.server.projects import of_project
@@ -110,7 +110,7 @@ async def _found(store: Store, text: str, home: str, project: str) -> Resource:
     if not place:
         return await find(store, reference)
     url = existing_store(place)
-    await check_schema(url)
+    await check_store(url)
     other = plugins().store(url)
     await other.open()
     try:

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from lightning.cli.runs import databases
 from lightning.errors import ConfigError, LightningError
-from lightning.maintenance import check_schema
+from lightning.maintenance import check_store
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import existing_store
@@ -102,7 +102,7 @@ class Places:
 
     async def _open(self, url: str) -> Store:
         store, file = plugins().store(url), _file_of(url)
-        await check_schema(existing_store(url))
+        await check_store(existing_store(url))
         await store.open()
         self._opened[url] = store, file
         return store

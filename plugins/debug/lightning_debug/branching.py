@@ -22,7 +22,7 @@ from lightning.cli.locate import load_agent, name_of, with_store
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
 from lightning.gateway.replay.branches import CHANGES, is_void
-from lightning.maintenance import check_schema
+from lightning.maintenance import check_store
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent
 from lightning.store import exchanges
@@ -243,7 +243,7 @@ async def _branched(plan: _Plan, reporter: Reporter) -> BranchReport:
     parent, config = plan.parent, plan.config
     async with AsyncExitStack() as resources:
         store = plugins().store(parent.url)
-        await check_schema(existing_store(parent.url))
+        await check_store(existing_store(parent.url))
         await store.open()
         resources.push_async_callback(store.close)
         run, number = await _new_run(store, plan)

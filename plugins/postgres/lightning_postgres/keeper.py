@@ -18,18 +18,16 @@ from lightning.errors import DataError, SchemaError, StoreError
 from lightning.maintenance import queries
 from lightning.maintenance.export_files import new_file
 from lightning.maintenance.relational import RelationalKeeper
-from lightning.store.relational.schema import MIGRATIONS as SQLITE_MIGRATIONS
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.sqlite.connection import Settings as SqliteSettings
 from lightning.store.sqlite.connection import connect as connect_sqlite
-from lightning.store.sqlite.connection import migrate as migrate_sqlite
+from lightning.store.sqlite.connection import make_tables as make_sqlite_tables
 from lightning.store.sqlite.connection import refuse_foreign
 from lightning.store.sqlite.connection import translate as translate_sqlite
 from lightning.store.url import redacted
 
 from lightning_postgres import failures
 from lightning_postgres.connection import PostgresTransaction, connect
-from lightning_postgres.migrations import MIGRATIONS
 from lightning_postgres.settings import from_url
 from lightning_postgres.store import PostgresStore
 
@@ -51,14 +49,14 @@ class PostgresKeeper(RelationalKeeper):
     """The keeper of the schema that a `postgresql://` URL names."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(url, len(MIGRATIONS))
+        super().__init__(url)
         self._settings = from_url(url)
 
     async def backup(self, target: Path) -> None:
         """See `Keeper.backup`."""
 
         async def copy(connection: Any, transaction: PostgresTransaction) -> None:
-            tables = await self._newest_tables(transaction)
+            tables = await self._checked_tables(transaction)
             with new_file(target) as unfinished, closing(_new_sqlite(unfinished)) as made:
                 for table in tables:
                     await _copy_out(connection, made, table)
@@ -74,7 +72,7 @@ class PostgresKeeper(RelationalKeeper):
             await store.close()
 
             async def fill(connection: Any, transaction: PostgresTransaction) -> None:
-                tables = await self._newest_tables(transaction)
+                tables = await self._checked_tables(transaction)
                 for table in tables:
                     if await connection.fetchval(f"SELECT EXISTS (SELECT 1 FROM {table})"):  # noqa: S608 — a name of ours
                         raise StoreError(
@@ -88,7 +86,7 @@ class PostgresKeeper(RelationalKeeper):
 
     async def _give_back(self) -> str:
         """The space is used again for what is written next; `VACUUM FULL` would stop every writer."""
-        tables = await self._read(self._newest_tables)
+        tables = await self._read(self._checked_tables)
         async with self._connected() as connection:
             for table in tables:
                 await connection.execute(f"VACUUM (ANALYZE) {table}")
@@ -102,9 +100,9 @@ class PostgresKeeper(RelationalKeeper):
         (size,) = await transaction.one(_BYTES, (self._settings.schema,)) or (0,)
         return int(size)
 
-    async def _newest_tables(self, transaction: Transaction) -> list[str]:
-        """The tables to look after. Raises `SchemaError` for a schema that is missing or not this release's."""
-        await self._check_newest(transaction)
+    async def _checked_tables(self, transaction: Transaction) -> list[str]:
+        """The tables to look after. Raises as `_check` does."""
+        await self._check(transaction)
         there = await self._tables(transaction)
         return [table for table in queries.TABLES if table in there]
 
@@ -113,7 +111,7 @@ class PostgresKeeper(RelationalKeeper):
 
     async def _write(self, operation: Operation[T], *, alone: bool = False) -> T:
         async def run(_: Any, transaction: PostgresTransaction) -> T:
-            await self._check_newest(transaction)
+            await self._check(transaction)
             return await operation(transaction)
 
         return await self._transact("BEGIN", run)
@@ -146,23 +144,20 @@ def _new_sqlite(path: Path) -> sqlite3.Connection:
     """An empty store in a new file, in a transaction."""
     settings = SqliteSettings(str(path))
     connection = connect_sqlite(settings)
-    migrate_sqlite(connection, settings)
+    make_sqlite_tables(connection, settings)
     connection.execute("PRAGMA synchronous = OFF")  # the whole file is synced when it is complete
     return connection
 
 
 @contextmanager
 def _old_sqlite(path: Path) -> Iterator[sqlite3.Connection]:
-    """A store to read from. Raises `SchemaError` unless it has this release's schema."""
+    """A store to read from. Raises `SchemaError` for what is none, or has another schema."""
     settings = SqliteSettings(str(path))
     try:
         refuse_foreign(settings)
         with closing(connect_sqlite(settings, read_only=True)) as connection:
             if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'schema_version'").fetchone():
                 raise SchemaError(f"{path} is empty, not a store: give a backup or the database file of a run")
-            (version,) = connection.execute("SELECT version FROM schema_version").fetchone()
-            if version != len(SQLITE_MIGRATIONS):
-                raise SchemaError(f"{path} has schema version {version}: run `lightning db upgrade {path}` first")
             connection.execute("BEGIN")
             yield connection
     except sqlite3.Error as error:

@@ -22,8 +22,8 @@ from lightning.store.threads import LoopThread, check_process, closed_error
 from lightning_postgres.change_listener import EventWatch, Listener
 from lightning_postgres.connection import watched
 from lightning_postgres.connections import Connections
-from lightning_postgres.migrations import migrate
 from lightning_postgres.settings import Settings, from_url
+from lightning_postgres.tables import make_tables
 
 T = TypeVar("T")
 OPENING_SECONDS: Final = 5.0
@@ -42,10 +42,10 @@ class _Session:
         self.opened = False
 
     async def open(self) -> None:
-        """Reach the server and bring its schema to the newest version."""
+        """Reach the server, and make the tables where there are none."""
         if self.opened:
             return
-        await migrate(replace(self.settings, timeout=min(self.settings.timeout, OPENING_SECONDS)))
+        await make_tables(replace(self.settings, timeout=min(self.settings.timeout, OPENING_SECONDS)))
         self.opened = True
 
     async def close(self) -> None:

@@ -20,12 +20,8 @@ from lightning_redis.keys import encoded
 from lightning_redis.parents import CallKey, Known
 
 DIGEST_BYTES: Final = codec.DIGEST_BYTES
-ALWAYS_KEPT: Final = rows.CALLS.fields.index("conversation") - 1
-"""Columns of a call that every call has. The last of the others take no place where they are empty, and calls that were kept
-before there were such columns are read."""
 EXCHANGE: Final = rows.CALLS.fields.index("exchange") - 1
 """The column in whose place stands how many bytes of it precede the tokens."""
-_EMPTY: Final = rows.CALLS.filled([None] * ALWAYS_KEPT, without=("seq",))
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -50,8 +46,6 @@ def pack(transition: Transition, parent: CallKey | None, digest: bytes, blob: by
     columns = list(rows.CALLS.values(transition, without=("seq",)))
     exchange: bytes = columns[EXCHANGE] or b""  # type: ignore[assignment]  # what its noun says
     columns[EXCHANGE] = None if columns[EXCHANGE] is None else len(exchange)
-    while len(columns) > ALWAYS_KEPT and columns[-1] == _EMPTY[len(columns) - 1]:
-        columns.pop()
     text = json_text.dump(
         [
             parent[2] if parent is not None and parent[:2] == transition.key[:2] else parent,
@@ -68,9 +62,8 @@ def unpack(rollout: str, attempt: int, seq: bytes | int, value: bytes) -> Stored
         (length,) = _LENGTH.unpack_from(value, DIGEST_BYTES)
         key = (rollout, attempt, int(seq))
         parent, *columns = json.loads(value[start : start + length])
-        if len(columns) < ALWAYS_KEPT:
-            raise ValueError("columns are missing")
-        columns = rows.CALLS.filled(columns, without=("seq",))
+        if len(columns) != len(rows.CALLS.fields) - 1:
+            raise ValueError("it has not the columns of a call")
         if isinstance(parent, int):
             above: CallKey | None = (rollout, attempt, parent)
         else:

@@ -1,7 +1,7 @@
 """What is checked whenever a connection is made, and the mark that makes a prefix a store.
 
 The invariant: nothing is acknowledged by a server that would lose it, and nothing is written under a prefix that belongs to
-another program or to a newer release.
+another program or has another schema.
 
 An append-only file alone does not mean that what was acknowledged is kept. With `appendfsync everysec` Redis answers at once
 and holds back what it would append while the disk is busy with the sync of the second before, for up to two seconds: a
@@ -17,21 +17,15 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from lightning.errors import LightningError, SchemaError, StoreError
-from lightning.installation import upgrade_cure
+from lightning.store.schema_version import SCHEMA, refuse_other_schema
 from redis.exceptions import BusyLoadingError, ReadOnlyError, ResponseError
 
 from lightning_redis.connection import Command, Reply
 from lightning_redis.keys import Keys
 from lightning_redis.settings import Settings
 
-SCHEMA: Final = 6
-"""The version of what `keys` describes: since 2 a call may have a conversation (`calls.pack`), since 3 a step a context, since
-4 a call an error, since 5 a call an exchange, since 6 a rollout a parent. All that was written as of an older one is read as it
-is, so that only the mark is brought forward."""
 PROGRAM: Final = "lightning"
 OLDEST: Final = (6, 2)
-REPLACE: Final = b"if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('SET', KEYS[1], ARGV[2]) end"
-"""Puts another value in the place of the one that was read, and of no other."""
 
 Ask = Callable[..., Awaitable[Reply]]
 """Sends one command; raises what it is answered with."""
@@ -95,10 +89,8 @@ async def _check_sync(ask: Ask, settings: Settings, where: str) -> None:
 
 
 async def check_mark(ask: Ask, settings: Settings, keys: Keys) -> str:
-    """The id of the database under the prefix, made now if there is none. Raises `SchemaError` for what is not ours.
-
-    A database of an older schema is brought forward, so that older releases refuse it from now on.
-    """
+    """The id of the database under the prefix, made now if there is none. Raises `SchemaError` for what is not ours, or has
+    another schema."""
     where = f"store {settings.place}"
     mark = await _mark(ask, where, keys)
     if mark is None:
@@ -112,23 +104,17 @@ async def check_mark(ask: Ask, settings: Settings, keys: Keys) -> str:
         made = json.dumps({"program": PROGRAM, "schema": SCHEMA, "id": uuid.uuid4().hex})
         await ask(b"SET", keys("meta"), made.encode(), b"NX")  # another process may have been faster
         mark = await _mark(ask, where, keys)
-    schema, database = _read(mark, where, keys)
-    while schema < SCHEMA:  # again, when somebody else has changed it in between
-        newer = json.dumps({"program": PROGRAM, "schema": SCHEMA, "id": database})
-        await ask(b"EVAL", REPLACE, b"1", keys("meta"), mark or b"", newer.encode())
-        mark = await _mark(ask, where, keys)
-        schema, database = _read(mark, where, keys)
-    return database
+    return _read(mark, where, keys)
 
 
-async def schema_of(ask: Ask, settings: Settings, keys: Keys) -> int:
-    """The schema of the database under the prefix, which is left as it is. Raises `SchemaError` for what is not ours."""
+async def check_schema(ask: Ask, settings: Settings, keys: Keys) -> None:
+    """Raise `SchemaError` for a database under the prefix that is not ours, or has another schema."""
     where = f"store {settings.place}"
-    return _read(await _mark(ask, where, keys), where, keys)[0]
+    _read(await _mark(ask, where, keys), where, keys)
 
 
-def _read(mark: bytes | None, where: str, keys: Keys) -> tuple[int, str]:
-    """The schema that a mark names, and the id of the database. Raises `SchemaError`."""
+def _read(mark: bytes | None, where: str, keys: Keys) -> str:
+    """The id of the database that a mark names. Raises `SchemaError`."""
     try:
         found = json.loads(mark or b"")
         program, schema, database = found["program"], found["schema"], found["id"]
@@ -137,14 +123,8 @@ def _read(mark: bytes | None, where: str, keys: Keys) -> tuple[int, str]:
             f"{where}: the key {keys('meta').decode()} is damaged or another program's: restore it from a backup, "
             "or choose another ?prefix="
         ) from error
-    if program != PROGRAM or not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
-        raise SchemaError(f"{where} has a damaged schema version {schema!r} of {program!r}: restore it from a backup")
-    if schema > SCHEMA:
-        raise SchemaError(
-            f"{where} has schema version {schema}, this release knows {SCHEMA}: it was written by a newer release: "
-            f"{upgrade_cure()}, or choose another ?prefix="
-        )
-    return schema, str(database)
+    refuse_other_schema(where, schema if program == PROGRAM else found)
+    return str(database)
 
 
 async def check_same(ask: Ask, settings: Settings, keys: Keys, database: str) -> None:

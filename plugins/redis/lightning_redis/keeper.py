@@ -19,13 +19,14 @@ from typing import Any, Final
 
 from lightning.errors import ConfigError, StoreError
 from lightning.maintenance import DatabaseStatus, Weight, count_tokens, queries
+from lightning.store.schema_version import SCHEMA
 from lightning.store.url import redacted
 from lightning.types import Status
 from redis.exceptions import RedisError
 
 from lightning_redis import lua_scripts, records
 from lightning_redis.connection import Command, Wire, translate
-from lightning_redis.handshake import SCHEMA, Ask, asker, check_server, schema_of
+from lightning_redis.handshake import Ask, asker, check_schema, check_server
 from lightning_redis.keys import Keys, encoded
 from lightning_redis.loop_client import Link
 from lightning_redis.pipeline import Lane
@@ -58,25 +59,25 @@ class RedisKeeper:
         self._settings = from_url(url)
         self._keys = Keys(self._settings.prefix)
 
-    async def schema(self) -> tuple[int, int]:
-        """See `Keeper.schema`."""
+    async def check(self) -> None:
+        """See `Keeper.check`."""
         async with self._connected() as wire:
             (mark,) = await self._ask(wire, [(b"EXISTS", self._keys("meta"))])
             if not mark:
                 raise ConfigError(
                     f"there is no store at {self._settings.place}: name its database and its ?prefix= as whoever made it did"
                 )
-            return await schema_of(asker(wire.exchange), self._settings, self._keys), SCHEMA
+            await check_schema(asker(wire.exchange), self._settings, self._keys)
 
     async def status(self) -> DatabaseStatus:
         """See `Keeper.status`. It is read key by key, while others go on; bytes are what Redis estimates. Raises
         `ConfigError` where there is no store."""
-        schema, newest = await self.schema()
+        await self.check()
 
         async def greet(ask: Ask) -> None:
             await check_server(ask, self._settings)
 
-        link = Link(self._settings, self._keys, greet)  # a store would bring an older schema forward
+        link = Link(self._settings, self._keys, greet)
         try:
             with link.in_use():
                 runs, tokens = await records.list_runs(link), await every_token(link)
@@ -91,8 +92,7 @@ class RedisKeeper:
         activity = await self.activity()
         return DatabaseStatus(
             store=redacted(self._url),
-            schema=schema,
-            newest_schema=newest,
+            schema=SCHEMA,
             bytes=size,
             runs=len(runs),
             rollouts={status: count for status, count in rollouts.items() if count},

@@ -186,7 +186,7 @@ async def last_step(link: Link, run: str) -> StepRecord | None:
 
 def _step(run: str, step: int, value: bytes) -> StepRecord:
     (at,), columns = stamped(value, f"step {step} of run {run!r}")
-    return rows.STEPS.read((run, step, *rows.STEPS.filled(columns, without=("run", "step", "at")), at))
+    return rows.STEPS.read((run, step, *columns, at))
 
 
 # metrics and state ----------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Home(NamedTuple):
 def home_of(columns: bytes, rollout: str) -> Home:
     """From `columns_of`."""
     try:
-        kept = dict(zip(_CREATED, rows.ROLLOUTS.filled(_list(columns, rollout), without=rows.EARNED), strict=True))
+        kept = dict(zip(_CREATED, _list(columns, rollout), strict=True))
     except (ValueError, TypeError) as error:
         raise _corrupt(rollout, error) from error
     try:
@@ -59,8 +59,7 @@ def read_rollout(columns: bytes, standing: bytes, rollout: str) -> Rollout:
     """From what is kept of it. Raises `StoreError` when that was damaged."""
     found = stand(standing, rollout)
     try:
-        created = rows.ROLLOUTS.filled(_list(columns, rollout), without=rows.EARNED)
-        kept = dict(zip(_CREATED, created, strict=True))
+        kept = dict(zip(_CREATED, _list(columns, rollout), strict=True))
         kept |= {
             "status": found["status"],
             "attempt": found["attempt"],

@@ -15,14 +15,12 @@ from lightning.errors import ConfigError, PluginError, SchemaError, StoreError
 from lightning.maintenance import Weight, keeper, keeper_of, queries
 from lightning.maintenance.keeper import count_tokens
 from lightning.plugins import Plugins
-from lightning.store.relational.schema import MIGRATIONS
+from lightning.store.schema_version import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.types import Outcome, Rollout, Run, Task, Transition, logprobs, token_ids
 
 from tests.core.maintenance.gateways import check_state_of_gateways
-
-FROZEN = Path(__file__).parents[1] / "store" / "frozen"
 
 
 def rows(path: Path, query: str) -> list[Any]:
@@ -58,7 +56,7 @@ async def content(path: Path) -> dict[str, Any]:
 
 async def test_status_counts_what_is_there(database: Path) -> None:
     found = await keeper_of(sqlite_url(database)).status()
-    assert (found.schema, found.newest_schema) == (len(MIGRATIONS), len(MIGRATIONS))
+    assert found.schema == SCHEMA
     assert (found.runs, found.steps, found.resources) == (1, 2, 2)
     assert found.rollouts == {"succeeded": 9, "failed": 1}
     assert (found.calls, found.spans) == (20, 10)
@@ -69,33 +67,12 @@ async def test_status_counts_what_is_there(database: Path) -> None:
     assert found.newest > 1e9
 
 
-@pytest.mark.parametrize("version", range(1, len(MIGRATIONS) + 1))
-async def test_looking_at_an_older_schema_leaves_it_as_it_is(tmp_path: Path, version: int) -> None:
-    path = tmp_path / "old.db"
-    connection = sqlite3.connect(path)
-    connection.executescript((FROZEN / f"version-{version}.sql").read_text())
-    connection.close()
-    before = path.read_bytes()
-    found = await keeper_of(sqlite_url(path)).status()
-    assert (found.schema, found.calls) == (version, 3)
-    assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["old.db"]
-    with pytest.raises(SchemaError, match="lightning db upgrade") if version < len(MIGRATIONS) else _nothing():
-        await keeper_of(sqlite_url(path)).forget_calls("run", ["none"])
-
-
-class _nothing:  # noqa: N801 — reads like contextlib's
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-async def test_a_newer_a_foreign_and_a_missing_file_are_refused(tmp_path: Path, database: Path) -> None:
+async def test_another_schema_a_foreign_and_a_missing_file_are_refused(tmp_path: Path, database: Path) -> None:
     connection = sqlite3.connect(database)
     connection.execute("UPDATE schema_version SET version = 99")
     connection.commit()
     connection.close()
-    with pytest.raises(SchemaError, match="newer release"):
+    with pytest.raises(SchemaError, match="has schema 99, but this version of lightning works with schema 1 only"):
         await keeper_of(sqlite_url(database)).status()
     with pytest.raises(ConfigError, match="no database at"):
         await keeper_of(sqlite_url(tmp_path / "none.db")).status()
@@ -112,8 +89,8 @@ async def test_a_database_with_tables_is_not_called_empty(database: Path, versio
         f"INSERT INTO schema_version VALUES ({version})"
     )
     connection.close()
-    for act in (keeper_of(sqlite_url(database)).status, lambda: keeper.check_schema(sqlite_url(database))):
-        with pytest.raises(SchemaError, match=r"has a damaged schema_version .*: restore it from a backup"):
+    for act in (keeper_of(sqlite_url(database)).status, lambda: keeper.check_store(sqlite_url(database))):
+        with pytest.raises(SchemaError, match=r"has a damaged schema version .*: restore it from a backup"):
             await act()
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 from lightning.errors import DataError, SchemaError, StoreError, UnavailableError
-from lightning.installation import upgrade_cure
-from lightning.store.relational.schema import MIGRATIONS
+from lightning.store.schema_version import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite.connection import Settings, translate
 from lightning.types import Caller, Outcome, Rollout, Run, Task, Transition
@@ -57,15 +56,18 @@ async def filled(path: Path, rollouts: int = 1) -> SqliteStore:
 # a database that is not ours ------------------------------------------------------------------------------------
 
 
-async def test_a_newer_database_is_refused_untouched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [SCHEMA + 1, 99])
+async def test_a_database_of_another_schema_is_refused_untouched(tmp_path: Path, version: int) -> None:
     path = tmp_path / "store.db"
     await (await filled(path)).close()
-    execute(path, "UPDATE schema_version SET version = 99")
+    execute(path, f"UPDATE schema_version SET version = {version}")
     before = path.read_bytes()
     error = await refused(path)
     assert isinstance(error, SchemaError)
-    assert "version 99" in str(error)
-    assert upgrade_cure() in str(error)
+    assert str(error) == (
+        f"store {path} has schema {version}, but this version of lightning works with schema {SCHEMA} only: use the version "
+        "that wrote it, or begin a new run"
+    )
     assert path.read_bytes() == before
 
 
@@ -87,7 +89,7 @@ async def test_a_database_of_another_program_is_refused_untouched(tmp_path: Path
     assert [file.name for file in tmp_path.iterdir()] == ["store.db"]
 
 
-@pytest.mark.parametrize("version", [None, 99], ids=["foreign", "newer"])
+@pytest.mark.parametrize("version", [None, 99], ids=["foreign", "other"])
 async def test_a_refused_database_keeps_the_log_its_owner_left(tmp_path: Path, version: int | None) -> None:
     """Its owner was killed: what is in the log belongs to whoever opens it next with the right program."""
     killed = """
@@ -175,14 +177,14 @@ async def test_damage_inside_is_noticed_when_it_is_met(tmp_path: Path, call: Cal
     await store.close()
 
 
-async def test_migrations_run_once_when_processes_open_a_new_file_together(tmp_path: Path) -> None:
+async def test_tables_are_made_once_when_processes_open_a_new_file_together(tmp_path: Path) -> None:
     stores = [SqliteStore(tmp_path / "store.db") for _ in range(6)]
     await asyncio.gather(*(store.open() for store in stores))
     await stores[0].put_run(Run("r", "r"))
     assert [run.id for run in await stores[5].list_runs()] == ["r"]
     await asyncio.gather(*(store.close() for store in stores))
     connection = sqlite3.connect(tmp_path / "store.db")
-    assert connection.execute("SELECT version FROM schema_version").fetchall() == [(len(MIGRATIONS),)]
+    assert connection.execute("SELECT version FROM schema_version").fetchall() == [(SCHEMA,)]
     connection.close()
 
 

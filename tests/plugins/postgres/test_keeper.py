@@ -15,14 +15,14 @@ from lightning.cli import db, resources, runs
 from lightning.cli.locate import with_store
 from lightning.errors import DataError, SchemaError, StoreError
 from lightning.gateway.traces import PLACE
-from lightning.maintenance import Weight, check_schema, keeper_of, queries
+from lightning.maintenance import Weight, keeper_of, queries
 from lightning.maintenance.prune import PruneRequest, carry_out, plan
 from lightning.store import sql
 from lightning.store.protocol import Store
+from lightning.store.schema_version import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Outcome, Resource, Rollout, Run, Scope, Task, Token
 from lightning_postgres.connection import PostgresTransaction
-from lightning_postgres.migrations import MIGRATIONS
 from lightning_postgres.store import PostgresStore
 from typer import Typer
 from typer.testing import CliRunner
@@ -31,7 +31,6 @@ from tests.core.maintenance.gateways import check_state_of_gateways
 from tests.servers.postgres import PostgresServer
 
 pytestmark = pytest.mark.slow
-FROZEN = Path(__file__).parents[2] / "core" / "store" / "frozen"
 
 
 @pytest.fixture
@@ -74,15 +73,15 @@ async def content(store: Store) -> dict[str, Any]:
 
 async def test_status(store: PostgresStore, url: str, postgres_server: PostgresServer) -> None:
     found = await keeper_of(url).status()
-    assert (found.schema, found.newest_schema, found.runs, found.steps) == (len(MIGRATIONS), len(MIGRATIONS), 1, 2)
+    assert (found.schema, found.runs, found.steps) == (SCHEMA, 1, 2)
     assert found.rollouts == {"succeeded": 9, "failed": 1}
     assert (found.calls, found.spans, found.resources) == (20, 10, 2)
     assert found.tokens == {"active": 0, "expired": 1, "revoked": 0}
     assert found.bytes is not None
     assert found.bytes > 100_000
     assert "***@" in found.store
-    empty = await keeper_of(postgres_server.url_of("nobody_was_here")).status()
-    assert (empty.schema, empty.runs, empty.calls) == (None, 0, 0)
+    with pytest.raises(SchemaError, match="holds no store"):
+        await keeper_of(postgres_server.url_of("nobody_was_here")).status()
     assert postgres_server.sql("SELECT count(*) FROM pg_namespace WHERE nspname = 'nobody_was_here'") == "0"
 
 
@@ -131,20 +130,13 @@ async def test_a_restore_that_breaks_off_leaves_an_empty_schema(
     assert (await keeper_of(other).status()).runs == 0
 
 
-async def test_a_file_of_an_older_schema_is_upgraded_first(url: str, tmp_path: Path) -> None:
-    connection = sqlite3.connect(tmp_path / "old.db")
-    connection.executescript((FROZEN / "version-4.sql").read_text())
-    connection.close()
-    with pytest.raises(SchemaError, match="lightning db upgrade"):
+async def test_a_file_of_another_schema_is_not_restored(url: str, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "old.db")) as file:
+        file.executescript("CREATE TABLE schema_version (version); INSERT INTO schema_version VALUES (11)")
+    with pytest.raises(
+        SchemaError, match=r"old.db has schema 11, but this version of lightning works with schema 1 only"
+    ):
         await keeper_of(url).restore(tmp_path / "old.db")
-    file = SqliteStore(tmp_path / "old.db")
-    await file.open()
-    await file.close()
-    await keeper_of(url).restore(tmp_path / "old.db")
-    store = PostgresStore.from_url(url)
-    await store.open()
-    assert [call.id for call in await store.transitions("a")] == ["call-a0", "call-a1"]
-    await store.close()
 
 
 async def test_pruning(store: PostgresStore, url: str) -> None:
@@ -270,7 +262,7 @@ async def test_a_file_that_is_no_store_is_refused_before_anything_is_made(
     [
         (db.app, ("export", "URL", "-", "--table", "runs")),
         (db.app, ("prune", "URL")),
-        (db.app, ("upgrade", "URL", "--no-backup")),
+        (db.app, ("status", "URL")),
         (runs.app, ("--runs", "URL")),
         (resources.app, ("ls", "URL")),
     ],
@@ -284,64 +276,18 @@ def test_a_mistyped_schema_is_not_made(app: Typer, command: tuple[str, ...], pos
     assert postgres_server.sql(f"SELECT count(*) FROM pg_namespace WHERE nspname = '{name}'") == "0"
 
 
-async def test_a_store_is_made_where_there_is_none_and_never_brought_forward_by_the_way(
-    postgres_server: PostgresServer,
-) -> None:
+async def test_a_store_is_made_where_there_is_none(postgres_server: PostgresServer) -> None:
     async def look(store: Store) -> list[Run]:
         return await store.list_runs()
 
     name = f"made_{uuid.uuid4().hex[:12]}"
     url = postgres_server.url_of(name)
     assert await with_store(url, look, make=True) == []
-    postgres_server.sql(f"UPDATE {name}.schema_version SET version = {len(MIGRATIONS) - 1}")
-    with pytest.raises(SchemaError, match=r"has schema version .*lightning db upgrade .*, or ask a server"):
-        await with_store(url, look, make=True, instead="ask a server")
 
 
-def test_every_schema_that_was_released_is_kept() -> None:
-    assert {file.name for file in FROZEN.glob("postgres-*.sql")} == {
-        f"postgres-{version}.sql" for version in range(1, len(MIGRATIONS) + 1)
-    }
-
-
-@pytest.mark.parametrize("version", range(1, len(MIGRATIONS) + 1))
-async def test_a_frozen_schema_is_read_back_equal(postgres_server: PostgresServer, version: int) -> None:
-    """As `pg_dump` wrote it for the release that had this version; upgraded, if there is a newer one by now."""
-    name = f"frozen_{uuid.uuid4().hex[:12]}"
-    dump = (FROZEN / f"postgres-{version}.sql").read_text()
-    postgres_server.sql(dump.replace("frozen_schema", name))
-    url = postgres_server.url_of(name, pool=2)
-    if version < len(MIGRATIONS):
-        with pytest.raises(
-            SchemaError, match=rf"has schema version {version}, this release works on .*lightning db upgrade"
-        ):
-            await check_schema(url)
-    else:
-        await check_schema(url)
-    assert (await keeper_of(url).schema()) == (version, len(MIGRATIONS))
-    store = PostgresStore.from_url(url)
-    await store.open()
-    assert [call.id for call in await store.transitions("a")] == ["call-a0", "call-a1"]
-    (call,) = await store.transitions("b")
-    assert (call.id, call.conversation is not None) == ("call-b0", version > 2)
-    rollout = await store.get_rollout("a")
-    assert rollout is not None
-    assert (rollout.reward, rollout.trained_at_step, rollout.resources) == (0.5, 0, {"writer": 2})
-    branch = await store.get_rollout("c")
-    assert branch is not None
-    assert branch.parent == (("a", 1, 1) if version > 6 else None)
-    assert [token.id for token in await store.list_tokens()] == ["t1", "t2"]
-    assert [move.version for move in await store.alias_history("writer", "production")] == [1, 2, 1]
-    (step,) = await store.steps("run")
-    assert (step.digest, step.groups) == ("digest", ("g",))
-    assert step.context == ({"epoch": 0, "dtype": "float32"} if version > 3 else {})
-    await store.close()
-    assert (await keeper_of(postgres_server.url_of(name)).status()).schema == len(MIGRATIONS)
-
-
-async def test_a_newer_schema_is_refused(store: PostgresStore, url: str, postgres_server: PostgresServer) -> None:
+async def test_another_schema_is_refused(store: PostgresStore, url: str, postgres_server: PostgresServer) -> None:
     schema = url.partition("schema=")[2].partition("&")[0]
     postgres_server.sql(f"UPDATE {schema}.schema_version SET version = 99")
-    for act in (keeper_of(url).vacuum, PostgresStore.from_url(url).open):
-        with pytest.raises(SchemaError, match="version 99, this release"):
+    for act in (keeper_of(url).status, keeper_of(url).vacuum, PostgresStore.from_url(url).open):
+        with pytest.raises(SchemaError, match="has schema 99, but this version of lightning works with schema 1 only"):
             await act()

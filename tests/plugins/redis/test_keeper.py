@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -12,12 +11,9 @@ from typing import Any
 import pytest
 from lightning.cli.locate import with_store
 from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
-from lightning.maintenance import Weight, check_schema, keeper_of
+from lightning.maintenance import Weight, keeper_of
 from lightning.maintenance.prune import PruneRequest, carry_out, plan
 from lightning.types import Outcome, Resource, Rollout, Scope, Task, Token, Transition
-from lightning_redis import handshake
-from lightning_redis import keeper as keeping
-from lightning_redis.handshake import SCHEMA
 from lightning_redis.keeper import RedisKeeper
 from lightning_redis.store import RedisStore
 
@@ -68,28 +64,12 @@ async def test_status(store: RedisStore, url: str) -> None:
     assert found.newest > 1e9
 
 
-async def test_an_older_schema_is_said_and_left_as_it_is(
-    store: RedisStore, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handshake, "SCHEMA", SCHEMA + 1)
-    monkeypatch.setattr(keeping, "SCHEMA", SCHEMA + 1)
-    for _ in range(2):
-        found = await keeper_of(url).status()
-        assert (found.schema, found.newest_schema, found.runs) == (SCHEMA, SCHEMA + 1, 1)
-    for make in (False, True):
-        with pytest.raises(
-            SchemaError, match=rf"has schema version {SCHEMA}, .*`lightning db upgrade '{re.escape(url)}'`"
-        ):
-            await with_store(url, lambda opened: opened.list_runs(), make=make)
-    with pytest.raises(SchemaError, match="run `lightning db upgrade URL` with the same URL") as refused:
-        await check_schema(url.replace("://", "://default:@"))
-    assert "default" not in str(refused.value)
-    assert (await keeper_of(url).status()).schema == SCHEMA
-    later = RedisStore.from_url(url)
-    await later.open()
-    await later.close()
-    found = await keeper_of(url).status()
-    assert (found.schema, found.newest_schema) == (SCHEMA + 1, SCHEMA + 1)
+async def test_another_schema_is_refused(store: RedisStore, url: str, redis_server: RedisServer) -> None:
+    mark = f"{url.partition('prefix=')[2]}:meta"
+    redis_server.command("SET", mark, '{"program":"lightning","schema":6,"id":"x"}')
+    for act in (keeper_of(url).status, keeper_of(url).check, RedisStore.from_url(url).open):
+        with pytest.raises(SchemaError, match="has schema 6, but this version of lightning works with schema 1 only"):
+            await act()
 
 
 async def test_a_store_is_made_where_there_is_none(url: str) -> None:

@@ -1,21 +1,33 @@
-"""The schema of the stores in SQL databases, and the steps that brought it here.
+"""The tables of the stores in SQL databases.
 
-The invariant: a step that was released is never edited. A new one is added here once, for every database: it is written for
-SQLite, whose types another database translates.
+They are written for SQLite, whose types another database translates. A change of them, or of what is in them, is another
+`schema_version.SCHEMA`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
-_FIRST: Final = (
+from lightning.store.schema_version import SCHEMA, refuse_other_schema
+
+VERSION: Final = "SELECT version FROM schema_version"
+REVISIONS: Final = "CREATE TABLE revisions (run TEXT PRIMARY KEY, n INTEGER NOT NULL)"
+"""How often a run has changed: what other processes watch, where the database has no way to tell them."""
+
+STATEMENTS: Final = (
+    "CREATE TABLE schema_version (version INTEGER NOT NULL)",
+    f"INSERT INTO schema_version (version) VALUES ({SCHEMA})",  # noqa: S608 — a number of ours
     """CREATE TABLE runs (
         n INTEGER PRIMARY KEY,
         id TEXT NOT NULL UNIQUE,
         name TEXT NOT NULL,
         config TEXT NOT NULL,
-        created_at REAL NOT NULL
+        created_at REAL NOT NULL,
+        project TEXT NOT NULL
     )""",
+    "CREATE INDEX runs_by_project ON runs (project, created_at)",
+    # `parent` is the key of a call as JSON; empty: a rollout that is no branch.
     """CREATE TABLE rollouts (
         n INTEGER PRIMARY KEY,
         id TEXT NOT NULL UNIQUE,
@@ -36,7 +48,9 @@ _FIRST: Final = (
         fault TEXT NOT NULL DEFAULT '',
         error TEXT NOT NULL DEFAULT '',
         seconds REAL NOT NULL DEFAULT 0,
-        trained_at_step INTEGER
+        trained_at_step INTEGER,
+        resources TEXT NOT NULL,
+        parent TEXT NOT NULL
     )""",
     "CREATE INDEX rollouts_by_run ON rollouts (run, n)",
     "CREATE INDEX rollouts_by_status ON rollouts (run, status, n)",
@@ -55,9 +69,12 @@ _FIRST: Final = (
         outcome_digest TEXT NOT NULL DEFAULT '',
         tool_events TEXT NOT NULL DEFAULT '[]',
         step_rewards TEXT NOT NULL DEFAULT '[]',
+        labels TEXT NOT NULL DEFAULT '{}',
+        step_states TEXT NOT NULL DEFAULT '[]',
         UNIQUE (rollout, attempt)
     )""",
     # `rollout` and `parent` hold the `n` of a row, not its text id: that text would be an eighth of a transition.
+    # An `exchange` that is NULL was not recorded.
     """CREATE TABLE transitions (
         n INTEGER PRIMARY KEY,
         rollout INTEGER NOT NULL,
@@ -76,42 +93,15 @@ _FIRST: Final = (
         ended_at REAL NOT NULL,
         digest BLOB NOT NULL,
         tokens BLOB NOT NULL,
+        tool_calls TEXT NOT NULL,
+        conversation TEXT NOT NULL,
+        error TEXT NOT NULL,
+        max_tokens_asked INTEGER NOT NULL,
+        requested_model TEXT NOT NULL,
+        exchange BLOB,
         UNIQUE (rollout, attempt, seq)
     )""",
     "CREATE INDEX transitions_roots ON transitions (rollout) WHERE parent IS NULL",
-    """CREATE TABLE steps (
-        run TEXT NOT NULL,
-        step INTEGER NOT NULL,
-        policy_version INTEGER NOT NULL,
-        rollouts TEXT NOT NULL,
-        digests TEXT NOT NULL,
-        digest TEXT NOT NULL,
-        checkpoint TEXT NOT NULL,
-        metrics TEXT NOT NULL,
-        at REAL NOT NULL,
-        PRIMARY KEY (run, step)
-    )""",
-    # A NULL value is NaN: SQLite has no other way to keep one.
-    """CREATE TABLE metrics (
-        run TEXT NOT NULL,
-        step INTEGER NOT NULL,
-        name TEXT NOT NULL,
-        value REAL,
-        at REAL NOT NULL,
-        PRIMARY KEY (run, step, name)
-    )""",
-    """CREATE TABLE state (
-        run TEXT NOT NULL,
-        name TEXT NOT NULL,
-        value TEXT NOT NULL,
-        PRIMARY KEY (run, name)
-    )""",
-)
-
-_LABELS: Final = ("ALTER TABLE attempts ADD COLUMN labels TEXT NOT NULL DEFAULT '{}'",)
-
-_SPANS: Final = (
-    "ALTER TABLE transitions ADD COLUMN tool_calls TEXT NOT NULL DEFAULT '[]'",
     # `rollout` holds the `n` of a row, as in transitions.
     """CREATE TABLE spans (
         n INTEGER PRIMARY KEY,
@@ -130,11 +120,35 @@ _SPANS: Final = (
         attributes TEXT NOT NULL,
         UNIQUE (rollout, attempt, span_id)
     )""",
-)
-
-_RESOURCES: Final = (
-    "ALTER TABLE steps ADD COLUMN group_ids TEXT NOT NULL DEFAULT '[]'",
-    "ALTER TABLE rollouts ADD COLUMN resources TEXT NOT NULL DEFAULT '{}'",
+    """CREATE TABLE steps (
+        run TEXT NOT NULL,
+        step INTEGER NOT NULL,
+        policy_version INTEGER NOT NULL,
+        rollouts TEXT NOT NULL,
+        digests TEXT NOT NULL,
+        digest TEXT NOT NULL,
+        checkpoint TEXT NOT NULL,
+        metrics TEXT NOT NULL,
+        at REAL NOT NULL,
+        group_ids TEXT NOT NULL,
+        context TEXT NOT NULL,
+        PRIMARY KEY (run, step)
+    )""",
+    # A NULL value is NaN: SQLite has no other way to keep one.
+    """CREATE TABLE metrics (
+        run TEXT NOT NULL,
+        step INTEGER NOT NULL,
+        name TEXT NOT NULL,
+        value REAL,
+        at REAL NOT NULL,
+        PRIMARY KEY (run, step, name)
+    )""",
+    """CREATE TABLE state (
+        run TEXT NOT NULL,
+        name TEXT NOT NULL,
+        value TEXT NOT NULL,
+        PRIMARY KEY (run, name)
+    )""",
     """CREATE TABLE resources (
         n INTEGER PRIMARY KEY,
         name TEXT NOT NULL,
@@ -157,14 +171,6 @@ _RESOURCES: Final = (
         earlier INTEGER
     )""",
     "CREATE INDEX aliases_by_name ON aliases (name, alias, n)",
-)
-
-REVISIONS: Final = "CREATE TABLE revisions (run TEXT PRIMARY KEY, n INTEGER NOT NULL)"
-"""How often a run has changed: what other processes watch, where the database has no way to tell them."""
-
-_PROJECTS: Final = (
-    "ALTER TABLE runs ADD COLUMN project TEXT NOT NULL DEFAULT 'default'",
-    "CREATE INDEX runs_by_project ON runs (project, created_at)",
     REVISIONS,
     """CREATE TABLE tokens (
         n INTEGER PRIMARY KEY,
@@ -177,47 +183,13 @@ _PROJECTS: Final = (
         expires_at REAL,
         revoked_at REAL
     )""",
-)
-
-_ANSWERS: Final = (
     # What calls were answered, by the names of the calls, until a time by the database's clock; for when they come again.
     "CREATE TABLE answers (id TEXT PRIMARY KEY, run TEXT NOT NULL, until REAL NOT NULL, answer TEXT NOT NULL)",
     "CREATE INDEX answers_by_time ON answers (until)",
     "CREATE INDEX answers_by_run ON answers (run) WHERE run <> ''",
 )
 
-_CONVERSATIONS: Final = ("ALTER TABLE transitions ADD COLUMN conversation TEXT NOT NULL DEFAULT ''",)
 
-_CONTEXT: Final = ("ALTER TABLE steps ADD COLUMN context TEXT NOT NULL DEFAULT '{}'",)
-
-_REQUESTS: Final = (
-    "ALTER TABLE transitions ADD COLUMN error TEXT NOT NULL DEFAULT ''",
-    "ALTER TABLE transitions ADD COLUMN max_tokens_asked INTEGER NOT NULL DEFAULT 0",
-    "ALTER TABLE transitions ADD COLUMN requested_model TEXT NOT NULL DEFAULT ''",
-)
-
-_WHOLE: Final = (
-    # NULL: not recorded, as all that earlier releases wrote.
-    "ALTER TABLE transitions ADD COLUMN exchange BLOB",
-    "ALTER TABLE attempts ADD COLUMN step_states TEXT NOT NULL DEFAULT '[]'",
-)
-
-_BRANCHES: Final = (
-    # The key of a call as JSON; empty: a rollout that is no branch.
-    "ALTER TABLE rollouts ADD COLUMN parent TEXT NOT NULL DEFAULT ''",
-)
-
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
-    _FIRST,
-    _LABELS,
-    _SPANS,
-    _RESOURCES,
-    _PROJECTS,
-    _ANSWERS,
-    _CONVERSATIONS,
-    _CONTEXT,
-    _REQUESTS,
-    _WHOLE,
-    _BRANCHES,
-)
-"""`MIGRATIONS[i]` brings a database from version i to i + 1."""
+def check_version(where: str, rows: Sequence[Sequence[object]]) -> None:
+    """Raise `SchemaError` unless these rows, which `VERSION` selects, are of this schema. `where` names the database."""
+    refuse_other_schema(where, rows[0][0] if len(rows) == 1 else None)

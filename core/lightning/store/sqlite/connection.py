@@ -1,9 +1,8 @@
-"""Connections to one SQLite file of the newest schema, the transaction object that operations get, and the words for what
+"""Connections to one SQLite file of this schema, the transaction object that operations get, and the words for what
 SQLite refuses.
 
-The invariant: no `sqlite3` exception leaves this package; each becomes an error that names the file and the cure. Migrations
-only go forward, each in one transaction, and `schema_version` counts them; a file from a newer release, or of another program,
-is refused untouched.
+The invariant: no `sqlite3` exception leaves this package; each becomes an error that names the file and the cure. All tables
+are made in one transaction; a file of another schema, or of another program, is refused untouched.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from lightning.errors import ConfigError, DataError, LightningError, SchemaError, StoreError, UnavailableError
-from lightning.installation import upgrade_cure
-from lightning.store.relational.schema import MIGRATIONS
+from lightning.store.relational.schema import STATEMENTS, VERSION, check_version
 from lightning.store.rows import Row, Value
 
 if TYPE_CHECKING:
@@ -292,7 +290,8 @@ APPLICATION_ID: Final = 0x4C524C53
 
 
 def refuse_foreign(settings: Settings) -> None:
-    """Raise `SchemaError` for a newer or a foreign database and leave it as it is: `connect` would change its journal mode.
+    """Raise `SchemaError` for a foreign database, or one of another schema, and leave it as it is: `connect` would change its
+    journal mode.
 
     Nothing is refused when there is no file yet, or none that can be opened: `connect` says why.
     """
@@ -310,20 +309,19 @@ def refuse_foreign(settings: Settings) -> None:
     except (OSError, sqlite3.OperationalError):
         return
     with closing(connection):
-        _version(connection, settings)
+        _is_made(connection, settings)
 
 
-def migrate(connection: sqlite3.Connection, settings: Settings) -> None:
-    """Bring the schema to the newest version. Raises `SchemaError` for a newer or a foreign database."""
-    if _version(connection, settings) == len(MIGRATIONS):
+def make_tables(connection: sqlite3.Connection, settings: Settings) -> None:
+    """Make the tables where there are none. Raises `SchemaError` for a foreign database, or one of another schema."""
+    if _is_made(connection, settings):
         return
-    connection.execute("BEGIN IMMEDIATE")  # another process may migrate at this moment: look again under the lock
+    connection.execute("BEGIN IMMEDIATE")  # another process may make them at this moment: look again under the lock
     try:
-        version = _version(connection, settings)
-        for statements in MIGRATIONS[version:]:
-            for statement in statements:
+        if not _is_made(connection, settings):
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            for statement in STATEMENTS:
                 connection.execute(statement)
-        connection.execute("UPDATE schema_version SET version = ?", (len(MIGRATIONS),))
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:
@@ -331,7 +329,7 @@ def migrate(connection: sqlite3.Connection, settings: Settings) -> None:
         raise
 
 
-def _version(connection: sqlite3.Connection, settings: Settings) -> int:
+def _is_made(connection: sqlite3.Connection, settings: Settings) -> bool:
     tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if "schema_version" not in tables:
         if tables:
@@ -339,18 +337,6 @@ def _version(connection: sqlite3.Connection, settings: Settings) -> int:
                 f"store {settings.path} is an SQLite database of another program (tables {', '.join(sorted(tables)[:5])}): "
                 "choose another path"
             )
-        if connection.in_transaction:
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.execute("CREATE TABLE schema_version (version INTEGER NOT NULL)")
-            connection.execute("INSERT INTO schema_version (version) VALUES (0)")
-        return 0
-    rows = connection.execute("SELECT version FROM schema_version").fetchall()
-    if len(rows) != 1 or not isinstance(rows[0][0], int) or rows[0][0] < 1:
-        raise SchemaError(f"store {settings.path} has a damaged schema_version {rows!r}: restore it from a backup")
-    version: int = rows[0][0]
-    if version > len(MIGRATIONS):
-        raise SchemaError(
-            f"store {settings.path} has schema version {version}, this release knows {len(MIGRATIONS)}: "
-            f"it was written by a newer release: {upgrade_cure()}, or choose another path"
-        )
-    return version
+        return False
+    check_version(f"store {settings.path}", connection.execute(VERSION).fetchall())
+    return True

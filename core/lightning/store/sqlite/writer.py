@@ -28,7 +28,7 @@ from lightning.store.sqlite.connection import (
     drive,
     identity,
     is_busy,
-    migrate,
+    make_tables,
     refuse_foreign,
     translate,
 )
@@ -67,7 +67,7 @@ class _Job(WorkItem[T]):
 
 
 class Writer:
-    """Owns the writing connection. `ready` resolves when the file is open and migrated, or fails with the reason."""
+    """Owns the writing connection. `ready` resolves when the file is open and has its tables, or fails with the reason."""
 
     def __init__(self, settings: Settings, bell: Bell) -> None:
         self._settings = settings
@@ -112,7 +112,7 @@ class Writer:
             self._refuse(translate(error, self._settings))
             return
         try:
-            migrate(self._connection, self._settings)
+            make_tables(self._connection, self._settings)
             self._connection.execute(NEVER_WAIT)
             self.identity = identity(self._settings)
         except Exception as error:  # noqa: BLE001 — likewise
