@@ -56,14 +56,20 @@ LONGEST_WHERE = 200
 """Characters that are told of a place in a request: agents choose names, of any length."""
 
 
+def _head(text: str, most: int) -> str:
+    """A text, or its beginning where it is longer: it may quote the request."""
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
 class RefusalError(Exception):
     """A request that is answered with an error. Raised anywhere below the route, sent once at the route."""
 
     def __init__(
         self, status: int, code: str, message: str, headers: Sequence[Header] = (), *, param: str | None = None
     ) -> None:
-        super().__init__(message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]}…")
-        self.status, self.code, self.headers, self.param = status, code, tuple(headers), param
+        super().__init__(_head(message, LONGEST_MESSAGE))
+        self.status, self.code, self.headers = status, code, tuple(headers)
+        self.param = None if param is None else _head(param, LONGEST_WHERE)
 
     @property
     def error(self) -> dict[str, str | None]:
@@ -173,7 +179,7 @@ def _half_a_character(said: object, code: int) -> RefusalError:
     """The refusal of the first text with a lone surrogate, by its place."""
     steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in _way_to_half(said))
     where = LONE_SURROGATE.sub("\ufffd", steps.removeprefix(".")) or "body"
-    where = where if len(where) <= LONGEST_WHERE else f"{where[:LONGEST_WHERE]}…"
+    where = _head(where, LONGEST_WHERE)
     message = (
         f"{where!r} has half of a character (the lone surrogate \\u{code:04x}), which no tokenizer takes: let the agent send "
         "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')."

@@ -127,13 +127,16 @@ async def test_an_agent_that_is_trained_cannot_rate_itself(house) -> None:
         ({"response_id": "a", "reward": 1, "note": 3}, "note"),
         ({"response_id": "a", "reward": 1, "note": "x" * 5000}, "note"),
         ({"response_id": "a", "reward": 1, "thumbs": "up"}, "thumbs"),
+        ({"response_id": "a", "reward": 1, "x" * 1_000_000: 1}, "x" * 200 + "…"),
     ],
+    ids=lambda value: None if isinstance(value, dict) else value[:20],
 )
 async def test_what_is_no_feedback_names_the_field(house, sent: dict[str, object], field: str) -> None:
     http = await house.http(await opened(house))
     text = json.dumps(sent)
     refused = await http.post("/feedback", content=text)
     assert refused.status_code == 400, refused.text
+    assert len(refused.content) < 25_000, "a name in a request is told, and not repeated whole"
     if sent.get("reward") != 10**400:  # JSON of numbers beyond 64 bits is refused whole
         assert refused.json()["error"]["param"] == field
 
