@@ -5,7 +5,7 @@ that is decoded against another parent than it was encoded with, raises `StoreEr
 
 Layout of a blob, all integers little-endian:
 
-    byte 0       codec version, now 1
+    byte 0       codec version, 1
     bytes 1-8    BLAKE2b-64 of the decoded content (see `content_digest`)
     varints      how many tokens are shared with the parent, further prompt ids, response ids, log-probabilities, bytes of `low`
     rest         two zstandard frames, `low` and `high`, of the further prompt ids and response ids (int32) and the
@@ -30,7 +30,7 @@ from typing import Final
 import zstandard
 
 from lightning.errors import DataError, StoreError
-from lightning.installation import upgrade_cure
+from lightning.installation import other_format
 from lightning.types import LogProbs, TokenIds
 
 VERSION: Final = 1
@@ -174,7 +174,7 @@ def encode_packed(packed: Packed, shared: int) -> bytes:
 def decode(blob: bytes, parent: bytes = b"") -> CallTokens:
     """The tokens of a blob, given the packed full tokens of the parent it was encoded against.
 
-    Raises `StoreError` when the blob is damaged, of a newer codec, or does not belong to this parent.
+    Raises `StoreError` when the blob is damaged, of another codec, or does not belong to this parent.
     """
     digest = stored_digest(blob)
     (shared, n_rest, n_response, n_logprobs, n_low), start = _read_varints(blob, 1 + DIGEST_BYTES, 5)
@@ -201,10 +201,7 @@ def _check_version(blob: bytes) -> None:
     if not blob:
         raise StoreError("token blob is corrupt: it is empty")
     if blob[0] != VERSION:
-        raise StoreError(
-            f"token blob has codec {blob[0]}, this release reads {VERSION}: "
-            f"it is corrupt or was written by a newer release: {upgrade_cure()}"
-        )
+        raise StoreError(other_format(f"token blob is corrupt, or of codec {blob[0]}", f"codec {VERSION}"))
 
 
 def _to_varint(value: int) -> bytes:

@@ -5,11 +5,10 @@ one of an earlier call of the attempt, or, in a branch, of a call of its parent;
 one or unreadable raises `StoreError`, never gives another request. It is a `ParentGoneError` where the earlier one is a call of
 the parent that is missing or another one: all else that the branch has is there.
 
-Layout, little-endian: a byte for the version, a byte of `Flag`s, the `seq` of the earlier call or -1 (int32), in version 2 the
-CRC-32 of that call's request and reply (uint32), then a zstandard frame of a line of JSON (API path, status, bytes of the
+Layout, little-endian: a byte for the version, a byte of `Flag`s, the `seq` of the earlier call or -1 (int32), with `OF_PARENT`
+the CRC-32 of that call's request and reply (uint32), then a zstandard frame of a line of JSON (API path, status, bytes of the
 request shared with the earlier one at the beginning and at the end, how many are not), the bytes that are not, and the reply.
-The earlier call's reply is the frame's dictionary, since an agent mostly sends back what the model has said. In version 1 the
-earlier call is one of the attempt, in version 2 one of the parent's attempt, which a release that knows no branches refuses.
+The earlier call's reply is the frame's dictionary, since an agent mostly sends back what the model has said.
 """
 
 from __future__ import annotations
@@ -27,14 +26,12 @@ import orjson
 import zstandard
 
 from lightning.errors import ParentGoneError, StoreError
-from lightning.installation import upgrade_cure
+from lightning.installation import other_format
 from lightning.memory_budget import compact
 from lightning.store.protocol import Store
 from lightning.types import Json, Rollout, ToolEvent, Transition
 
 VERSION: Final = 1
-OF_PARENT: Final = 2
-"""The version of an exchange that is told against a call of the parent."""
 LEVEL: Final = 1
 LARGEST: Final = 4 << 20
 """Bytes of a request, or of a reply, from which on it is left out."""
@@ -61,12 +58,14 @@ Body: TypeAlias = "dict[str, Any]"
 
 
 class Flag(IntFlag):
-    """Why an exchange is not whole, and what of its reply is in the call's row already."""
+    """Why an exchange is not whole, what of its reply is in the call's row already, and whose the earlier call is."""
 
     REDACTED = 1
     TOO_LARGE = 2
     IDS = 4
     """The agent asked for token ids; they are put back when the reply is read."""
+    OF_PARENT = 8
+    """The earlier call is one of the parent's attempt, not of this one."""
 
 
 WHOLE: Final = Flag(0)
@@ -210,7 +209,7 @@ def pack(path: str, status: int, request: bytes, reply: bytes, base: Said = NOBO
         base = NOBODY
     before = _HEAD.pack(VERSION, flags, base.seq)
     if base.of_parent:
-        before = _HEAD.pack(OF_PARENT, flags, base.seq) + base.check
+        before = _HEAD.pack(VERSION, flags | Flag.OF_PARENT, base.seq) + base.check
     head = orjson.dumps([path, status, start, end, len(middle)])
     packer = zstandard.ZstdCompressor(level=LEVEL, dict_data=_dictionary(base))
     return before + packer.compress(b"".join((head, b"\n", middle, reply)))
@@ -237,14 +236,14 @@ def shared(one: bytes, other: bytes) -> int:
 
 
 def flags_of(call: Transition) -> Flag:
-    """What stands in the way of replaying a call; nothing where it is not recorded. Does not unpack it."""
+    """The flags of a call's exchange; none where it is not recorded. Does not unpack it."""
     return Flag(call.exchange[1]) if call.exchange is not None and len(call.exchange) >= _HEAD.size else WHOLE
 
 
 def why_not_replayable(calls: Sequence[Transition], tool_events: Sequence[ToolEvent]) -> str:
     """Why an attempt cannot be run again from its record, in words; empty where it can. Does not unpack it."""
     if any(call.exchange is None for call in calls if call.status.answered and call.choice == 0):
-        return "requests were not recorded: gateway.record_requests was false, or an earlier release recorded them"
+        return "requests were not recorded: gateway.record_requests was false"
     flags = WHOLE
     for call in calls:
         flags |= flags_of(call)
@@ -339,13 +338,12 @@ class _Reader:
         packed = call.exchange
         assert packed is not None, "asked of calls that have one"
         version, number, before = _HEAD.unpack_from(packed)
-        if version not in (VERSION, OF_PARENT):
+        if version != VERSION:
             raise StoreError(
-                f"the exchange of transition {call.key} has form {version}, this release reads {VERSION} and {OF_PARENT}: it "
-                f"was written by a newer release: {upgrade_cure()}"
+                other_format(f"the exchange of transition {call.key} has form {version}", f"form {VERSION}")
             )
-        body, base = packed[_HEAD.size :], NOBODY
-        if version == OF_PARENT:
+        flags, body, base = Flag(number), packed[_HEAD.size :], NOBODY
+        if flags & Flag.OF_PARENT:
             body, base = body[_CHECK.size :], self._of_parent(call, before, body[: _CHECK.size])
         elif before >= 0:
             base = self._unpacked(before).said
@@ -355,7 +353,7 @@ class _Reader:
         head, _, rest = text.partition(b"\n")
         path, status, start, end, length = json.loads(head)
         request = base.request[:start] + rest[:length] + base.request[len(base.request) - end :]
-        return _Unpacked(path, status, Flag(number), Said(call.seq, request, rest[length:]))
+        return _Unpacked(path, status, flags, Said(call.seq, request, rest[length:]))
 
     def _of_parent(self, call: Transition, seq: int, check: bytes) -> Said:
         """What the parent's call with this number said. Raises `ParentGoneError` where that is not what it said when `call`
@@ -390,7 +388,7 @@ class _Reader:
 
 def _is_of_branch(call: Transition) -> bool:
     """Whether a call is told against one of a parent. Its rollout is a branch, which has none: the one that had was another."""
-    return call.exchange is not None and call.exchange[:1] == bytes([OF_PARENT])
+    return bool(flags_of(call) & Flag.OF_PARENT)
 
 
 @contextmanager

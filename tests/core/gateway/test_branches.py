@@ -388,12 +388,12 @@ def test_no_more_is_stored_than_its_own_calls(agent: Callable[[Task, LLM], float
             found = made.run(agent, parent=parent.key(number + 1))
             assert found.rollout.error == ""
             assert len(found.calls) == len(parent.calls) - number
-            told = sum(call.exchange is not None and call.exchange[0] == exchanges.OF_PARENT for call in found.calls)
+            told = sum(exchanges.flags_of(call) == exchanges.Flag.OF_PARENT for call in found.calls)
             assert told >= 1
             # A call that is told against the parent costs 4 bytes for its check, and what a few random ids make of compressed
             # bytes. Where agents take turns, the first call of each one is.
             assert stored(found.calls) <= stored(parent.calls[number:]) + 8 * told
-            assert not any(map(exchanges.flags_of, found.calls))
+            assert not any(exchanges.flags_of(call) & ~exchanges.Flag.OF_PARENT for call in found.calls)
             first = exchanges.read(found.calls, Parent(parent.rollout.id, parent.calls))[0]
             assert first is not None
             assert theirs is not None

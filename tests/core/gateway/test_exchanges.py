@@ -193,12 +193,12 @@ async def test_what_a_branch_inherits_is_bounded_and_given_once():
     made.inherit(("b", 1), [exchanges.Said(0, b"x" * 400, b"", of_parent=True)])
     last = made.asked("/chat/completions", {"messages": ["8"]}, 10)
     packed = await made.pack(("b", 1), last, recorded.Shown())
-    assert packed.stored[0] == exchanges.OF_PARENT
+    assert packed.stored[1] == exchanges.Flag.OF_PARENT
     made.inherit(
         ("c", 1), [exchanges.Said(0, b"x" * 990, b"", of_parent=True)]
     )  # the one that has waited longest is forgotten
     packed = await made.pack(("b", 1), last, recorded.Shown())
-    assert packed.stored[0] == exchanges.VERSION
+    assert packed.stored[1] == exchanges.WHOLE
     made.close()
 
 
@@ -209,7 +209,7 @@ async def test_what_branches_share_is_remembered_once():
     asked = made.asked("/chat/completions", {"messages": ["a" * 400, "b"]}, 500)
 
     async def told_against_parent(name):
-        return (await made.pack((name, 1), asked, recorded.Shown())).stored[0] == exchanges.OF_PARENT
+        return (await made.pack((name, 1), asked, recorded.Shown())).stored[1] == exchanges.Flag.OF_PARENT
 
     names = [f"b{n}" for n in range(20)]
     for name in names:

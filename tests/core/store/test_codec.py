@@ -3,14 +3,12 @@ from __future__ import annotations
 import math
 import pickle
 import random
-import re
 from array import array
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.errors import DataError, StoreError
-from lightning.installation import upgrade_cure
 from lightning.store import codec
 from lightning.types import logprobs, token_ids
 
@@ -103,8 +101,8 @@ def test_the_wrong_parent_is_noticed() -> None:
             codec.decode(blob, wrong)
 
 
-def test_a_newer_codec_says_what_to_do() -> None:
-    with pytest.raises(StoreError, match=re.escape(f"newer release: {upgrade_cure()}")):
+def test_another_codec_says_what_to_do() -> None:
+    with pytest.raises(StoreError, match="or of codec 2, but this version of lightning works with codec 1 only"):
         codec.decode(b"\x02whatever")
 
 
