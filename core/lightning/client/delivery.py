@@ -201,9 +201,9 @@ class ServerDelivery:
     async def _try_to_tell(self, lease: Lease, outcome: Outcome) -> Rollout | LightningError:
         """What servers made of an outcome: the rollout, or what they refused it with.
 
-        Asks until one answers. A refusal that is not about the outcome itself may pass (a server of the release before, the
-        error page of a proxy where servers answer something else, which may be about it as well): the same is told again until
-        pauses between such refusals have taken `ttl` seconds.
+        Asks until one answers. A refusal that is not about the outcome itself may pass (the error page of a proxy where servers
+        answer something else, which may be about it as well): the same is told again until pauses between such refusals have
+        taken `ttl` seconds.
         """
         pause, left = FIRST_PAUSE, self.ttl
         while True:

@@ -61,7 +61,7 @@ class Runs:
         self._alive: set[str] = set()  # given runs that were not over at some time since this client began
         self._over: set[str] = set()
         self._news = asyncio.Event()
-        self._turn, self._looked_at, self._brief = 0, "", True
+        self._turn, self._looked_at = 0, ""
 
     def in_turn(self) -> list[str]:
         """The runs to ask, beginning with another one each time, so that none takes all the places."""
@@ -184,15 +184,8 @@ class Runs:
         return list(dict.fromkeys([*newest, *older]))
 
     async def _listed(self, limit: int, after: str = "") -> list[str]:
-        """Ids of runs. Servers of the release before refuse `brief`, and are asked without it from then on."""
-        try:
-            found = await self._store.list_runs(after=after, limit=limit, brief=self._brief)
-        except DataError:
-            if not self._brief:
-                raise
-            found = await self._store.list_runs(after=after, limit=limit)  # raises again for a run that was deleted
-            self._brief = False
-        return [run.id for run in found]
+        """Ids of runs."""
+        return [run.id for run in await self._store.list_runs(after=after, limit=limit, brief=True)]
 
     def _is_dropped(self, run: str) -> bool:
         if time.monotonic() < self._dropped.get(run, 0.0):

@@ -12,7 +12,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -69,12 +69,13 @@ class HowToCall:
     async def of_run(cls, store: Store, run: str) -> HowToCall:
         """What the run's trainer has kept; of a run without one, nothing."""
         kept = await store.get_state(run, STATE)
-        known = {each.name for each in fields(cls)}  # a trainer of a later release may say more
-        return (
-            cls(**{name: cast("Any", kept[name]) for name in known & kept.keys()})
-            if isinstance(kept, Mapping)
-            else cls()
-        )
+        try:
+            return cls(**cast("Any", kept)) if isinstance(kept, Mapping) else cls()
+        except TypeError as error:
+            raise StoreError(
+                f"what the trainer of run {run!r} keeps for servers is not of this version of lightning ({error}): "
+                "use the trainer's version, or begin a new run"
+            ) from error
 
     async def keep(self, store: Store, run: str) -> None:
         """Tell every server."""

@@ -28,15 +28,15 @@ class Epoch:
     at: float = 0.0
 
     def setting(self, section: str, name: str) -> Json:
-        """A setting of a section; None where the epoch's release did not have it."""
+        """A setting of a section; None where the run has none, as one that no trainer began."""
         config = self.config.get("config")
         found = config.get(section) if isinstance(config, Mapping) else None
         return found.get(name) if isinstance(found, Mapping) else None
 
     @property
     def max_staleness(self) -> int | None:
-        """`trainer.max_staleness`; None in a run that was started before there was any, and in one that is trained on a record,
-        whose versions are others."""
+        """`trainer.max_staleness`; None where there is none, and in a run that is trained on a record, whose versions are
+        others."""
         if self.config.get("recorded"):
             return None
         bound = self.setting("trainer", "max_staleness")
@@ -44,7 +44,7 @@ class Epoch:
 
     @property
     def max_reuse(self) -> int:
-        """`trainer.max_reuse`; 0 in a run of a release without it."""
+        """`trainer.max_reuse`; 0 where there is none."""
         limit = self.setting("trainer", "max_reuse")
         return limit if isinstance(limit, int) else 0
 

@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache, partial
+from functools import cache
 from typing import Any, Final, Generic, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from lightning.errors import DataError
@@ -226,35 +226,30 @@ _SCALARS: Final[Mapping[object, Codec[Any]]] = {
 # what is made of others -----------------------------------------------------------------------------------------
 
 
-def codec_of(hint: object, *, sparse: bool = False) -> Codec[Any]:
-    """The codec of a type: a scalar, an enumeration, a dataclass, or a sequence, mapping or optional of such.
-
-    A `sparse` one leaves out fields at their default: of requests, since a server of the release before refuses what it does
-    not know.
-    """
-    return _codec_of(cast("Any", hint), sparse)
+def codec_of(hint: object) -> Codec[Any]:
+    """The codec of a type: a scalar, an enumeration, a dataclass, or a sequence, mapping or optional of such."""
+    return _codec_of(cast("Any", hint))
 
 
 @cache
-def _codec_of(hint: Any, sparse: bool) -> Codec[Any]:
-    of = partial(codec_of, sparse=sparse)
+def _codec_of(hint: Any) -> Codec[Any]:
     if hint in _SCALARS:
         return _SCALARS[hint]
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType) and len(parts) == 2 and type(None) in parts:
-        return _optional(of(next(part for part in parts if part is not type(None))))
+        return _optional(codec_of(next(part for part in parts if part is not type(None))))
     if origin is Slice:
-        return _slice(of(parts[0]))
+        return _slice(codec_of(parts[0]))
     if origin is tuple:
-        return _list(of(parts[0])) if parts[-1] is ... else _fixed([of(part) for part in parts])
+        return _list(codec_of(parts[0])) if parts[-1] is ... else _fixed([codec_of(part) for part in parts])
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        return _list(of(parts[0]), list if origin is list else tuple)
+        return _list(codec_of(parts[0]), list if origin is list else tuple)
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return _mapping(of(parts[1]))
+        return _mapping(codec_of(parts[1]))
     if isinstance(hint, type) and issubclass(hint, Enum):
         return _enumeration(hint)
     if dataclasses.is_dataclass(hint):
-        return _record(cast("type", hint), sparse)
+        return _record(cast("type", hint))
     raise TypeError(f"{hint!r} has no form on the wire")
 
 
@@ -340,17 +335,15 @@ def _enumeration(cls: type[Enum]) -> Codec[Any]:
     return Codec(encode, decode, {"$ref": REF + cls.__name__}, (cls,))
 
 
-def _record(cls: type, sparse: bool) -> Codec[Any]:
+def _record(cls: type) -> Codec[Any]:
     """A dataclass as an object with its fields; on the way in, fields that have a default may be left out."""
-    fields = {field.name: codec_of(hint, sparse=sparse) for field, hint in _fields(cls)}
+    fields = {field.name: codec_of(hint) for field, hint in _fields(cls)}
     required = frozenset(_required(cls))
-    defaults = {name: fields[name].encode(value) for name, value in _defaults(cls)} if sparse else {}
 
     def encode(value: Any) -> Json:
         if not isinstance(value, cls):
             raise DataError(f"{value!r} is no {cls.__name__}")
-        encoded = {name: part.encode(getattr(value, name)) for name, part in fields.items()}
-        return {name: part for name, part in encoded.items() if name not in defaults or part != defaults[name]}
+        return {name: part.encode(getattr(value, name)) for name, part in fields.items()}
 
     def decode(value: object, where: str, strict: bool) -> Any:
         if not isinstance(value, dict):

@@ -88,7 +88,7 @@ def store_in(folder: Path) -> str:
     try:
         kept = json.loads((folder / RUN_FILE).read_text())["store"]
     except (OSError, ValueError, KeyError, TypeError):
-        return ""  # a run that failed to start, or of a release that named none
+        return ""  # a run that failed to start
     return kept if isinstance(kept, str) else ""
 
 

@@ -24,7 +24,6 @@ from lightning.runner.sandbox import bubblewrap
 from lightning.server.agents import HowToCall
 from lightning.server.auth import issue_token
 from lightning.store.epochs import mark_over
-from lightning.store.http import HttpStore
 from lightning.store.http.transport import TokenRefusedError, TooLongError
 from lightning.types import LLM, Fault, Outcome, Resource, Rollout, Run, Scope, Status, Task, ToolEvent
 
@@ -66,30 +65,6 @@ async def test_it_finds_runs_with_work_and_does_all_of_it(site: Site) -> None:
     assert (await site.rollouts())[f"{RUN}/3"].rewards == {"reward": 3.0, "format": 1.0}
     assert [step.value for step in list((await site.store.attempts_of([(f"{RUN}/3", None)]))[0].step_rewards)] == [0.5]
     assert len(await site.store.transitions(f"{RUN}/3")) == 1
-
-
-async def test_runs_are_found_at_a_server_of_the_release_before(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-    whole = HttpStore._ask
-
-    async def before(self: HttpStore, method: str, path: Any, answer: Any, body: Any = None, **how: Any) -> Any:
-        if tuple(path) == ("runs",):
-            asked.append(how["query"])
-            if how["query"].get("brief"):
-                raise DataError("the query has no field 'brief': known: cursor, limit, project")
-        return await whole(self, method, path, answer, body, **how)
-
-    monkeypatch.setattr(HttpStore, "_ask", before)
-    monkeypatch.setattr("lightning.client.run_discovery.FIND_SECONDS", 0.05)
-    for name, most in (("NEWEST", 2), ("OLDER", 1)):
-        monkeypatch.setattr(f"lightning.client.run_discovery.{name}", most)
-    server = await site.start()
-    await site.begin(count=1)
-    for number in range(3):
-        await site.begin(f"newer-{number}")
-    assert (await asyncio.wait_for(site.client(server, rollouts=1).work(), 60)).succeeded == 1
-    assert [bool(query.get("brief")) for query in asked[:3]] == [True, False, False]
-    assert not any(query.get("brief") for query in asked[1:]), "it is refused once"
 
 
 async def test_work_that_comes_later_is_done_at_once_and_a_run_may_be_chosen(

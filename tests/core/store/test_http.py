@@ -218,32 +218,6 @@ async def test_a_server_that_comes_back_is_found_again(caplog: pytest.LogCapture
     assert TOKEN not in caplog.text
 
 
-async def test_an_older_server_is_not_told_of_fields_that_nobody_uses() -> None:
-    answer = {"id": "r", "run": "run", "task": {"input": 1}, "group": "g", "status": "succeeded", "reward": 1.0}
-    script = Script(complete=[(200, answer)], rollouts=[(200, {"created": 1})], transitions=[(200, {"appended": 1})])
-    async with server(script) as url, opened(url) as store:
-        assert (await store.complete("r", 1, Outcome(reward=1.0))).reward == 1.0
-        await store.create_rollouts([Rollout("r", "run", Task(1, id="t"), "g")])
-        await store.append([Transition("r", 1, 0, "c", token_ids([]), token_ids([]), logprobs([]))])
-    assert [json.loads(body) for body in script.bodies[1:]] == [
-        {"outcome": {"reward": 1.0}},
-        {"rollouts": [{"id": "r", "run": "run", "task": {"input": 1, "id": "t"}, "group": "g"}]},
-        {
-            "transitions": [
-                {
-                    "rollout": "r",
-                    "attempt": 1,
-                    "seq": 0,
-                    "id": "c",
-                    "prompt_ids": "",
-                    "response_ids": "",
-                    "logprobs": "",
-                }
-            ]
-        },
-    ]
-
-
 async def test_a_token_that_is_refused_is_read_again_from_its_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -161,7 +161,7 @@ class Asking:
 
 def written(body: object) -> bytes:
     """The JSON of a request's body."""
-    return json_codec.write(json_codec.codec_of(type(body), sparse=True).encode(body))
+    return json_codec.write(json_codec.codec_of(type(body)).encode(body))
 
 
 def _quoted(part: str) -> str:

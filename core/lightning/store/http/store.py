@@ -197,7 +197,7 @@ def _path(operation: Operation, arguments: Mapping[str, Any]) -> tuple[str, ...]
 
 
 def _is_sent(part: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether a parameter is in the query; one at its default is not, since a server of the release before may not know it."""
+    """Whether a parameter is in the query; one at its default is not."""
     return part.default is REQUIRED or arguments[part.name] != part.default
 
 
@@ -224,7 +224,7 @@ def _items(values: Sequence[Any]) -> list[bytes]:
 
 def _item(value: Any) -> bytes:
     try:
-        return json_codec.write(json_codec.codec_of(type(value), sparse=True).encode(value))
+        return json_codec.write(json_codec.codec_of(type(value)).encode(value))
     except DataError:
         CHECKS.get(type(value), lambda unchecked: None)(value)
         raise
