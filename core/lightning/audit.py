@@ -122,13 +122,10 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
 def _members(records: Sequence[StepRecord], rollouts: Sequence[Rollout]) -> Iterator[tuple[StepRecord, list[Rollout]]]:
     """Each step with the rollouts that it looked at."""
     by_group: dict[str, list[Rollout]] = {}
-    by_step: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         by_group.setdefault(rollout.group, []).append(rollout)
-        by_step.setdefault(rollout.step, []).append(rollout)
     for record in records:
-        of_groups = [member for group in record.groups for member in by_group.get(group, [])]
-        yield record, of_groups if record.groups else by_step.get(record.step, [])
+        yield record, [member for group in record.groups for member in by_group.get(group, [])]
 
 
 async def _step(

@@ -37,7 +37,6 @@ from lightning.credit.protocol import Credit, GroupAdvantage, group_returns
 from lightning.errors import ConfigError
 from lightning.losses.correction import Correction, CorrectionKind
 from lightning.losses.protocol import KlEstimator, Loss
-from lightning.types import Json
 
 if TYPE_CHECKING:
     from lightning.losses.policy_gradient import Surrogate
@@ -391,15 +390,6 @@ class _Credited:
 def _level(group: Group) -> _Credited:
     """A group whose rollouts earned the same: every advantage is 0."""
     return _Credited(group, [np.zeros(len(member.transitions)) for member in group.trajectories], level=True)
-
-
-def of_record(arguments: Mapping[str, Json]) -> dict[str, Json]:
-    """Recorded arguments as this release takes them: a run of one that had `tis_cap` for a correction had no other."""
-    found = dict(arguments)
-    if "tis_cap" in found and "correction" not in found:
-        cap = found.pop("tis_cap")
-        found["correction"] = {"kind": "none" if cap is None else "tis", "high": cap, "dual_clip": None}
-    return found
 
 
 def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -113,7 +113,7 @@ class Correction:
 
 
 NO_CORRECTION = Correction("none", dual_clip=None)
-"""Ratios as they are: of runs from before there was a correction, and of losses of one's own."""
+"""Ratios as they are: of losses of one's own."""
 
 
 def of_calls(

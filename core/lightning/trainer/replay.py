@@ -82,7 +82,7 @@ def train_agents_of(epoch: Epoch) -> tuple[str, ...]:
 
 
 def policy_fault_of(epoch: Epoch) -> PolicyFault:
-    """What was made of rollouts that the policy failed; releases without the setting left them out."""
+    """What was made of rollouts that the policy failed."""
     found = epoch.setting("trainer", "policy_fault")
     if found == "mask":
         return "mask"
@@ -160,8 +160,6 @@ class Rewinder:
 
     def _open(self, engine: Engine, config: Config, state: Path | None, recorded: Teacher | None) -> None:
         critic = self.epochs[0].config.get("critic")
-        if critic is None:  # a release that did not note it
-            critic = needs_critic(algorithm_of(self.epochs[0], self.given))
         run = self.folder or self.checkpoints.folder.parent
         other = reference_of(engine, recorded and teacher_again(recorded, self.teacher, run))
         engine.open(self.model, optimizer_of(config), seed=config.trainer.seed, critic=bool(critic), **other)

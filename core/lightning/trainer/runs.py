@@ -15,10 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning.algorithms.lightning_rl import of_record
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
-from lightning.config import Config
-from lightning.errors import ConfigError, LightningError
+from lightning.errors import ConfigError
 from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, read_epochs
@@ -92,9 +90,7 @@ def rebuild_algorithm(config: Mapping[str, Json]) -> Algorithm | None:
     if not isinstance(name, str) or not isinstance(arguments, Mapping) or name not in plugins().names("algorithms"):
         return None
     try:
-        algorithm = plugins().algorithm(name)(
-            **{key: _made_again(value) for key, value in of_record(arguments).items()}
-        )
+        algorithm = plugins().algorithm(name)(**{key: _made_again(value) for key, value in arguments.items()})
     except LookupError:
         return None
     except (TypeError, ConfigError) as error:
@@ -252,67 +248,18 @@ def _shown(value: Json) -> str:
 
 
 def differences(stored: Mapping[str, Json], now: Mapping[str, Json]) -> dict[str, tuple[Json, Json]]:
-    """The settings that are not the stored ones, by name, with both values. One that the stored release did not have yet was at
-    its default then."""
-    now = _as_described_then(now, stored)
-    stored = _as_described_now(stored)
-    defaults = _flatten({"config": Config().model_dump(mode="json")})
+    """The settings that are not the stored ones, by name, with both values."""
     old, new = _flatten(json.loads(json.dumps(stored))), _flatten(json.loads(json.dumps(now)))
-    found = {}
-    for key in sorted(old.keys() | new.keys()):
-        if key not in old and (key == "critic" or (key.startswith("algorithm.") and key.endswith(".sha256"))):
-            continue  # that release did not note it; that it is another object altogether is told by its name
-        if old.get(key, defaults.get(key)) != new.get(key):
-            found[key.removeprefix("config.")] = old.get(key, defaults.get(key)), new.get(key)
-    return found
+    return {
+        key.removeprefix("config."): (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
 
 
 def _among(name: str, settings: Sequence[str]) -> bool:
     """Whether a setting is one of some settings, or of their sections."""
     return any(name == other or name.startswith(f"{other}.") for other in settings)
-
-
-def _as_described_now(stored: Mapping[str, Json]) -> Mapping[str, Json]:
-    """With the stored algorithm as this release describes it: made again from its arguments, the newer ones at their defaults.
-
-    A step that it would take otherwise is found by its digest when it is replayed.
-    """
-    algorithm = stored.get("algorithm")
-    if not isinstance(algorithm, Mapping) or algorithm.get("name") not in plugins().names("algorithms"):
-        return stored
-    arguments = algorithm.get("arguments")
-    if not isinstance(arguments, Mapping):
-        return stored
-    arguments = of_record(arguments)
-    objects = {name: value for name, value in arguments.items() if holds_code(value) or _has_type(value)}
-    plain = {name: value for name, value in arguments.items() if name not in objects}
-    try:
-        now = describe_algorithm(plugins().algorithm(str(algorithm["name"]))(**plain))
-    except (TypeError, LightningError):  # this release does not take them: the difference is told
-        return stored
-    made = now.pop("arguments")
-    if now["type"] != algorithm.get("type") or not isinstance(made, Mapping):
-        return stored
-    if "functions" in algorithm:
-        now["functions"] = algorithm["functions"]  # these are as they were then, which is what is asked
-    else:
-        now.pop("functions", None)
-    return {**stored, "algorithm": {**now, "arguments": {**made, **objects}}}
-
-
-def _has_type(value: Json) -> bool:
-    return isinstance(value, Mapping) and "type" in value
-
-
-def _as_described_then(now: Mapping[str, Json], stored: Mapping[str, Json]) -> Mapping[str, Json]:
-    """Without what the stored run's release did not say: own functions, and any argument where one of them was a function."""
-    algorithm, then = now.get("algorithm"), stored.get("algorithm")
-    if not isinstance(algorithm, Mapping) or not isinstance(then, Mapping):
-        return now
-    known = {name: value for name, value in algorithm.items() if name != "functions" or name in then}
-    if then.get("arguments") is None and holds_code(algorithm.get("arguments")):
-        known["arguments"] = None
-    return {**now, "algorithm": known}
 
 
 def _flatten(value: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:

@@ -85,18 +85,15 @@ class TaskChoice:
         assert isinstance(kept, Mapping)
         self._begin_with(kept)
         steps: dict[str, int] = {}
-        undivided: set[int] = set()
         async for record in each_step(store, run.id):
             steps |= dict.fromkeys(record.groups, record.step)
-            if not record.groups:  # older releases did not name them
-                undivided.add(record.step)
             self._steps = record.step + 1
         seen: dict[int, Earned] = {}
         async for rollouts in _together(each_rollout(store, run.id, split=TRAIN)):
             begun = (one for one in rollouts if one.parent is None)
-            taken = [one for one in begun if one.group in steps or one.step in undivided]
+            taken = [one for one in begun if one.group in steps]
             for one, earned in zip(taken, await self._earned(store, taken), strict=True):
-                seen.setdefault(steps.get(one.group, one.step), []).append(earned)
+                seen.setdefault(steps[one.group], []).append(earned)
         for step in sorted(seen):
             self._add(step, seen[step])
 

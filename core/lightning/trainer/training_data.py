@@ -31,7 +31,7 @@ from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.trainer.own_loop import own_step
 from lightning.trainer.plan import TRAIN
-from lightning.types import TOO_LONG, Caller, CallStatus, Fault, Json, Rollout, Status, StepRecord, Transition
+from lightning.types import Caller, CallStatus, Fault, Json, Rollout, Status, StepRecord, Transition
 
 
 async def recorded_values(store: Store, run: str, step: int, groups: Sequence[Group]) -> list[Group]:
@@ -86,8 +86,6 @@ async def all_rollouts(store: Store, run: str, *, split: str | None = None, step
 
 async def rollouts_of(store: Store, record: StepRecord, max_staleness: int) -> list[Rollout]:
     """The rollouts that a committed step looked at, group by group in the step's order."""
-    if not record.groups:
-        return await all_rollouts(store, record.run, split=TRAIN, step=record.step)
     first = max(0, record.step - max_staleness)
     steps = [await all_rollouts(store, record.run, split=TRAIN, step=step) for step in range(first, record.step + 1)]
     return of_groups([rollout for found in steps for rollout in found], record.groups)
@@ -152,8 +150,10 @@ async def load_groups(
                 (False,) * len(answered) if masked else of_interest,
                 attempt.tool_events,
                 attempt.step_rewards,
-                refused=tuple(call for call in transitions if is_refused(call)),
-                lost=tuple(call for call in transitions if not call.status.answered and not is_refused(call)),
+                refused=tuple(call for call in transitions if call.status is CallStatus.REFUSED),
+                lost=tuple(
+                    call for call in transitions if not call.status.answered and call.status is not CallStatus.REFUSED
+                ),
                 branch_of=parent,
                 of_interest=of_interest if masked else (),
             )
@@ -172,34 +172,23 @@ def _scored(rollout: Rollout, policy_fault: PolicyFault) -> Rollout | None:
     return replace(rollout, reward=0.0 if policy_fault == "mask" else float(policy_fault))
 
 
-def is_refused(call: Transition) -> bool:
-    """Whether nothing was sampled for a call, since its request was not taken. Older releases kept one that was too long as an
-    error."""
-    return call.status is CallStatus.REFUSED or call.finish_reason == TOO_LONG
-
-
 def rollout_digest(trajectory: Trajectory) -> str:
     """SHA-256 (hex) of everything recorded about a rollout that training reads: ids, logprobs, reward, versions, order."""
     rollout = trajectory.rollout
     digest = hashlib.sha256()
     _text(digest, rollout.id, rollout.group, rollout.task.id)
     digest.update(struct.pack("<qqqd", rollout.attempt, rollout.step, rollout.index, trajectory.reward))
-    if rollout.parent is not None:  # nothing for others: proofs from before there were branches still hold
-        _text(digest, json.dumps(rollout.parent))
+    _text(digest, json.dumps(rollout.parent))
     for call, trainable in zip(trajectory.transitions, trajectory.trainable, strict=True):
-        _text(digest, call.id, call.caller.agent, "/".join(call.caller.path), call.finish_reason)
+        _text(digest, call.id, call.caller.agent, "/".join(call.caller.path), call.status.value, call.finish_reason)
         digest.update(struct.pack("<qqd??", call.seq, call.choice, call.temperature, call.constrained, trainable))
-        if call.status is not CallStatus.OK:  # nothing for the others: proofs from before there were any still hold
-            _text(digest, call.status.value)
         for run in call.versions:
             digest.update(struct.pack("<qq", run.start, run.version))
         for values, kind in ((call.prompt_ids, "<i4"), (call.response_ids, "<i4"), (call.logprobs, "<f4")):
             digest.update(struct.pack("<q", len(values)))
             digest.update(np.asarray(values, dtype=kind).tobytes())
     for event in trajectory.tool_events:
-        _text(digest, event.name, event.status, event.call_id)
-        if event.response_id:  # nothing for an empty one: proofs from before there were any still hold
-            _text(digest, event.response_id)
+        _text(digest, event.name, event.status, event.call_id, event.response_id)
     for step_reward in trajectory.step_rewards:
         _text(digest, step_reward.name, step_reward.response_id)
         digest.update(struct.pack("<d", step_reward.value))
@@ -223,8 +212,7 @@ def batch_digest(batch: Batch) -> str:
         for span in sample.spans:
             _text(digest, span.rollout)
             digest.update(struct.pack("<qqqq", span.attempt, span.seq, span.start, span.stop))
-            if span.value_weight:
-                digest.update(struct.pack("<dd", span.value_target, span.value_weight))
+            digest.update(struct.pack("<dd", span.value_target, span.value_weight))
     _loss(digest, batch)
     return digest.hexdigest()
 

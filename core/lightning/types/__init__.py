@@ -316,10 +316,9 @@ class StepRecord:
     `rollouts` are `(rollout id, attempt)` in training order, `digests` the SHA-256 of what each of them recorded (ids,
     logprobs, rewards, versions) in the same order, and `digest` covers the rows they became, with their advantages.
     `policy_version` is the version of the weights this step produced. `groups` are all groups that the step looked at, in
-    order, those without a trained rollout included; empty means the groups that were planned for it. `checkpoint` is the newest
+    order, those without a trained rollout included. `checkpoint` is the newest
     training state that was on disk when the step was committed; empty: none was. `context` says how the step was computed
-    (`lightning.trainer.context`): by which weights it was sampled, under which settings, on what machine. Releases that did not
-    record it left it empty.
+    (`lightning.trainer.context`): by which weights it was sampled, under which settings, on what machine.
     """
 
     run: str

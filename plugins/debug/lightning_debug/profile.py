@@ -132,7 +132,7 @@ def _times(records: Sequence[StepRecord], points: Mapping[int, MetricPoint], cre
     for record in records:
         point = points.get(record.step)
         if point is None or "seconds/rollout" not in point.values:
-            continue  # it ended between its commit and its metrics, or an old release wrote none
+            continue  # it ended between its commit and its metrics, or was not the trainer's
         seconds = {name.partition("/")[2]: value for name, value in point.values.items() if name.startswith("seconds/")}
         before = points.get(record.step - 1)
         began = created if before is None else before.at
@@ -143,8 +143,8 @@ def _times(records: Sequence[StepRecord], points: Mapping[int, MetricPoint], cre
         times.append(StepTimes(record.step, wall, seconds, waited, point.values))
     if not times:
         raise DataError(
-            "the steps have no recorded times, so nothing can be said of where they went: an earlier release made "
-            "this run, or it was stopped before the end of its first step"
+            "the steps have no recorded times, so nothing can be said of where they went: the run was stopped before "
+            "the end of its first step"
         )
     return times
 

@@ -129,7 +129,7 @@ async def _unprovable(store: Store, run: Run, records: Sequence[StepRecord], fol
 def _unlike(run: Run, context: Mapping[str, Json], folder: Path, model: Path) -> str:
     """What of the beginning of a run is not there any more; empty where all is."""
     if "weights" not in context:
-        return "it was trained by a release that did not record the weights' digests"
+        return "its steps do not record the digests of their weights"
     if not model.is_dir():
         return f"the model that it began with is not at {model}: say where it is (--model)"
     if (recorded := context.get("base")) and base_digest(model) != recorded:

@@ -65,7 +65,7 @@ class RecordedGroup:
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
     """Wall seconds of a step by phase, and the tokens of its rows; `staleness` is the mean and the largest. `held` are the
-    seconds of the update in which calls stood still: all of them in runs of releases that did not record it."""
+    seconds of the update in which calls stood still: all of them where that is not recorded."""
 
     step: int
     seconds: Mapping[str, float]
@@ -142,7 +142,7 @@ def forward_passes(recorded: Recorded) -> int | None:
     if name != "lightning_rl" or preset is None or (own and not str(credit).startswith("lightning.")):
         return None  # a function or an object of one's own may be a critic
     correction = _table(arguments.get("correction"))
-    decoupled = correction.get("kind") in ("tis", "mis", "icepop") or arguments.get("tis_cap") is not None
+    decoupled = correction.get("kind") in ("tis", "mis", "icepop")
     by_call = correction.get("level", "token") != "token"
     prepares = by_call or (preset.ratio == "sequence" and not decoupled)
     return bool(arguments.get("kl_coefficient")) + prepares + (credit in ("critic", "lightning.credit.critic.Critic"))
@@ -183,7 +183,7 @@ def _step(record: StepRecord, values: Mapping[str, float], rows: int) -> Recorde
 
 
 def _schedule(config: Mapping[str, Json], size: int) -> Schedule:
-    """The loop as it was set; what an old release did not record is at its default."""
+    """The loop as it was set; what is not recorded is at its default."""
     settings = _table(config.get("config"))
     trainer, runner = _table(settings.get("trainer")), _table(settings.get("runner"))
     arguments = _table(_table(config.get("algorithm")).get("arguments"))
@@ -216,7 +216,6 @@ class _Reader:
     def __init__(self, store: Store, records: Sequence[StepRecord], agents: Sequence[str]) -> None:
         self._store, self._agents = store, agents
         self._step_of = {group: record.step for record in records for group in record.groups}
-        self._steps = {record.step for record in records if not record.groups}
         self._trained = {key for record in records for key in record.rollouts}
         self._first: TokenIds | None = None
 
@@ -224,7 +223,7 @@ class _Reader:
         """The groups that a step looked at, in the order they began."""
         taken: dict[str, list[Rollout]] = {}
         for rollout in rollouts:
-            if rollout.group in self._step_of or rollout.step in self._steps:
+            if rollout.group in self._step_of:
                 taken.setdefault(rollout.group, []).append(rollout)
         flat = [rollout for members in taken.values() for rollout in members]
         read: dict[str, RecordedRollout] = {}
@@ -234,7 +233,7 @@ class _Reader:
             read |= {rollout.id: self._rollout(rollout, own) for rollout, own in zip(some, calls, strict=True)}
         return tuple(
             RecordedGroup(
-                self._step_of.get(group, members[0].step),
+                self._step_of[group],
                 tuple(read[rollout.id] for rollout in members),
                 any((rollout.id, rollout.attempt) in self._trained for rollout in members),
             )

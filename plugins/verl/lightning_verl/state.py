@@ -14,6 +14,7 @@ from typing import Any
 from lightning.engines.critic import Trunk, same_critic
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import EngineError
+from lightning.installation import other_format
 
 FORMAT = 1
 _FILE = "state.json"
@@ -46,15 +47,16 @@ def read_state(folder: Path, trunk: Trunk | None, layout: Mapping[str, object]) 
         state: Mapping[str, Any] = json.loads((folder / _FILE).read_text())
     except (OSError, ValueError) as error:
         raise EngineError(f"{folder} holds no training state: {error}") from error
-    if state.get("engine") != "verl" or state.get("format") != FORMAT:
+    if state.get("engine") != "verl":
         raise EngineError(
-            f"{folder} holds a training state of another engine or version: go on with the one that wrote it, or start anew "
-            "from the `model` folder of a finished run"
+            f"{folder} holds a training state of another engine: go on with the one that wrote it, or start anew from the "
+            "`model` folder of a finished run"
         )
-    same_critic(folder, str(state.get("critic", "")), trunk or "")
-    _same_layout(folder, state.get("layout", {"strategy": "fsdp2"}), layout)
-    steps = int(state["steps"])
-    return Taken(steps, int(state.get("policy_steps", steps)), int(state.get("critic_steps", 0)))
+    if state.get("format") != FORMAT:
+        raise EngineError(other_format(f"{folder} has format {state.get('format')}", f"format {FORMAT}"))
+    same_critic(folder, str(state["critic"]), trunk or "")
+    _same_layout(folder, state["layout"], layout)
+    return Taken(int(state["steps"]), int(state["policy_steps"]), int(state["critic_steps"]))
 
 
 def _same_layout(folder: Path, written: Mapping[str, object], present: Mapping[str, object]) -> None:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.algorithms import from_loss
-from lightning.algorithms.lightning_rl import LightningRL, of_record
+from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.presets import PRESETS, LowLevel
 from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group
@@ -244,18 +244,11 @@ def test_which_loss_prepares_and_what_a_loss_of_ones_own_has() -> None:
         SequencePolicyGradient(correction=Correction("tis"))
 
 
-def test_a_record_makes_it_again_and_one_of_before_had_none() -> None:
+def test_a_record_makes_it_again() -> None:
     for correction in (None, "icepop", Correction("tis", "geometric", high=3.0), NO_CORRECTION):
         algorithm = LightningRL("grpo", correction=correction)  # type: ignore[arg-type]
         described = json.loads(json.dumps(describe_algorithm(algorithm)))
         assert rebuild_algorithm({"algorithm": described}) == algorithm
-    del described["arguments"]["correction"]
-    for cap, expected in ((None, NO_CORRECTION), (2.0, Correction("tis", high=2.0, dual_clip=None))):
-        described["arguments"]["tis_cap"] = cap
-        rebuilt = rebuild_algorithm({"algorithm": described})
-        assert isinstance(rebuilt, LightningRL)
-        assert rebuilt.correction == expected
-    assert of_record({"bar": 1}) == {"bar": 1}
 
 
 @pytest.mark.parametrize(

@@ -206,23 +206,6 @@ async def test_a_search_for_prompts_goes_on_with_what_it_asks_for() -> None:
         await check_run(store, "run", other, resume=True, searches=True)
 
 
-async def test_a_run_of_a_release_that_had_fewer_settings_goes_on_with_their_defaults() -> None:
-    older = _described()
-    del older["config"]["engine"]["critic_lr"], older["config"]["trainer"]["max_staleness"]
-    store = await _started(older)
-    assert await _changed(store, _described()) == []
-    assert await _changed(store, _described(trainer__max_staleness=2)) == ["trainer.max_staleness"]
-
-
-async def test_an_algorithm_of_a_release_that_had_fewer_arguments_goes_on_with_their_defaults() -> None:
-    older = {"low_level": "grpo", "group_size": 4, "credit": "identical", "normalization": None}
-    store = await _started({**_described(), "algorithm": {"name": "grpo", "type": "LightningRL", "arguments": older}})
-    same = describe_algorithm(LightningRL("grpo", group_size=4))
-    assert await _changed(store, {**_described(), "algorithm": same}) == []
-    other = describe_algorithm(LightningRL("grpo", group_size=4, kl_coefficient=0.1))
-    assert await _changed(store, {**_described(), "algorithm": other}) == ["algorithm.arguments.kl_coefficient"]
-
-
 async def test_other_tasks_begin_an_epoch() -> None:
     store = await _started(_described())
     assert await _changed(store, {**_described(), "tasks": {"train": ["b"], "val": []}}) == ["tasks.train"]
@@ -305,29 +288,12 @@ async def test_an_edited_function_of_a_registered_algorithm_is_told_too(monkeypa
 
 async def test_with_a_function_of_ones_own_the_other_arguments_are_compared() -> None:
     began = describe_algorithm(LightningRL(credit=own_credit, group_size=4))
-    arguments = began["arguments"]
-    assert isinstance(arguments, dict)
-    del arguments["kl_estimator"]  # a release that did not have it yet
     store = await _started({**_described(), "algorithm": began})
     same = describe_algorithm(LightningRL(credit=own_credit, group_size=4))
     assert await _changed(store, {**_described(), "algorithm": same}) == []
     other = describe_algorithm(LightningRL(credit=own_credit, group_size=4, kl_coefficient=0.5, kl_estimator="k3"))
     changed = await _changed(store, {**_described(), "algorithm": other})
     assert changed == ["algorithm.arguments.kl_coefficient", "algorithm.arguments.kl_estimator"]
-
-
-@pytest.mark.parametrize(
-    "algorithm", [LightningRL(credit=own_credit, group_size=4), own_loss("rloo"), own_batch(bar=0.25)]
-)
-async def test_a_run_of_a_release_that_did_not_describe_functions_goes_on(algorithm: Algorithm) -> None:
-    now = describe_algorithm(algorithm)
-    older = {name: value for name, value in now.items() if name != "functions"}
-    if isinstance(algorithm, LightningRL) and algorithm.credit is own_credit:
-        older["arguments"] = None
-    store = await _started({**_described(), "algorithm": older})
-    assert await _changed(store, {**_described(), "algorithm": now}) == []
-    plain = describe_algorithm(LightningRL("dr_grpo", group_size=6))
-    assert any("algorithm.arguments" in name for name in await _changed(store, {**_described(), "algorithm": plain}))
 
 
 def test_a_resume_without_a_folder_is_refused(tmp_path: Path) -> None:

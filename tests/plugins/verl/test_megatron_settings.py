@@ -131,9 +131,10 @@ def test_a_state_is_read_by_workers_that_are_cut_as_its_own(tmp_path: Path) -> N
     by_fsdp = layout(configured(verl__strategy="fsdp2"))
     with pytest.raises(EngineError, match=r"set engine\.verl\.strategy = megatron, or start anew"):
         read_state(tmp_path, None, by_fsdp)
-    state = json.loads((tmp_path / "state.json").read_text())
-    del state["layout"]  # one that was written before there was a choice
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    assert read_state(tmp_path, None, by_fsdp) == Taken(3, 2, 0)
+    write_state(tmp_path, Taken(3, 2, 0), OptimizerConfig(), None, by_fsdp)
     with pytest.raises(EngineError, match=r"set engine\.verl\.strategy = fsdp2"):
+        read_state(tmp_path, None, by_two)
+    state = json.loads((tmp_path / "state.json").read_text())
+    (tmp_path / "state.json").write_text(json.dumps(state | {"format": 2}))
+    with pytest.raises(EngineError, match="has format 2, but this version of lightning works with format 1 only"):
         read_state(tmp_path, None, by_two)

@@ -26,10 +26,9 @@ from lightning.engines.failures import CURES
 from lightning.engines.files import recover, whole_folder
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import EngineError
+from lightning.installation import other_format
 
-FORMAT = 2
-READABLE = (1, 2)
-"""Format 1 knew no critic."""
+FORMAT = 1
 _WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = (
     "weights.safetensors",
     "optimizer.safetensors",
@@ -96,9 +95,8 @@ def load_state(
     recover(folder)
     try:
         state = json.loads((folder / _STATE).read_text())
-        if state.get("format") not in READABLE:
-            known = " and ".join(map(str, READABLE))
-            raise EngineError(f"{folder} was written in format {state.get('format')}; this release reads {known}")
+        if state.get("format") != FORMAT:
+            raise EngineError(other_format(f"{folder} has format {state.get('format')}", f"format {FORMAT}"))
         weights = load_file(folder / _WEIGHTS)
         moments = load_file(folder / _OPTIMIZER)
         random = load_file(folder / _RANDOM)
@@ -106,7 +104,7 @@ def load_state(
             steps=int(state["steps"]),
             tokens_per_microbatch=int(state["tokens_per_microbatch"]),
             optimizer=OptimizerConfig(**{**state["optimizer"], "betas": tuple(state["optimizer"]["betas"])}),
-            critic=str(state.get("critic", "")),
+            critic=str(state["critic"]),
         )
         if broken := _not_finite(weights) or _not_finite(moments):
             raise ValueError(broken)

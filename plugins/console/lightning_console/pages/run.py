@@ -226,10 +226,6 @@ def _charts(found: Located, curves: Curves) -> list[Block]:
 
     def series(metric: str, name: str, *, dashed: bool = False) -> Series:
         values = curves.lengths if metric == LENGTH else curves.named(metric)
-        if metric == "reward_with_failures":  # releases that did not record it
-            values = [
-                own if own is not None else other for own, other in zip(values, curves.named("reward"), strict=True)
-            ]
         points, places = points_of(curves.steps, values)
         return Series(name, points, to=[to("step", found.key, curves.steps[place]) for place in places], dashed=dashed)
 

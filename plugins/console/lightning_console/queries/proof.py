@@ -105,7 +105,7 @@ async def record_of(store: Store, rollout: Rollout, epochs: Sequence[Epoch]) -> 
         return found[0] if found and found[0].step == rollout.trained_at_step else None
     most = max((epoch.max_staleness or 0 for epoch in epochs), default=0)
     for record in await store.steps(rollout.run, after=rollout.step - 1, limit=most + 1):
-        if rollout.group in record.groups or (not record.groups and record.step == rollout.step):
+        if rollout.group in record.groups:
             return record
     return None
 
