@@ -16,8 +16,7 @@ from typing import Final, Literal
 
 import numpy as np
 from lightning.config import Config, with_settings
-from lightning.config.fields import find, section_of
-from lightning.errors import ConfigError, LightningError
+from lightning.errors import ConfigError
 from lightning.maintenance.prune import PRUNED
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
@@ -26,12 +25,10 @@ from lightning.trainer.held_out import compared_since
 from lightning.trainer.plan import TRAIN, VAL, newest_generation, of_generation
 from lightning.trainer.replay import policy_fault_of, train_agents_of
 from lightning.trainer.rules import diagnose
-from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
 from lightning.trainer.summary import Evaluation, evaluations
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.trainer.weight_sync import bound_of
 from lightning.types import Fault, Json, Rollout, Run, Status
-from pydantic import ValidationError
 
 LOOKS: Final = 400
 """Steps of a long run after which the rules are asked, at most."""
@@ -191,7 +188,7 @@ async def read_course(store: Store, run: Run) -> Recorded:
 
 
 def _known(epoch: Epoch, dtype: Json) -> Config:
-    """The settings (`OF_COURSE`) of an epoch, as far as this release takes them. `dtype` is the one that was computed in: a
+    """The settings (`OF_COURSE`) of an epoch, as far as they can be taken. `dtype` is the one that was computed in: a
     setting `auto` stands for it, but for that of a server that is attached, of which nothing is known."""
     given = {name: epoch.setting(*name.split(".")) for name in OF_COURSE}
     for name in ("engine.dtype", "policy_server.dtype"):
@@ -200,7 +197,7 @@ def _known(epoch: Epoch, dtype: Json) -> Config:
     config = Config()
     for name, value in given.items():
         if value is not None:
-            with suppress(ConfigError):  # a value of another release
+            with suppress(ConfigError):  # a value that no setting takes
                 config = with_settings(config, {name: value})
     return config
 
@@ -318,33 +315,19 @@ def is_comparable(one: Mapping[str, Json], other: Mapping[str, Json]) -> bool:
 
 def settings_of(config: Mapping[str, Json]) -> dict[str, Json]:
     """The settings of a configuration that matter for what is learned, by their dotted names: `section.field` each, with a
-    table as one value, and the arguments of the algorithm. One that its release did not have is at this release's default."""
+    table as one value, and the arguments of the algorithm. One that the run has not is at its default."""
     recorded, found = config.get("config"), dict(_of_algorithm(config))
     found["train_agents"] = config.get("train_agents")
     for section, defaults in Config().model_dump(mode="json").items():
         given = recorded.get(section) if isinstance(recorded, Mapping) else None
         for name, value in (defaults | (dict(given) if isinstance(given, Mapping) else {})).items():
-            found[f"{section}.{name}"] = _completed(f"{section}.{name}", value)
+            found[f"{section}.{name}"] = value
     return {name: value for name, value in found.items() if name in LEARNING or not name.startswith(NO_LEARNING)}
 
 
-def _completed(name: str, value: Json) -> Json:
-    """A setting's table with the defaults of what it does not have."""
-    setting = find(name)
-    table = section_of(setting.annotation) if setting is not None else None
-    if table is None or not isinstance(value, Mapping):
-        return value
-    with suppress(ValidationError):  # a table of another release stays as it is
-        value = table.model_validate(value).model_dump(mode="json")
-    return value
-
-
 def _of_algorithm(config: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
-    """The algorithm's name and arguments; those of an older release as this one has them, where it can make it again."""
-    described: Json = config.get("algorithm")
-    with suppress(LightningError):
-        made = rebuild_algorithm(config)
-        described = describe_algorithm(made) if made is not None else described
+    """The algorithm's name and arguments."""
+    described = config.get("algorithm")
     for key, value in described.items() if isinstance(described, Mapping) else ():
         if key == "arguments" and isinstance(value, Mapping):
             yield from ((f"algorithm.arguments.{name}", argument) for name, argument in value.items())

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.algorithms.lightning_rl import LightningRL
 from lightning.cli.app import main
 from lightning.config import Config, load_config, with_settings
 from lightning.engines.logprob_gap import BFLOAT16, FLOAT32
@@ -18,7 +17,6 @@ from lightning.store.epochs import Epoch, keep_epochs
 from lightning.store.protocol import Store
 from lightning.trainer.diagnosis import Diagnosis
 from lightning.trainer.plan import VAL
-from lightning.trainer.runs import describe_algorithm
 from lightning.types import Fault, Json, Rollout, Run, StepRecord, Task
 from lightning.types import Outcome as Ended
 from lightning_debug.advise import (
@@ -87,18 +85,6 @@ def test_settings_that_change_nothing_that_is_learned_are_no_settings() -> None:
     kept = {"policy_server.max_model_len": 64, "policy_server.dtype": "float32", "policy_server.args": ["-x"]}
     found = settings_of(described(**{name.replace(".", "__"): value for name, value in kept.items()}))
     assert {name: value for name, value in found.items() if value != plain[name]} == kept
-    assert settings_of(described(engine__lora={"rank": 4}))["engine.lora"] == {
-        "rank": 4, "alpha": 32.0, "target_modules": "all-linear",
-    }  # fmt: skip
-
-
-def test_what_an_older_run_does_not_have_is_at_its_default() -> None:
-    now = described(describe_algorithm(LightningRL("grpo", group_size=8)))
-    old: dict[str, Json] = {
-        "algorithm": {"name": "lightning_rl", "type": "LightningRL", "arguments": {"group_size": 8}},
-        "config": {"trainer": {"steps": 40}, "gone": {"x": 1}},
-    }
-    assert settings_of(old) == settings_of(now)
 
 
 def lines_of(tuning: Tuning, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -220,7 +206,7 @@ async def test_training_rewards_of_chosen_tasks_say_nothing(store: Store) -> Non
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", FLOAT32), ("bfloat16", BFLOAT16)])
-async def test_a_run_of_another_release_is_read_with_the_dtype_it_was_computed_in(
+async def test_a_run_with_odd_settings_is_read_with_the_dtype_it_was_computed_in(
     store: Store, dtype: str, bound: object
 ) -> None:
     config: Json = {"trainer": {"gone": 1, "order": "backwards", "eval_every": 2}, "engine": {"dtype": "auto"}}
