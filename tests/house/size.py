@@ -31,6 +31,14 @@ class Size:
     docstring_lines: int = 0
     functions: list[int] = field(default_factory=list)
 
+    def add(self, other: Size) -> None:
+        """Count another file, too."""
+        self.files += other.files
+        self.lines += other.lines
+        self.statements += other.statements
+        self.docstring_lines += other.docstring_lines
+        self.functions += other.functions
+
     def row(self) -> dict[str, float]:
         """The figures of the table."""
         share = self.docstring_lines / self.lines if self.lines else 0.0
@@ -60,13 +68,11 @@ def lines_of(node: ast.stmt) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-def add(size: Size, file: Path) -> None:
+def size_of(file: Path) -> Size:
     """Count one file."""
     text = file.read_text()
-    tree = ast.parse(text)
-    size.files += 1
-    size.lines += len(text.splitlines())
-    for node in ast.walk(tree):
+    size = Size(files=1, lines=len(text.splitlines()))
+    for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.stmt):
             continue
         if is_docstring(node):
@@ -75,6 +81,7 @@ def add(size: Size, file: Path) -> None:
         size.statements += 1
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             size.functions.append(lines_of(node) - (lines_of(node.body[0]) if is_docstring(node.body[0]) else 0))
+    return size
 
 
 def rooms(root: Path) -> Iterator[tuple[str, Path]]:
@@ -93,8 +100,9 @@ def measure(root: Path) -> dict[str, Size]:
     """The sizes by room, with `core` and `plugins` as a whole."""
     found: dict[str, Size] = defaultdict(Size)
     for room, file in rooms(root):
+        counted = size_of(file)
         for name in {room, room.partition("/")[0]}:
-            add(found[name], file)
+            found[name].add(counted)
     return dict(sorted(found.items()))
 
 
