@@ -210,7 +210,15 @@ class CallEndpoint:
         """The request as it goes to the policy server, and who translates the answer. Raises `RefusalError`."""
         if self._config.hosted_tools == "drop":
             body = self._without_hosted_tools(body)
-        body, translator = self._dialect.translate(body, before, capture.id)
+        try:
+            body, translator = self._dialect.translate(body, before, capture.id)
+        except RefusalError:
+            raise
+        except Exception as error:
+            place = f"{self._dialect.path}, which {type(self._dialect).__module__} brings,"
+            log.exception("the API %s failed on a request", place)
+            message = f"The API {place} failed on the request ({error!r:.200}): see the gateway's log."
+            raise RefusalError(500, "dialect_failed", message) from error
         apply_sampling(body, self._config.override_sampling, claims.sampling)
         if branch is not None and isinstance(body.get("seed"), int):
             body["seed"] = branch.own_seed(claims, body["seed"])

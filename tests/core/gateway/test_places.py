@@ -71,6 +71,16 @@ async def test_a_strangers_api_is_spoken_and_recorded_and_its_route_answers(stra
     assert "POST /v1/ask, " in (await http.get("/ask/what")).json()["error"]["message"]
 
 
+async def test_an_api_that_fails_on_a_request_is_named_and_nothing_is_asked(stranger, build, warnings_of) -> None:
+    stranger()
+    house = await build()
+    answer = await (await house.http()).post("/ask", json={"question": "hello"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "dialect_failed")
+    assert "/ask, which stranger_dialect brings, failed on the request (KeyError('q'))" in answer.text
+    assert "the API /ask, which stranger_dialect brings, failed on a request" in warnings_of()
+    assert [asked for asked in house.fake.requests if "completions" in asked.path] == []
+
+
 @pytest.mark.parametrize(
     ("named", "said"),
     [
