@@ -150,9 +150,11 @@ class CallEndpoint:
             await asyncio.shield(self._record_failure(call, CallStatus.ABORTED))
             raise
         except Exception:
-            log.exception("the gateway failed on a call")
+            api = f"{self._dialect.path}, which {type(self._dialect).__module__} brings"
+            log.exception("the gateway failed on a call of %s", api)
             await self._record_failure(call, CallStatus.ERROR)
-            await self._refuse(call, send, RefusalError(500, "gateway_fault", "The gateway failed; see its log."))
+            message = f"The gateway failed on a call of {api}: see its log."
+            await self._refuse(call, send, RefusalError(500, "gateway_fault", message))
 
     async def _read(self, claims: Claims, scope: Scope, receive: Receive, send: Send) -> Call | None:
         """The call that a request is; None for one that was answered without the policy. What was read is not kept: of a large
@@ -210,15 +212,7 @@ class CallEndpoint:
         """The request as it goes to the policy server, and who translates the answer. Raises `RefusalError`."""
         if self._config.hosted_tools == "drop":
             body = self._without_hosted_tools(body)
-        try:
-            body, translator = self._dialect.translate(body, before, capture.id)
-        except RefusalError:
-            raise
-        except Exception as error:
-            place = f"{self._dialect.path}, which {type(self._dialect).__module__} brings,"
-            log.exception("the API %s failed on a request", place)
-            message = f"The API {place} failed on the request ({error!r:.200}): see the gateway's log."
-            raise RefusalError(500, "dialect_failed", message) from error
+        body, translator = self._dialect.translate(body, before, capture.id)
         apply_sampling(body, self._config.override_sampling, claims.sampling)
         if branch is not None and isinstance(body.get("seed"), int):
             body["seed"] = branch.own_seed(claims, body["seed"])

@@ -75,9 +75,9 @@ async def test_an_api_that_fails_on_a_request_is_named_and_nothing_is_asked(stra
     stranger()
     house = await build()
     answer = await (await house.http()).post("/ask", json={"question": "hello"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "dialect_failed")
-    assert "/ask, which stranger_dialect brings, failed on the request (KeyError('q'))" in answer.text
-    assert "the API /ask, which stranger_dialect brings, failed on a request" in warnings_of()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "gateway_fault")
+    assert "a call of /ask, which stranger_dialect brings: see its log" in answer.text
+    assert "the gateway failed on a call of /ask, which stranger_dialect brings" in warnings_of()
     assert [asked for asked in house.fake.requests if "completions" in asked.path] == []
 
 

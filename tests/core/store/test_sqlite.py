@@ -507,7 +507,9 @@ async def test_a_process_that_writes_all_the_time_does_not_starve_another(sqlite
         assert process.stdout is not None
         assert process.stdout.readline() == "writing\n"
         await asyncio.sleep(0.3)
-        for number in range(4):
+        for number in range(60):
+            if number >= 4 and sum(sqlites) > 1.0:
+                break  # it was starved, so that there is something to compare with
             await asyncio.sleep(0.05)
             began = loop.time()
             await sqlite.put_state("run", "slow", number)
@@ -522,8 +524,7 @@ async def test_a_process_that_writes_all_the_time_does_not_starve_another(sqlite
         process.kill()
         process.communicate()
         plain.close()
-    # Where SQLite's own way has come to write soon as well, half a second a write is soon enough.
-    assert sum(ours) < max(2.0, sum(sqlites) / 2), (ours, sqlites)
+    assert sum(ours) < sum(sqlites) / 2, (ours, sqlites)
 
 
 @pytest.mark.parametrize("change", ["moved", "removed", "replaced"])
