@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -224,23 +223,6 @@ def test_another_critic_setting_is_refused(open_engine: Open, tmp_path: Path) ->
                 with pytest.raises(EngineError, match=f"saved {name}, but this engine was opened {other}: resume with"):
                     theirs.load(tmp_path / name)
         engine.load(tmp_path / name)
-
-
-def test_a_state_of_the_first_format_is_read(open_engine: Open, make_row: Make, tmp_path: Path) -> None:
-    first = open_engine()
-    row = make_row(8, [(4, 8, 1.0, 0.1)])
-    first.step([row], LOSS)
-    first.save(tmp_path / "state")
-    file = tmp_path / "state" / "state.json"
-    older = json.loads(file.read_text())
-    assert older.pop("critic") == ""
-    del older["optimizer"]["critic_lr"]
-    file.write_text(json.dumps(older | {"format": 1}))
-    second = open_engine()
-    second.load(tmp_path / "state")
-    assert dict(second.step([row], LOSS).metrics) == dict(first.step([row], LOSS).metrics)
-    with pytest.raises(EngineError, match="saved without a critic, but this engine was opened with a critic"):
-        open_engine(critic=True).load(tmp_path / "state")
 
 
 def test_the_exported_policy_knows_nothing_of_it(open_engine: Open, make_row: Make, tmp_path: Path) -> None:
