@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning.engines.protocol import Engine
     from lightning.gateway.calls import Parts
     from lightning.gateway.dialects import Dialect
+    from lightning.gateway.stages import CallStage
     from lightning.maintenance.keeper import Keeper
     from lightning.runner.protocol import Agent, Runner
     from lightning.server.protocol import Host, WebApp
@@ -158,10 +159,21 @@ def register_dialects(register: Callable[[str, Callable[[], Dialect]], None]) ->
 
 @hookspec
 def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None]) -> None:
-    """What else the gateway answers to a POST, by its path below a version: `register("messages/count_tokens", CountTokens)`.
+    """What else the gateway answers to a POST, by its path below a version: `register("messages/count_tokens", CountTokens)`;
+    to a GET with `GET ` before the path: `register("GET tool_runs", ToolRuns)`.
 
     The factory makes an ASGI application of `lightning.gateway.calls.Parts`, what every call of that gateway goes through. Who
     may ask is the application's to check, by `parts.identity`; what it answers is no call, and is not recorded.
+    """
+
+
+@hookspec
+def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | None]], None]) -> None:
+    """Where a plugin stands in the line of each model call: `register("texts", make_texts)`.
+
+    The factory makes a `lightning.gateway.stages.CallStage` of `lightning.gateway.calls.Parts`, once for each gateway; None
+    where that gateway's settings do not need it. A stage that raises fails the call. Which stages stand before or after it the
+    stage says itself; what is not said is refused at the start, unless `gateway.stage_order` says it.
     """
 
 

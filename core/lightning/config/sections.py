@@ -421,6 +421,9 @@ class GatewayConfig(Section):
     not the policy) and `routes` (`embeddings`, `moderations`, `images` and `audio` unless you list others)."""
     limits: LimitsConfig = LimitsConfig()
     """Limits for each client of the port."""
+    stage_order: tuple[str, ...] = ()
+    """The order of plugins' stages in a call, by their names, first to last; needed where two stand at the same point and
+    neither says which comes first."""
 
 
 class RunnerConfig(Section):

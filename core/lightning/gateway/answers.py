@@ -1,4 +1,4 @@
-"""A model call, and how vLLM's answer to it is read: whole, or as a stream that is passed on meanwhile.
+"""How vLLM's answer to a call is read: whole, or as a stream that is passed on meanwhile.
 
 The invariant: the bytes that complete an answer are returned and not sent; whatever is not shaped like vLLM's ends the call
 with an `UpstreamError`, never with another one.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from typing import TypeVar
 
 import aiohttp
 import orjson
 from starlette.types import Send
 
-from lightning.gateway.dialects import Capture, Dialect, Plan, Translator
+from lightning.gateway.call import Answer, Call
 from lightning.gateway.dialects.base import error_text
-from lightning.gateway.exchanges import Shown, WholeReply, as_json
 from lightning.gateway.http import (
     JSON_TYPE,
     LONGEST_EVENT,
@@ -32,55 +32,14 @@ from lightning.gateway.http import (
     told_of_length,
     write_object,
 )
-from lightning.gateway.identity import Claims
-from lightning.gateway.policy import LiveCall, Policy
-from lightning.gateway.recorder import NOTHING, Ticket, described
-from lightning.gateway.replay.branches import BranchedAttempt
+from lightning.gateway.recorder import described
 from lightning.types import CallStatus
 
+Made = TypeVar("Made")
 LONGEST_STREAM = 256 << 20
 """Bytes of a stream."""
 SHAPE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
 """What reading an answer raises when it is not shaped like vLLM's."""
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """A request that was admitted. `started` turns true when the first bytes of the answer have left."""
-
-    dialect: Dialect
-    claims: Claims
-    policy: Policy
-    plan: Plan
-    ticket: Ticket
-    live: LiveCall
-    headers: list[tuple[str, str]]
-    translator: Translator | None = None
-    branch: BranchedAttempt | None = None
-    started: bool = False
-    streamed: WholeReply = field(default_factory=WholeReply)
-
-    @property
-    def wants_packed(self) -> bool:
-        """Whether nobody but the record wants the logprobs, and of the sampled tokens alone: no text has to be made of them."""
-        body = self.plan.body
-        others = body.get("echo") or body.get("logprob_token_ids") or body.get("prompt_logprobs") is not None
-        return not (self.plan.keep_logprobs or others)
-
-    @property
-    def capture(self) -> Capture:
-        """What the call has shown so far."""
-        return self.live.capture
-
-
-@dataclass(slots=True)
-class Answer:
-    """What is left to send when vLLM has been read to the end: all of it, or a stream's tail."""
-
-    status: int
-    body: bytes
-    headers: list[Header] = field(default_factory=list)
-    outcome: CallStatus = CallStatus.OK
 
 
 def read_whole(call: Call, response: aiohttp.ClientResponse, payload: bytes) -> Answer:
@@ -116,8 +75,8 @@ async def pass_on(call: Call, response: aiohttp.ClientResponse, send: Send) -> b
     call.started = True
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     cutter, held = EventCutter(), bytearray()
-    # An agent would act upon what it has read, and it is not known yet whether that is of the right version.
-    holding = whole = call.branch is not None and call.branch.is_live
+    # An agent acts upon what it has read: where a stage may yet refuse the call, it is not shown before.
+    holding = bool(call.withheld)
     clock, size = asyncio.get_running_loop().time, 0
     async for data in response.content.iter_any():
         call.live.heard_at = clock()
@@ -129,7 +88,8 @@ async def pass_on(call: Call, response: aiohttp.ClientResponse, send: Send) -> b
             holding = holding or last
             (held if holding else now).extend(shown)
             if len(held) > LONGEST_EVENT:
-                why = f", and a branch is shown all at once: {SHORTER}" if whole else " after the answer was complete"
+                whole = f", and {call.withheld} is shown all at once: {SHORTER}"
+                why = whole if call.withheld else " after the answer was complete"
                 raise UpstreamError(f"it sent more than {LONGEST_EVENT} bytes{why}")
         if now:
             await send({"type": "http.response.body", "body": bytes(now), "more_body": True})
@@ -164,8 +124,8 @@ def _read_event(event: bytes, call: Call) -> tuple[bytes, bool]:
             return translator.chunk(chunk), last
         if dialect.exists_only_for_us(chunk, plan):
             return b"", last
-        if call.ticket.asked is not None:
-            call.streamed.add(chunk)
+        for read in call.readers:
+            read(chunk)
         return (b"data: " + write_object(chunk) + b"\n\n" if stripped else event), last
     except SHAPE_ERRORS as error:
         raise UpstreamError(f"a chunk is not shaped like vLLM's ({error!r})") from error
@@ -207,26 +167,12 @@ def forget_unsound(call: Call) -> str:
     return wrong
 
 
-def answer_and_conversation(call: Call, answer: Answer) -> tuple[Shown, list[Body] | None]:
-    """What the agent sees of a call that has been read to its end, and the conversation that it goes on with. Raises
-    `UpstreamError`."""
+def well_shaped(make: Callable[[], Made]) -> Made:
+    """What is made of an answer that was read. Raises `UpstreamError` where it was not shaped like vLLM's."""
     try:
-        said = None
-        if call.translator is not None and answer.outcome is CallStatus.OK:
-            said = call.translator.conversation()
-        return _shown_to_agent(call, answer), said
+        return make()
     except SHAPE_ERRORS as error:
         raise UpstreamError(f"its answer is not shaped like vLLM's ({error!r})") from error
-
-
-def _shown_to_agent(call: Call, answer: Answer) -> Shown:
-    if not call.started:
-        body = answer.body if answer.outcome is CallStatus.OK else as_json(answer.body)
-        return Shown(answer.status, body, call.plan.keep_ids)
-    if call.ticket.asked is None or answer.outcome is not CallStatus.OK:
-        return NOTHING
-    whole = call.streamed.whole() if call.translator is None else call.translator.answer()
-    return Shown(answer.status, write_object(whole), call.plan.keep_ids)
 
 
 def _id_header(call: Call) -> Header:

@@ -1,4 +1,4 @@
-"""One model call, from the agent's request to the durable transition.
+"""The line of a model call, from the agent's request to the durable transition; it reads top to bottom.
 
 The invariant (law 4): the last byte of an answer leaves only after `Store.append` has returned; and whatever else happens
 to a call that reached vLLM (the client hangs up, vLLM dies) is recorded as what it was.
@@ -10,8 +10,8 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import aiohttp
@@ -19,22 +19,12 @@ from starlette.types import Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
-from lightning.gateway.answers import (
-    Answer,
-    Call,
-    answer_and_conversation,
-    forget_unsound,
-    pass_on,
-    read_whole,
-    refuse_unsound,
-)
+from lightning.gateway.answers import forget_unsound, pass_on, read_whole, refuse_unsound
 from lightning.gateway.body_limits import beside
+from lightning.gateway.call import Answer, Call, Request, Sent
 from lightning.gateway.chat_template import Tokenize
-from lightning.gateway.conversations import Conversations, mark_of
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator, offered_tools
 from lightning.gateway.dialects.base import why_no_ids
-from lightning.gateway.exchanges import Shown
-from lightning.gateway.history import Entry, History
 from lightning.gateway.http import (
     JSON_TYPE,
     SHORTER,
@@ -46,14 +36,11 @@ from lightning.gateway.http import (
     read_object,
     send_bytes,
     told_of_length,
-    too_deep,
 )
 from lightning.gateway.identity import Claims, ExpiredTokenError, Identity, forwarded_headers
 from lightning.gateway.policy import LiveCall
 from lightning.gateway.policy_registry import Policies
-from lightning.gateway.providers import Providers
-from lightning.gateway.recorder import NOTHING, Recorder
-from lightning.gateway.replay.branches import BranchedAttempt, Branches, recorded_answer
+from lightning.gateway.recorder import STORE_FAILED, Recorder, described, refuse_unstored
 from lightning.gateway.request_body import read_body
 from lightning.gateway.sampling import (
     apply_sampling,
@@ -63,10 +50,11 @@ from lightning.gateway.sampling import (
     temperature_of,
     without_limit,
 )
+from lightning.gateway.stages import FAILED, Line
 from lightning.gateway.upstream.client import Forwarder, Watch, read_answer
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
-from lightning.store import exchanges
-from lightning.types import BRANCH_VOID, CallStatus, Conversation
+from lightning.store.protocol import Store
+from lightning.types import CallStatus
 
 log = logging.getLogger(__name__)
 
@@ -79,73 +67,65 @@ LONGEST_NAME = 200
 """Characters that are kept of a model's name."""
 NO_SERVER = frozenset({"no_policy_server", "upstream_unreachable", "held_too_long"})
 """Refusals of calls that no policy server has seen."""
-STORE_FAILED = "store_failed"
 LOGPROBS_ARE_JSON = (
     "the policy server sends logprobs as JSON, which costs its API process about 17 microseconds a token: start it with "
     "`--middleware lightning.policy_server.packed_logprobs.PackedLogprobs`, where lightning is installed (said once "
     "for each API)"
 )
 
+AdminOf = Callable[[str], Awaitable[str]]
+"""From an `Authorization` header to the project that its holder administers, `*` for all. Raises `RefusalError`."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Parts:
-    """The parts of a gateway that every call goes through."""
+    """The parts of a gateway that every call goes through, for stages and routes, too.
+
+    `line` are the stages, once all are made. Whoever starts the server says `admin_of` (whose tokens of people are taken) and
+    `resource` (the name of the weights of which the policy's version is a version, so that rewards can be compared by version).
+    """
 
     config: GatewayConfig
     identity: Identity
     policies: Policies
     forwarder: Forwarder
     recorder: Recorder
-    history: History
-    providers: Providers
-    conversations: Conversations
-    branches: Branches
+    store: Store
+    line: Line = field(default_factory=lambda: Line(()))
+    admin_of: AdminOf | None = None
+    resource: str = ""
 
 
 class CallEndpoint:
     """The ASGI application behind one dialect's route."""
 
     def __init__(self, dialect: Dialect, parts: Parts) -> None:
-        self._dialect, self._config, self._identity, self._policies = (
-            dialect,
-            parts.config,
-            parts.identity,
-            parts.policies,
-        )
-        self._forwarder, self._recorder, self._history = parts.forwarder, parts.recorder, parts.history
-        self._providers, self._conversations, self._branches = parts.providers, parts.conversations, parts.branches
+        self._dialect, self._line = dialect, parts.line
+        self._config, self._identity, self._policies = parts.config, parts.identity, parts.policies
+        self._forwarder, self._recorder = parts.forwarder, parts.recorder
         self._told: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. Never raises for what is the agent's, vLLM's or the store's fault."""
+        """Serve one request. Never raises for what is the agent's, vLLM's, the store's or a plugin's fault."""
         call: Call | None = None
         claims: Claims | None = None
         try:
             claims = self._identity.claims(scope)
             self._identity.check_over(claims)
-            call = await self._read(claims, scope, receive, send)
-            if call is not None:
-                await self._serve(call, receive, send)
+            request = await self._read(scope, receive)
+            call = self._admit(claims, request)
+            answer = await self._line.admitted(call, request)
+            if answer is None:
+                await self._plan(call, request)
+            del request  # of a large one that is megabytes for as long as the policy server takes
+            await (self._serve(call, receive, send) if answer is None else answer(scope, receive, send))
         except ExpiredTokenError as refusal:
             await self._record_refused(scope, refusal.claims, refusal)
             await self._refuse(None, send, refusal)
         except RefusalError as refusal:
-            if refusal.code in NO_SERVER:
-                await self._record_failure(call, CallStatus.ERROR, unserved=True)
-            elif (
-                claims is not None
-                and (call is None or refusal.code == BRANCH_VOID)
-                and refusal.status in REQUEST_ERRORS
-            ):
-                await self._record_refused(scope, claims, refusal)
-            await self._refuse(call, send, refusal)
-            if call is not None and call.ticket.appended and refusal.code == STORE_FAILED:
-                await self._take_back(call)  # the store may have taken it, though it did not say so
+            await self._refused(call, claims, refusal, scope, send)
         except ClientGoneError:
-            if call is not None and not call.live.sent and (call.policy.gate.closed or not call.policy.pool.healthy):
-                await self._record_failure(call, CallStatus.ERROR, unserved=True)  # its agent's patience ended first
-            else:
-                await self._record_failure(call, CallStatus.ABORTED)
+            await self._abandoned(call)
         except asyncio.CancelledError:
             await asyncio.shield(self._record_failure(call, CallStatus.ABORTED))
             raise
@@ -156,66 +136,36 @@ class CallEndpoint:
             message = f"The gateway failed on a call of {api}: see its log."
             await self._refuse(call, send, RefusalError(500, "gateway_fault", message))
 
-    async def _read(self, claims: Claims, scope: Scope, receive: Receive, send: Send) -> Call | None:
-        """The call that a request is; None for one that was answered without the policy. What was read is not kept: of a large
-        request that is megabytes for as long as the policy server takes."""
+    # asked ---------------------------------------------------------------------------------------------------------
+    async def _read(self, scope: Scope, receive: Receive) -> Request:
         payload = await read_body(scope, receive, self._config.max_body_bytes)
         body = await beside(scope, partial(read_object, payload))
-        if (provider := self._providers.of_model(_model_in(body, scope))) is not None:
-            await self._providers.pass_on(provider, self._dialect.path[1:], payload, scope, receive, send)
-            return None
-        branch = await self._branches.of(claims) if claims.branch else None
-        if branch is not None and await self._answer_recorded(branch, claims, scope, body, send):
-            return None
-        return await self._admit(claims, scope, body, len(payload), branch)
+        model = body.get("model") or scope.get("path_params", {}).get("deployment")  # Azure's URLs name it
+        return Request(scope, payload, body, model)
 
-    async def _answer_recorded(
-        self, branch: BranchedAttempt, claims: Claims, scope: Scope, body: Body, send: Send
-    ) -> bool:
-        """Answer a call of a branch from the record, if that has it."""
-        caller = self._identity.caller(scope, _model_in(body, scope))
-        try:
-            request = await beside(scope, partial(exchanges.canonical, body))
-        except RecursionError:
-            raise too_deep() from None
-        found = await branch.answer(caller.name, self._dialect.path, body, request)
-        if found is not None:
-            if branch.has_edit:
-                await self._branches.keep_edit(branch, claims)
-            status, kind, answer = recorded_answer(found, body)
-            header = (b"x-request-id", found.transition.id.encode())
-            await send_bytes(send, status, answer, [(b"content-type", kind), header])
-        return found is not None
+    def _admit(self, claims: Claims, request: Request) -> Call:
+        caller = self._identity.caller(request.scope, request.model)
+        policy, headers = self._policies.of(claims.run), forwarded_headers(request.scope)
+        return Call(self._dialect, caller, claims, policy, headers)
 
-    async def _admit(self, claims: Claims, scope: Scope, body: Body, size: int, branch: BranchedAttempt | None) -> Call:
-        asked = await beside(scope, partial(self._recorder.exchanges.asked, self._dialect.path, body, size))
-        policy, model = self._policies.of(claims.run), _model_in(body, scope)
-        await self._policies.asked.look(claims.run, policy, model)
-        caller = self._identity.caller(scope, model)
-        previous = self._dialect.continues(body)
-        claims = await self._conversations.of(claims, scope, body, previous, policy.book.current)
-        request_id = f"{mark_of(claims.rollout)}{PROCESS}{next(NUMBERS):x}"
+    # sent ----------------------------------------------------------------------------------------------------------
+    async def _plan(self, call: Call, request: Request) -> None:
+        """Number the call and make the policy server's request of the agent's. Raises `RefusalError`."""
+        await self._policies.asked.look(call.claims.run, call.policy, request.model)
+        request_id = f"{call.id_mark}{PROCESS}{next(NUMBERS):x}"
         capture = Capture(self._dialect.id_prefix + request_id)
-        attempt = (claims.rollout, claims.attempt)
-        if branch is not None and previous in branch.recorded_ids:
-            attempt = branch.owner
-        before = () if previous is None else await self._history.before(attempt, previous)
-        plan, translator = await beside(scope, partial(self._plan, body, before, capture, claims, branch))
-        plan.requested_model = model[:LONGEST_NAME] if isinstance(model, str) else ""
-        live = LiveCall(request_id, plan.choices, plan.n, policy.book.current, capture)
-        ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller, asked)
-        return Call(self._dialect, claims, policy, plan, ticket, live, forwarded_headers(scope), translator, branch)
+        plan, translator = await beside(request.scope, partial(self._translate, call, request.body, capture))
+        plan.requested_model = request.model[:LONGEST_NAME] if isinstance(request.model, str) else ""
+        live = LiveCall(request_id, plan.choices, plan.n, call.policy.book.current, capture)
+        ticket = self._recorder.begin(*call.attempt, plan.choices, call.caller)
+        call.sent = Sent(plan, translator, ticket, live)
+        await self._line.sending(call, plan.body)
 
-    def _plan(
-        self, body: Body, before: Sequence[Body], capture: Capture, claims: Claims, branch: BranchedAttempt | None
-    ) -> tuple[Plan, Translator | None]:
-        """The request as it goes to the policy server, and who translates the answer. Raises `RefusalError`."""
+    def _translate(self, call: Call, body: Body, capture: Capture) -> tuple[Plan, Translator | None]:
         if self._config.hosted_tools == "drop":
             body = self._without_hosted_tools(body)
-        body, translator = self._dialect.translate(body, before, capture.id)
-        apply_sampling(body, self._config.override_sampling, claims.sampling)
-        if branch is not None and isinstance(body.get("seed"), int):
-            body["seed"] = branch.own_seed(claims, body["seed"])
+        body, translator = self._dialect.translate(body, call.before, capture.id)
+        apply_sampling(body, self._config.override_sampling, call.claims.sampling)
         plan = self._dialect.plan(body)
         capture.offered = offered_tools(body)
         plan.temperature, plan.constrained, plan.media = temperature_of(body), is_constrained(body), has_media(body)
@@ -244,13 +194,12 @@ class CallEndpoint:
                 await call.dialect.fit(call.plan.body, call.policy.template, self._tokenize(call))
                 answer = await self._ask(call, send)
                 refuse_unsound(call)
-                shown, said = answer_and_conversation(call, answer)
                 await self._forwarder.settle(call.policy, call.live)
             call.policy.book.forget(call.live)
             # A server that answers 500 is there still, but its engine may have died.
             if answer.outcome is CallStatus.ERROR:
                 call.live.unserved = await self._forwarder.is_gone(call.policy, call.live)
-            await self._keep(call, answer.outcome, shown, said)
+            await self._keep(call, answer)
             await self._deliver(call, answer, watch, send)
         except UpstreamError as error:
             log.warning("call %s failed: %s", call.capture.id, error)
@@ -263,6 +212,7 @@ class CallEndpoint:
             call.policy.book.forget(call.live)
             watch.close()
 
+    # answered ------------------------------------------------------------------------------------------------------
     async def _ask(self, call: Call, send: Send) -> Answer:
         """Send the call to vLLM and read its answer to the end, passing a stream on meanwhile."""
         plan = call.plan
@@ -309,25 +259,17 @@ class CallEndpoint:
         call.plan.max_tokens_asked = asked
         return await self._send(call)
 
-    async def _keep(self, call: Call, outcome: CallStatus, shown: Shown, said: list[Body] | None) -> None:
-        """Make the call durable."""
-        if call.branch is not None and call.ticket.asked is not None and outcome is CallStatus.OK:
-            asked, first = call.ticket.asked, call.capture.choice(0)
-            call.branch.check_prompt(asked.path, asked.request, first.prompt_ids or call.capture.prompt_ids or ())
-        if call.branch is not None and call.capture.choices:
-            call.branch.check_version(call.live.sampled_by)
+    # kept ----------------------------------------------------------------------------------------------------------
+    async def _keep(self, call: Call, answer: Answer) -> None:
+        """Make the call durable, as its stages leave it."""
         if call.live.unsure:
             log.warning("call %s is not trained on: its tokens' policy version is not known", call.capture.id)
-        entry: Entry | None = None
-        if said is not None:
-            entry = await self._history.entry((call.claims.rollout, call.claims.attempt), call.capture.id, said)
-        status = CallStatus.ERROR if call.live.unsure else outcome
+        status = CallStatus.ERROR if call.live.unsure else answer.outcome
         if status is CallStatus.OK and call.plan.media:
             status = CallStatus.MEDIA
-        await self._record(call, status, None if entry is None else entry.stored, shown)
-        if entry is not None:
-            self._history.keep(entry)
-        if outcome is CallStatus.OK:
+        await self._line.settled(call, answer)
+        await self._record(call, status)
+        if answer.outcome is CallStatus.OK:
             call.policy.tools.look(call.plan.body, self._tokenize(call))
 
     async def _deliver(self, call: Call, answer: Answer, watch: Watch, send: Send) -> None:
@@ -356,15 +298,14 @@ class CallEndpoint:
         except Exception:
             log.exception("the gateway failed to say that the answer to call %s did not arrive", call.capture.id)
 
-    async def _record(
-        self, call: Call, status: CallStatus, said: Conversation | None = None, shown: Shown = NOTHING
-    ) -> None:
+    async def _record(self, call: Call, status: CallStatus) -> None:
         try:
-            await self._recorder.append(call.ticket, call.plan, call.live, status, said, shown)
+            transitions = await self._recorder.append(call, status)
         except StaleAttemptError as error:
             raise self._identity.over(call.claims, error) from error
         except StoreError as error:
             raise refuse_unstored(error) from error
+        await self._line.kept(call, transitions)
         if status is CallStatus.OK and (why := why_no_ids(call.plan, call.capture)) and self._is_new(why):
             log.warning("call %s is not trained on: %s (said once for each API)", call.capture.id, why)
         as_text = any(choice.logprobs and not choice.packed for choice in call.capture.choices.values())
@@ -377,19 +318,51 @@ class CallEndpoint:
         self._told.add(text)
         return new
 
-    async def _record_failure(self, call: Call | None, status: CallStatus, *, unserved: bool = False) -> None:
+    # not answered --------------------------------------------------------------------------------------------------
+    async def _refused(
+        self, call: Call | None, claims: Claims | None, refusal: RefusalError, scope: Scope, send: Send
+    ) -> None:
+        """Record a call that gets no answer, as what it was, and tell the agent."""
+        failed = refusal.code == FAILED
+        is_planned = call is not None and call.is_planned
+        if is_planned and (failed or refusal.code in NO_SERVER):
+            await self._record_failure(call, CallStatus.ERROR, unserved=True, why=refusal if failed else None)
+        elif claims is not None and (failed or _is_recorded(call, refusal)):
+            await self._record_refused(scope, claims, refusal)
+        await self._refuse(call, send, refusal)
+        if call is not None and is_planned and call.ticket.appended and refusal.code == STORE_FAILED:
+            await self._take_back(call)  # the store may have taken it, though it did not say so
+
+    async def _abandoned(self, call: Call | None) -> None:
+        """The agent has hung up."""
+        if call is None or not call.is_planned:
+            return
+        policy = call.policy
+        if not call.live.sent and (policy.gate.closed or not policy.pool.healthy):
+            await self._record_failure(call, CallStatus.ERROR, unserved=True)  # its agent's patience ended first
+        else:
+            await self._record_failure(call, CallStatus.ABORTED)
+
+    async def _record_failure(
+        self, call: Call | None, status: CallStatus, *, unserved: bool = False, why: RefusalError | None = None
+    ) -> None:
         """Record a call that was sent but not answered; a store that refuses this too is only logged.
 
-        `unserved` says that no policy server has seen it: its agent's failure is not its own, and the attempt is made again.
+        `unserved` says that its agent's failure is not its own, and the attempt is made again: no policy server has seen the
+        call, or a stage failed on it, which is `why`.
         """
-        if call is None or not (call.live.sent or unserved):
+        if call is None or not call.is_planned or not (call.live.sent or unserved):
             return
         call.live.unserved |= unserved
         if call.ticket.appended:  # it may be durable already: another row would be another call
             await self._take_back(call)
             return
         forget_unsound(call)
+        if why is not None:
+            call.capture.refused = described(why.error)
         try:
+            if why is None:
+                await self._line.settled(call, Answer(0, outcome=status))
             await self._record(call, status)
         except RefusalError as refusal:
             # Whoever ends an attempt ends its agent's calls: on an interrupt, one for each agent.
@@ -419,15 +392,10 @@ class CallEndpoint:
             await send_bytes(send, refusal.status, body, headers)
 
 
-def refuse_unstored(error: StoreError) -> RefusalError:
-    """The refusal of a call that cannot be made durable."""
-    message = f"The store did not take the call, so it is not answered: {error}. Send it again."
-    return RefusalError(503, STORE_FAILED, message)
-
-
-def _model_in(body: Body, scope: Scope) -> object:
-    """The model that is asked for: Azure's URLs name it, too."""
-    return body.get("model") or scope.get("path_params", {}).get("deployment")
+def _is_recorded(call: Call | None, refusal: RefusalError) -> bool:
+    """Whether a refusal is one of the request itself, or of a stage."""
+    of_request = call is None or not call.is_planned or bool(call.stopped_by)
+    return of_request and refusal.status in REQUEST_ERRORS
 
 
 async def _draw_seed(call: Call, seed: int) -> int:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
+from typing import TYPE_CHECKING
 
 import orjson
 from starlette.types import Scope
@@ -22,8 +23,13 @@ from lightning.errors import DataError, StoreError
 from lightning.gateway.http import Body, RefusalError
 from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.gateway.redaction import redacted_json
+from lightning.gateway.stages import CallStage
 from lightning.store.protocol import Store
 from lightning.types import Json, Rollout, Status, Task
+
+if TYPE_CHECKING:
+    from lightning.gateway.call import Call, Request
+    from lightning.gateway.calls import Parts
 
 CONVERSATION_HEADER = b"x-lightning-conversation"
 """Names the conversation that a call belongs to: any text of its client's choice."""
@@ -122,6 +128,25 @@ class Conversations:
             except DataError:  # nested too deep to be kept
                 pass
         return Task({"sha256": hashlib.sha256(text).hexdigest()})
+
+
+class ConversationsStage(CallStage):
+    """A call with the key of a session belongs to the rollout of its conversation."""
+
+    api, after, before = 1, ("branches",), ("history",)
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._conversations = Conversations(parts.store, keeps_text=parts.config.record_requests)
+
+    async def admitted(self, call: Call, request: Request) -> None:
+        """Find or begin the conversation."""
+        if not call.claims.session:
+            return
+        self._conversations.resource = self._parts.resource
+        previous, version = call.dialect.continues(request.body), call.policy.book.current
+        call.claims = await self._conversations.of(call.claims, request.scope, request.body, previous, version)
+        call.id_mark = mark_of(call.claims.rollout)
 
 
 def _name_in(scope: Scope) -> str:

@@ -9,17 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from lightning.gateway.http import Body
+from lightning.gateway.answers import well_shaped
+from lightning.gateway.body_limits import beside
+from lightning.gateway.http import Body, write_object
 from lightning.gateway.redaction import has_many_texts, may_be_redacted, redacted_json
+from lightning.gateway.stages import CallStage
 from lightning.store import exchanges
 from lightning.store.exchanges import NOBODY, WHOLE, Flag, Piece, Said
+from lightning.types import CallStatus, Transition
 
+if TYPE_CHECKING:
+    from lightning.gateway.call import Answer, Call, Request
+    from lightning.gateway.calls import Parts
+
+log = logging.getLogger(__name__)
+
+TEXTS = "texts"
+"""The name of the stage, under which the store has what it keeps."""
 MOST_BYTES = 64 << 20
 MOST_BODIES = 4
 """Requests of an attempt that a later one may be told against: those of agents that take turns."""
@@ -218,6 +233,70 @@ class WholeReply:
         """All of it so far."""
         kind = str(self._head.get("object", "")).removesuffix(".chunk")
         return {**self._head, "object": kind, "choices": [_joined(self._choices[at]) for at in sorted(self._choices)]}
+
+
+class TextsStage(CallStage):
+    """What the agent sends and gets is stored with its call."""
+
+    api, after = 1, ("history",)
+
+    def __init__(self, exchanges: Exchanges) -> None:
+        self.exchanges = exchanges
+        self._asked: WeakKeyDictionary[Call, tuple[Asked, WholeReply]] = WeakKeyDictionary()
+        self._packed: WeakKeyDictionary[Call, PackedExchange] = WeakKeyDictionary()
+
+    async def admitted(self, call: Call, request: Request) -> None:
+        """Keep the request as the agent sent it."""
+        path, size = call.dialect.path, len(request.payload)
+        asked = await beside(request.scope, partial(self.exchanges.asked, path, request.body, size))
+        if asked is not None:
+            self._asked[call] = asked, WholeReply()
+
+    async def sending(self, call: Call, body: Body) -> None:
+        """Read the stream that the agent gets."""
+        if call.plan.stream and call.translator is None and (asked := self._asked.get(call)) is not None:
+            call.readers.append(asked[1].add)
+
+    async def settled(self, call: Call, answer: Answer) -> None:
+        """Pack the request and the answer. A call is stored and answered whatever is wrong with the text of its request."""
+        if (known := self._asked.get(call)) is None:
+            return
+        asked, streamed = known
+        shown = _shown(call, answer, streamed)
+        try:
+            packed = await self.exchanges.pack(call.attempt, asked, shown)
+        except Exception:
+            log.exception("request and reply of a call of %s are not recorded", call.claims.rollout)
+        else:
+            self._packed[call], call.extras[TEXTS] = packed, packed.stored
+
+    async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
+        """Later calls may be told against it."""
+        if (packed := self._packed.pop(call, None)) is not None:
+            self.exchanges.keep(call.attempt, transitions[0].seq, packed)
+
+    async def close(self) -> None:
+        """Let go of the thread."""
+        self.exchanges.close()
+
+
+def stage(parts: Parts) -> TextsStage | None:
+    """The stage; None where the settings keep no texts."""
+    return TextsStage(Exchanges()) if parts.config.record_requests else None
+
+
+def _shown(call: Call, answer: Answer, streamed: WholeReply) -> Shown:
+    """What the agent is shown of its call. Raises `UpstreamError`."""
+    if not answer.status:
+        return Shown()
+    has_ids = call.plan.keep_ids
+    if not call.started:
+        body = answer.body if answer.outcome is CallStatus.OK else as_json(answer.body)
+        return Shown(answer.status, body, has_ids)
+    if answer.outcome is not CallStatus.OK:
+        return Shown()
+    whole = well_shaped(streamed.whole if call.translator is None else call.translator.answer)
+    return Shown(answer.status, write_object(whole), has_ids)
 
 
 ONCE = frozenset({"id", "type", "role", "name", "finish_reason", "stop_reason"})

@@ -11,29 +11,28 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
 from lightning.gateway.body_limits import beside
 from lightning.gateway.conversations import rollout_of_answer
 from lightning.gateway.http import JSON_TYPE, Body, ClientGoneError, RefusalError, read_object, send_bytes
-from lightning.gateway.identity import Identity, bearer
+from lightning.gateway.identity import bearer
 from lightning.gateway.redaction import redacted
 from lightning.gateway.request_body import read_body
-from lightning.store.protocol import Store
 from lightning.types import Json, Outcome, Rollout
+
+if TYPE_CHECKING:
+    from lightning.gateway.calls import Parts
 
 FEEDBACK_PATH: Final = "/feedback"
 FIELDS = frozenset({"response_id", "reward", "note"})
 LONGEST_NOTE = 4096
 """Characters of a note."""
 ADMIN_TOKEN = "lt_"  # noqa: S105 — how the tokens of people begin, none itself
-AdminOf = Callable[[str], Awaitable[str]]
-"""From an `Authorization` header to the project that its holder administers, `*` for all. Raises `RefusalError`."""
 
 
 def feedback_key(rollout: str) -> str:
@@ -42,11 +41,11 @@ def feedback_key(rollout: str) -> str:
 
 
 class FeedbackEndpoint:
-    """The route. `admin_of` is set by the server whose tokens it knows; without one only keys are taken."""
+    """The route. Without a server whose tokens are known (`Parts.admin_of`) only keys are taken."""
 
-    def __init__(self, config: GatewayConfig, identity: Identity, store: Store) -> None:
-        self._config, self._identity, self._store = config, identity, store
-        self.admin_of: AdminOf | None = None
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._config, self._identity, self._store = parts.config, parts.identity, parts.store
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -68,8 +67,9 @@ class FeedbackEndpoint:
     async def _holder(self, scope: Scope) -> Callable[[Rollout], Awaitable[bool]]:
         """Whose conversations the sender may rate. Raises `RefusalError` (401, 403)."""
         authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if self.admin_of is not None and bearer(authorization).startswith(ADMIN_TOKEN):
-            project = await self.admin_of(authorization.decode("latin-1"))
+        admin_of = self._parts.admin_of
+        if admin_of is not None and bearer(authorization).startswith(ADMIN_TOKEN):
+            project = await admin_of(authorization.decode("latin-1"))
 
             async def of_project(rollout: Rollout) -> bool:
                 run = await self._store.get_run(rollout.run)

@@ -15,17 +15,11 @@ from lightning.addresses import Allowed
 from lightning.errors import GatewayError
 from lightning.gateway.calls import Parts
 from lightning.gateway.connections import Serving, bind
-from lightning.gateway.conversations import Conversations
-from lightning.gateway.exchanges import Exchanges
-from lightning.gateway.feedback import FeedbackEndpoint
-from lightning.gateway.history import History
 from lightning.gateway.identity import Identity, TokenSigner
 from lightning.gateway.policy import Policy
 from lightning.gateway.policy_registry import Policies
-from lightning.gateway.providers import Providers, read_providers
 from lightning.gateway.recorder import Recorder
-from lightning.gateway.replay.branches import Branches
-from lightning.gateway.routes import OWN_PATHS, build_front
+from lightning.gateway.routes import OWN_PATHS, build_front, line_of
 from lightning.gateway.traces import TraceBook, TraceEndpoint
 from lightning.gateway.upstream.client import MODEL, Forwarder
 from lightning.gateway.upstream.servers import Upstream
@@ -75,28 +69,14 @@ class Gateway:
         own = Policy(upstreams, config.hold_timeout, version=version, seed=seed) if upstreams else None
         self._policies = Policies(store, own, run, config.hold_timeout, allowed=Allowed(config.allowed_upstreams))
         self._forwarder = Forwarder()
-        self._providers = Providers(read_providers(config.providers), config.upstream_timeout)
         self._serving: Serving | None = None
-        recording = Exchanges(wanted=config.record_requests)
-        self._recorder = Recorder(store, config.token_ttl, recording)
+        self._recorder = Recorder(store, config.token_ttl)
         self._identity = identity = Identity(self._signer)
         self._tracebook = TraceBook(store, self._signer, shared=shared)
         traces = TraceEndpoint(config, identity, self._tracebook, store)
-        self._history = History(store)
-        self.conversations = Conversations(store, keeps_text=config.record_requests)
-        self.feedback = FeedbackEndpoint(config, identity, store)
-        parts = Parts(
-            config,
-            identity,
-            self._policies,
-            self._forwarder,
-            self._recorder,
-            self._history,
-            self._providers,
-            self.conversations,
-            Branches(store, recording),
-        )
-        self._front = build_front(parts, traces, self.feedback)
+        self.parts = Parts(config, identity, self._policies, self._forwarder, self._recorder, store)
+        self.parts.line = line_of(self.parts)
+        self._front = build_front(self.parts, traces)
         self.app = self._front.app
 
     def mount(self, app: ASGIApp, name: str = "api") -> None:
@@ -217,9 +197,7 @@ class Gateway:
         if self._serving is not None:
             await self._serving.stop()
             self._serving = None
-        self._history.close()
-        self._recorder.exchanges.close()
         await self._tracebook.close()
         await self._policies.close()
         await self._forwarder.close()
-        await self._providers.close()
+        await self.parts.line.close()

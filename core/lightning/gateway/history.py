@@ -16,14 +16,21 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary
 
 from lightning.errors import StoreError
+from lightning.gateway.answers import well_shaped
 from lightning.gateway.http import Body, RefusalError, read_object, write_object
 from lightning.gateway.redaction import storable
+from lightning.gateway.stages import CallStage
 from lightning.memory_budget import compact
 from lightning.store.protocol import Store
-from lightning.types import Conversation, Transition
+from lightning.types import CallStatus, Conversation, Transition
+
+if TYPE_CHECKING:
+    from lightning.gateway.call import Answer, Call, Request
+    from lightning.gateway.calls import Parts
 
 log = logging.getLogger(__name__)
 
@@ -197,6 +204,38 @@ class History:
         self._bytes += known.size - size
         while self._bytes > self._most:
             self._bytes -= self._attempts.popitem(last=False)[1].size
+
+
+class HistoryStage(CallStage):
+    """A request that goes on with an earlier response is sent with the messages up to that one."""
+
+    api, after, before = 1, ("conversations",), ("texts",)
+
+    def __init__(self, parts: Parts) -> None:
+        self._history = History(parts.store)
+        self._entries: WeakKeyDictionary[Call, Entry] = WeakKeyDictionary()
+
+    async def admitted(self, call: Call, request: Request) -> None:
+        """Find the messages before the request."""
+        if (previous := call.dialect.continues(request.body)) is not None:
+            call.before = await self._history.before(call.lineage or call.attempt, previous)
+
+    async def settled(self, call: Call, answer: Answer) -> None:
+        """What later requests may go on with is stored with the call."""
+        is_answered = answer.status and answer.outcome is CallStatus.OK
+        said = well_shaped(call.translator.conversation) if call.translator is not None and is_answered else None
+        if said is not None:
+            self._entries[call] = entry = await self._history.entry(call.attempt, call.capture.id, said)
+            call.conversation = entry.stored
+
+    async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
+        """Later requests may go on with it."""
+        if (entry := self._entries.pop(call, None)) is not None:
+            self._history.keep(entry)
+
+    async def close(self) -> None:
+        """Let go of the thread."""
+        self._history.close()
 
 
 def _written(messages: Sequence[Body]) -> tuple[bytes, ...]:

@@ -13,10 +13,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from yarl import URL
 
 from lightning.asyncio_utils import end
@@ -24,9 +26,14 @@ from lightning.config.sections import ProviderConfig, check_endpoint
 from lightning.errors import ConfigError
 from lightning.gateway.http import JSON_TYPE, Header, RefusalError, send_bytes
 from lightning.gateway.identity import ALIAS
+from lightning.gateway.stages import CallStage, PassOn
 from lightning.gateway.upstream.client import MODEL
 from lightning.instrument.providers import is_policys
 from lightning.memory_budget import bounded
+
+if TYPE_CHECKING:
+    from lightning.gateway.call import Call, Request
+    from lightning.gateway.calls import Parts
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +190,38 @@ class Providers:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+class ProvidersStage(CallStage):
+    """Calls for a provider's model, and its routes, go to the provider and not to the policy."""
+
+    api, before = 1, ("branches",)
+
+    def __init__(self, providers: Providers) -> None:
+        self._providers = providers
+
+    async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
+        """The provider's answer, where the model is a provider's."""
+        provider = self._providers.of_model(request.model)
+        if provider is None:
+            return None
+        return partial(self._providers.pass_on, provider, call.dialect.path[1:], request.payload)
+
+    def elsewhere(self, route: str, model: object) -> PassOn | None:
+        """The provider of the model, else of the route."""
+        provider = self._providers.of_model(model) or self._providers.of_route(route, model)
+        return None if provider is None else partial(self._providers.pass_on, provider, route)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._providers.close()
+
+
+def stage(parts: Parts) -> ProvidersStage | None:
+    """The stage; None where the settings have no provider."""
+    if not parts.config.providers:
+        return None
+    return ProvidersStage(Providers(read_providers(parts.config.providers), parts.config.upstream_timeout))
 
 
 def _proxy_for(url: URL) -> str | None:

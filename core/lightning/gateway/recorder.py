@@ -15,13 +15,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from lightning.errors import ConflictError, StaleAttemptError
-from lightning.gateway.dialects import Capture, Choice, Plan
-from lightning.gateway.exchanges import Asked, Exchanges, PackedExchange, Shown
+from lightning.errors import ConflictError, StaleAttemptError, StoreError
+from lightning.gateway.dialects import Capture, Choice
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
-from lightning.gateway.policy import LiveCall
 from lightning.gateway.redaction import redacted, redacted_span
 from lightning.printable import printable
 from lightning.spans.attributes import (
@@ -36,14 +35,17 @@ from lightning.spans.attributes import (
     UNKNOWN_TOOL,
 )
 from lightning.store.protocol import Store
-from lightning.types import EXPIRED, UNSERVED, Caller, CallStatus, Conversation, Span, Transition, logprobs, token_ids
+from lightning.types import EXPIRED, UNSERVED, Caller, CallStatus, Span, Transition, logprobs, token_ids
+
+if TYPE_CHECKING:
+    from lightning.gateway.call import Call
 
 log = logging.getLogger(__name__)
 
 COUNTERS = 8192
 """Attempts whose counter is remembered at most, and expired keys."""
 CONFLICT_RETRIES = 5
-NOTHING = Shown()
+STORE_FAILED = "store_failed"
 LONGEST_ERROR = 2000
 """Characters kept of what an agent is told of a call that is refused; it may quote the request."""
 
@@ -79,7 +81,6 @@ class Ticket:
     counter: Counter
     offset: int
     started_at: float
-    asked: Asked | None = None
     appended: list[Transition] = field(default_factory=list)
     """What the store was given of the call, whether or not it has said that it took it."""
 
@@ -87,8 +88,8 @@ class Ticket:
 class Recorder:
     """Numbers calls and writes them to the store."""
 
-    def __init__(self, store: Store, ttl: float, exchanges: Exchanges) -> None:
-        self._store, self._ttl, self.exchanges = store, ttl, exchanges
+    def __init__(self, store: Store, ttl: float) -> None:
+        self._store, self._ttl = store, ttl
         self._counters: OrderedDict[tuple[str, int], Counter] = OrderedDict()
         self._expired: OrderedDict[tuple[str, int, float], None] = OrderedDict()
 
@@ -101,7 +102,7 @@ class Recorder:
         self._counters.setdefault((rollout, attempt), Counter(0, 0, now))
         self._forget_idle(now)
 
-    def begin(self, rollout: str, attempt: int, choices: int, caller: Caller, asked: Asked | None = None) -> Ticket:
+    def begin(self, rollout: str, attempt: int, choices: int, caller: Caller) -> Ticket:
         """Reserve numbers for a call that begins now. Does not wait for the store: `append` does."""
         now = time.monotonic()
         key = (rollout, attempt)
@@ -113,7 +114,7 @@ class Recorder:
         self._counters.move_to_end(key)
         counter.touched = now
         self._forget_idle(now)
-        ticket = Ticket(rollout, attempt, caller, counter, counter.used, time.time(), asked)
+        ticket = Ticket(rollout, attempt, caller, counter, counter.used, time.time())
         counter.used += choices
         return ticket
 
@@ -124,41 +125,20 @@ class Recorder:
                 return
             del self._counters[key]
 
-    async def append(
-        self,
-        ticket: Ticket,
-        plan: Plan,
-        live: LiveCall,
-        status: CallStatus,
-        said: Conversation | None = None,
-        shown: Shown = NOTHING,
-    ) -> None:
-        """Make a call's transitions durable. Raises `StoreError`; a number that was taken meanwhile is replaced."""
-        attempt = (ticket.rollout, ticket.attempt)
-        packed = None if ticket.asked is None else await self._packed(attempt, ticket.asked, shown)
-        first = await ticket.counter.first() + ticket.offset
-        built = build(ticket, first, plan, live, status, said)
-        if packed is not None:
-            built[0] = replace(built[0], exchange=packed.stored)
-        seq = await self._append(ticket, built)
-        if packed is not None:
-            self.exchanges.keep(attempt, seq, packed)
-        if status.answered and (spans := invented_tools(ticket, live.capture)):
+    async def append(self, call: Call, status: CallStatus) -> Sequence[Transition]:
+        """Make a call's transitions durable, and return them as the store has them. Raises `StoreError`; a number that was
+        taken meanwhile is replaced."""
+        ticket = call.ticket
+        await self._append(ticket, build(call, await ticket.counter.first() + ticket.offset, status))
+        if status.answered and (spans := invented_tools(ticket, call.capture)):
             await self._store.append_spans(spans)  # now that there is a call that they belong to
+        return ticket.appended
 
     async def take_back(self, ticket: Ticket) -> None:
         """The answer to a call that was appended did not arrive: it was aborted. One that had no answer is what it was; it is
         stored again, which changes nothing where it is there. Raises `StoreError`."""
         taken = [replace(item, status=CallStatus.ABORTED) if item.status.answered else item for item in ticket.appended]
         await self._store.append(taken)
-
-    async def _packed(self, attempt: tuple[str, int], asked: Asked, shown: Shown) -> PackedExchange | None:
-        try:
-            return await self.exchanges.pack(attempt, asked, shown)
-        except Exception:
-            # A call must be stored and answered whatever is wrong with the text of its request.
-            log.exception("request and reply of a call of %s are not recorded", attempt[0])
-            return None
 
     async def append_refused(self, claims: Claims, caller: Caller, call: str, refusal: RefusalError) -> None:
         """Make durable that the gateway refused the call with this id. Of an expired key it is the first call alone, since an
@@ -174,8 +154,7 @@ class Recorder:
             if len(self._expired) > COUNTERS:
                 self._expired.popitem(last=False)
 
-    async def _append(self, ticket: Ticket, transitions: list[Transition]) -> int:
-        """Returns the number of the first."""
+    async def _append(self, ticket: Ticket, transitions: list[Transition]) -> None:
         for _ in range(CONFLICT_RETRIES):
             ticket.appended[:] = transitions
             try:
@@ -185,10 +164,9 @@ class Recorder:
                 log.info("calls of %s attempt %d renumbered from %d", ticket.rollout, ticket.attempt, first)
                 transitions = [replace(item, seq=first + offset) for offset, item in enumerate(transitions)]
             else:
-                return transitions[0].seq
+                return
         ticket.appended[:] = transitions
         await self._store.append(transitions)
-        return transitions[0].seq
 
     async def _renumber(self, ticket: Ticket, count: int) -> int:
         free = await self._store.next_seq(ticket.rollout, ticket.attempt)
@@ -199,10 +177,9 @@ class Recorder:
         return first
 
 
-def build(
-    ticket: Ticket, first: int, plan: Plan, live: LiveCall, status: CallStatus, said: Conversation | None
-) -> list[Transition]:
+def build(call: Call, first: int, status: CallStatus) -> list[Transition]:
     """One transition per choice, or a single empty one for a call that ended before any choice was seen."""
+    plan, live, ticket = call.plan, call.live, call.ticket
     capture = live.capture
     choices: Sequence[tuple[int, Choice]] = sorted(capture.choices.items()) or [(0, Choice())]
     empty = token_ids()
@@ -226,7 +203,8 @@ def build(
             started_at=ticket.started_at,
             ended_at=ended_at,
             tool_calls=tuple(choice.tool_calls),
-            conversation=said,
+            conversation=call.conversation,
+            exchange=call.extras.get("texts") if not offset else None,
             error=capture.refused,
             max_tokens_asked=plan.max_tokens_asked,
             requested_model=plan.requested_model,
@@ -282,12 +260,18 @@ def _refused(ticket: Ticket, seq: int, call: str, refusal: RefusalError) -> Tran
         token_ids(),
         logprobs(),
         ticket.caller,
-        status=CallStatus.ERROR if refusal.code == EXPIRED else CallStatus.REFUSED,
-        finish_reason=refusal.code,
+        status=CallStatus.ERROR if refusal.code == EXPIRED or refusal.status >= 500 else CallStatus.REFUSED,
+        finish_reason=UNSERVED if refusal.status >= 500 else refusal.code,
         started_at=ticket.started_at,
         ended_at=time.time(),
         error=described(refusal.error),
     )
+
+
+def refuse_unstored(error: StoreError) -> RefusalError:
+    """The refusal of a call that cannot be made durable."""
+    message = f"The store did not take the call, so it is not answered: {error}. Send it again."
+    return RefusalError(503, STORE_FAILED, message)
 
 
 def described(error: Mapping[str, object]) -> str:

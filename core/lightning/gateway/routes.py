@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 
 import orjson
@@ -22,10 +21,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning.errors import GatewayError, StoreError
+from lightning.gateway import exchanges, providers
 from lightning.gateway.body_limits import beside
 from lightning.gateway.calls import CallEndpoint, Parts
+from lightning.gateway.conversations import ConversationsStage
 from lightning.gateway.dialects import Chat, Completions, Dialect
 from lightning.gateway.feedback import FEEDBACK_PATH, FeedbackEndpoint
+from lightning.gateway.history import HistoryStage
 from lightning.gateway.http import (
     JSON_TYPE,
     ClientGoneError,
@@ -34,8 +36,9 @@ from lightning.gateway.http import (
 )
 from lightning.gateway.identity import Claims, Identity
 from lightning.gateway.policy_registry import Policies
-from lightning.gateway.replay.branches import Branches
+from lightning.gateway.replay.branches import BranchesStage, ToolRuns
 from lightning.gateway.request_body import read_body
+from lightning.gateway.stages import Line, NamedStage
 from lightning.gateway.traces import PATH, TraceEndpoint
 from lightning.gateway.upstream.client import UNANSWERED, Forwarder
 from lightning.plugins import plugins
@@ -48,7 +51,7 @@ PREFIXES = tuple(f"{root}{version}" for root in ("", "/r/{token}") for version i
 OWN_PATHS = frozenset({"v1", "r", "openai", "health"})
 """What paths of the gateway begin with."""
 MODELS = "/models"
-TOOL_RUNS = "/tool_runs"
+GET = "GET"
 OTHERS = (
     " Other calls of a provider's API go to the provider from the agent's process, if its runner was started with a key for it "
     "(OPENAI_API_KEY, ANTHROPIC_API_KEY) and the client is based on httpx, or from the gateway, if gateway.providers has one "
@@ -57,49 +60,35 @@ OTHERS = (
 JSON = "application/json"
 
 
-class ToolRuns:
-    """`GET /v1/tool_runs`: the runs of tools that are answered in a branch, for whoever runs its agent; of another attempt
-    none."""
-
-    def __init__(self, identity: Identity, branches: Branches) -> None:
-        self._identity, self._branches = identity, branches
-
-    async def __call__(self, request: Request) -> Response:
-        """Serve one request."""
-        claims = self._identity.claims(request.scope)
-        runs = await self._branches.tool_runs(claims) if claims.branch else []
-        return Response(orjson.dumps({"tool_runs": [asdict(run) for run in runs]}), media_type=JSON)
-
-
 class Others:
-    """What stands below a version and is no route of the gateway's: a provider answers it, or nobody does."""
+    """What stands below a version and is no route of the gateway's: a stage answers it, or nobody does."""
 
     def __init__(self, parts: Parts, directory: Directory) -> None:
         self._config, self._identity = parts.config, parts.identity
-        self._recorder, self._providers, self._directory = parts.recorder, parts.providers, directory
+        self._recorder, self._line, self._directory = parts.recorder, parts.line, directory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. What an agent asks for and does not get is recorded as a refused call."""
         route = scope["path_params"]["route"]
         unknown = self._directory.no_such(scope["method"], without_token(scope["path"]))
-        if f"/{route}" in (*self._directory.posts, MODELS, TOOL_RUNS):
+        if f"/{route}" in (*self._directory.posts, *self._directory.gets):
             raise HTTPException(405)
         try:
             claims = self._identity.claims(scope)
             self._identity.check_over(claims)
         except RefusalError:
-            if self._providers.of_route(route, None) is None:
+            if self._line.elsewhere(route) is None:
                 raise unknown from None
             raise
         try:
-            if self._providers.of_route(route, None) is None:
+            if self._line.elsewhere(route) is None:
                 raise unknown
             payload = await read_body(scope, receive, self._config.max_body_bytes)
             model = await beside(scope, partial(_model_in, payload, scope))
-            provider = self._providers.of_route(route, model)
-            if provider is None:
+            pass_on = self._line.elsewhere(route, model)
+            if pass_on is None:
                 raise unknown
-            await self._providers.pass_on(provider, route, payload, scope, receive, send)
+            await pass_on(payload, scope, receive, send)
         except ClientGoneError:
             return
         except RefusalError as refusal:
@@ -160,21 +149,28 @@ class Front:
         await (endpoint or self.app)(scope, receive, send)
 
 
-def build_front(parts: Parts, traces: TraceEndpoint, feedback: FeedbackEndpoint) -> Front:
+def build_front(parts: Parts, traces: TraceEndpoint) -> Front:
     """The routes, tied to the parts that serve them."""
-    info, tool_runs = Info(parts.identity, parts.policies, parts.forwarder), ToolRuns(parts.identity, parts.branches)
+    info = Info(parts.identity, parts.policies, parts.forwarder)
     endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect, parts) for dialect in spoken()}
-    endpoints |= {PATH: traces, FEEDBACK_PATH: feedback}
+    endpoints |= {PATH: traces, FEEDBACK_PATH: FeedbackEndpoint(parts)}
+    gets: dict[str, ASGIApp] = {"/tool_runs": ToolRuns(parts)}
     for name in plugins().names("routes"):
-        if (path := f"/{name}") in (*endpoints, MODELS, TOOL_RUNS):
-            raise GatewayError(f"a plugin registers the route {name!r}, which the gateway answers already")
-        endpoints[path] = plugins().route(name)(parts)
-    directory = Directory(tuple(endpoints))
+        method, _, route = name.rpartition(" ")
+        path, posted = f"/{route}", method != GET
+        if path in (*endpoints, *gets, MODELS) or method not in ("", GET):
+            raise GatewayError(
+                f"a plugin registers the route {name!r}, which the gateway answers already"
+                if method in ("", GET)
+                else f"a plugin registers the route {name!r}: name it as its path, or {GET} and its path"
+            )
+        (endpoints if posted else gets)[path] = plugins().route(name)(parts)
+    directory = Directory(tuple(endpoints), (MODELS, *gets))
     routes: list[Route] = [Route("/health", info.health, methods=["GET"])]
     for prefix in PREFIXES:
         routes += [Route(f"{prefix}{path}", endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
         routes.append(Route(f"{prefix}{MODELS}", info.models, methods=["GET"]))
-        routes.append(Route(f"{prefix}{TOOL_RUNS}", tool_runs.__call__, methods=["GET"]))
+        routes += [Route(f"{prefix}{path}", endpoint, methods=[GET]) for path, endpoint in gets.items()]
     others = Others(parts, directory)
     routes += [Route(f"{prefix}/{{route:path}}", others) for prefix in PREFIXES]
     app = Starlette(routes=routes, exception_handlers={HTTPException: directory.http_error, RefusalError: _refusal})
@@ -219,6 +215,24 @@ class Info:
             raise RefusalError(502, "upstream_failed", message) from error
 
 
+def line_of(parts: Parts) -> Line:
+    """The stages that plugins register, one of each kind for this gateway. Raises `GatewayError`."""
+    made = [
+        *(("providers", providers.stage(parts)), ("branches", BranchesStage(parts))),
+        *(
+            ("conversations", ConversationsStage(parts)),
+            ("history", HistoryStage(parts)),
+            ("texts", exchanges.stage(parts)),
+        ),
+    ]
+    named = [NamedStage(name, stage) for name, stage in made if stage is not None]
+    for name in plugins().names("call_stages"):
+        stage = plugins().call_stage(name)(parts)
+        if stage is not None:
+            named.append(NamedStage(name, stage, plugins().owner("call_stages", name).version))
+    return Line(named, parts.config.stage_order)
+
+
 def spoken() -> list[Dialect]:
     """OpenAI's chat and completions, and one dialect of each kind that plugins register. Raises `GatewayError` for one whose
     path is another than it is registered with, or is spoken already."""
@@ -234,13 +248,13 @@ def spoken() -> list[Dialect]:
 
 
 class Directory:
-    """What the gateway answers, for whoever asks for something else. `posts` are the paths, below a version, of what is
-    posted."""
+    """What the gateway answers, for whoever asks for something else: the paths, below a version, of what is posted and of what
+    is got."""
 
-    def __init__(self, posts: Sequence[str]) -> None:
-        self.posts = posts
+    def __init__(self, posts: Sequence[str], gets: Sequence[str]) -> None:
+        self.posts, self.gets = posts, gets
         listed = ", ".join(
-            [*(f"POST /v1{path}" for path in posts), "GET /v1/models", "GET /v1/tool_runs", "GET /health"]
+            [*(f"POST /v1{path}" for path in posts), *(f"GET /v1{path}" for path in gets), "GET /health"]
         )
         self._existing = f"These exist: {listed}; and the same below /r/<token>/v1."
 

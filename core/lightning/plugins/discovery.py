@@ -138,13 +138,14 @@ Kind: TypeAlias = Literal[
     "web_apps",
     "dialects",
     "routes",
+    "call_stages",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def one(kind: Kind) -> str:
     """The kind in the singular."""
-    return kind.removesuffix("s")
+    return kind.removesuffix("s").replace("_", " ")
 
 
 class RegisteredNames:
@@ -185,6 +186,10 @@ class RegisteredNames:
         """What a name stands for, or None."""
         found = self._taken[kind].get(name)
         return None if found is None else found[1]
+
+    def owner(self, kind: Kind, name: str) -> str:
+        """The plugin that gave a name."""
+        return self._taken[kind][name][0]
 
     def drop(self, plugin: str) -> None:
         """Forget everything a plugin registered; its quarrels are remembered."""

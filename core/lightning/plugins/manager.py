@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lightning.engines.protocol import Engine
     from lightning.gateway.calls import Parts
     from lightning.gateway.dialects import Dialect
+    from lightning.gateway.stages import CallStage
     from lightning.runner.protocol import Agent, Runner
     from lightning.server.protocol import Host, WebApp
     from lightning.store.protocol import Store
@@ -195,6 +196,15 @@ class Plugins:
     def route(self, name: str) -> Callable[[Parts], ASGIApp]:
         """The factory of what answers a POST to `/v1/NAME` on gateways."""
         return cast("Callable[[Parts], ASGIApp]", self.get("routes", name))
+
+    def call_stage(self, name: str) -> Callable[[Parts], CallStage | None]:
+        """The factory of a stage in the line of calls."""
+        return cast("Callable[[Parts], CallStage | None]", self.get("call_stages", name))
+
+    def owner(self, kind: Kind, name: str) -> PluginInfo:
+        """The plugin that registers a name."""
+        self._register_all(kind)
+        return self._infos[self._names.owner(kind, name)]
 
     def web_app(self, name: str) -> Callable[[Host], WebApp]:
         """The factory of what answers below `/NAME` on servers."""

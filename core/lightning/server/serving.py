@@ -20,7 +20,7 @@ from lightning.asyncio_utils import end
 from lightning.config import Config
 from lightning.errors import ConfigError, PolicyServerError
 from lightning.gateway import Gateway
-from lightning.gateway.feedback import AdminOf
+from lightning.gateway.calls import AdminOf
 from lightning.gateway.fleet.records import gateway_secret
 from lightning.gateway.http import RefusalError
 from lightning.plugins import plugins
@@ -174,9 +174,9 @@ async def serve(
         gateway = await make_gateway(store, policy, config, run.id)
         resources.push_async_callback(gateway.close)
         if follows is not None:
-            gateway.conversations.resource = follows.resource.name
+            gateway.parts.resource = follows.resource.name
         sessions, authenticator = Sessions(store, gateway, run.config), Authenticator(store)
-        gateway.feedback.admin_of = admins(authenticator)
+        gateway.parts.admin_of = admins(authenticator)
         if follows is not None:
             gateway.mount(WeightFiles(follows.store, authenticator, follows.folder, follows.resource.name), MOUNT)
         host = Host("", "", store, authenticator, sessions, gateway.served, own_model=True)
@@ -233,7 +233,7 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
         control = Control(store, gateway, config)
         resources.push_async_callback(control.close)
         sessions, authenticator = Sessions(store, gateway, {}), Authenticator(store)
-        gateway.feedback.admin_of = admins(authenticator)
+        gateway.parts.admin_of = admins(authenticator)
         gateway.mount(WeightFiles(store, authenticator, folder), MOUNT)
         public = config.server.public_url.rstrip("/")
         web_apps = mount_web_apps(resources, gateway, Host("", public, store, authenticator, sessions, gateway.served))

@@ -32,7 +32,7 @@ class CountTokens:
 
     def __init__(self, parts: Parts) -> None:
         self._config, self._identity, self._policies = parts.config, parts.identity, parts.policies
-        self._forwarder, self._providers = parts.forwarder, parts.providers
+        self._forwarder, self._parts = parts.forwarder, parts
         self._dialect = Messages()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,8 +42,8 @@ class CountTokens:
             self._identity.check_over(claims)
             payload = await read_body(scope, receive, self._config.max_body_bytes)
             body = await beside(scope, partial(read_object, payload))
-            if (provider := self._providers.of_model(body.get("model"))) is not None:
-                await self._providers.pass_on(provider, ROUTE, payload, scope, receive, send)
+            if (pass_on := self._parts.line.elsewhere(ROUTE, body.get("model"))) is not None:
+                await pass_on(payload, scope, receive, send)
                 return
             with readable():
                 chat = chat_request(body)

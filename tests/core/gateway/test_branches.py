@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import itertools
 import threading
@@ -561,12 +560,9 @@ def test_what_a_branch_kept_of_its_parent_is_gone_once_it_has_begun(made: Branch
 
 
 def _branches(gateway: Any) -> branches.Branches:
-    found = [
-        each
-        for each in gc.get_objects()
-        if isinstance(each, branches.Branches) and each.store is gateway._history._store
-    ]
-    return found[0]
+    stage = gateway.parts.line.named("branches")
+    assert isinstance(stage, branches.BranchesStage)
+    return stage.branches
 
 
 def test_another_server_goes_on_with_a_branch_that_has_begun(made: Brancher) -> None:

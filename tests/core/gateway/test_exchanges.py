@@ -311,7 +311,7 @@ async def test_what_cannot_be_packed_costs_no_call(house, monkeypatch, caplog):
 async def test_a_gateway_that_knows_nothing_of_the_attempt_records_the_whole_request(house, monkeypatch):
     http = await house.http()
     await http.post("/chat/completions", json=BODIES["chat/completions"])
-    house.gateway._recorder.exchanges = recorded.Exchanges()
+    house.gateway.parts.line.named("texts").exchanges = recorded.Exchanges()
     await http.post("/chat/completions", json=BODIES["chat/completions"])
     _, second = await house.recorded(2)
     assert exchanges.read([second])[0].request == BODIES["chat/completions"]

@@ -88,7 +88,7 @@ async def test_unknown_and_foreign_responses_are_refused_in_the_same_words(house
 
 
 async def test_admins_rate_what_is_of_their_projects(house) -> None:
-    house.gateway.feedback.admin_of = admins(Authenticator(house.store))
+    house.gateway.parts.admin_of = admins(Authenticator(house.store))
     keys = {project: await house.http(await opened(house, project=project)) for project in ("default", "other")}
     responses = {project: await ask(http) for project, http in keys.items()}
 

@@ -121,7 +121,7 @@ async def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         gateway = Gateway(store, [Upstream(fake.url, fake.model)], config.gateway, secret=b"s" * 32, version=1)
         await gateway.start()
         stack.push_async_callback(gateway.close)
-        gateway.conversations.resource = WEIGHTS_NAME
+        gateway.parts.resource = WEIGHTS_NAME
         llm = await Sessions(store, gateway, {}).for_many("clients", 3600)
         made = Served(None, policy, gateway, store, llm, tmp_path)  # type: ignore[arg-type]
         first = await made.put("one", probe=-0.5)

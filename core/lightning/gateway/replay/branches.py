@@ -11,15 +11,20 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import orjson
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning.batch.trajectory import begins_at
 from lightning.errors import DataError, StoreError
-from lightning.gateway.exchanges import MOST_BODIES, Exchanges
-from lightning.gateway.http import RefusalError
+from lightning.gateway.body_limits import beside
+from lightning.gateway.exchanges import MOST_BODIES, TEXTS, Exchanges, TextsStage
+from lightning.gateway.http import Body, RefusalError, send_bytes, too_deep
 from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.gateway.replay.divergence import diverged
 from lightning.gateway.replay.recorded import (
@@ -32,9 +37,14 @@ from lightning.gateway.replay.recorded import (
     read_rollout,
 )
 from lightning.gateway.replay.streams import stream_of
+from lightning.gateway.stages import CallStage
 from lightning.store import exchanges
 from lightning.store.protocol import Store
-from lightning.types import BRANCH_VOID, Rollout, ToolEvent, Transition
+from lightning.types import BRANCH_VOID, CallStatus, Rollout, ToolEvent, Transition
+
+if TYPE_CHECKING:
+    from lightning.gateway.call import Answer, Call, Request
+    from lightning.gateway.calls import Parts
 
 REMEMBERED: Final = 1024
 """Branches at work whose prefixes are at hand."""
@@ -53,6 +63,8 @@ NEVER_BRANCHED: Final = (
 CHANGES: Final = "branch"
 """Where the configuration of a run says what its branches change: `{"edit": text, "prompts": true}`; and with `{"live":
 version}` that the policy of the parent's run answers them, while it has that version."""
+BRANCHES: Final = "branches"
+"""The name of the stage."""
 EDIT_TAKEN: Final = "edit_taken"
 """Begins the key of a run's state that says that the agent of a branch was given its edited answer, and all before it."""
 
@@ -174,11 +186,11 @@ class BranchedAttempt:
         """The ids of the answers that come from the record."""
         return self._ids
 
-    def check_prompt(self, path: str, request: bytes, prompt_ids: Sequence[int]) -> None:
-        """The policy server has read a call: that at which it branches has to have the recorded prompt, token for token. Raises
-        `RefusalError` (409)."""
+    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """The policy server has read the call at which it branches, which has to have the recorded prompt, token for token.
+        Raises `RefusalError` (409)."""
         at = self.prefix.at
-        if self._changed or (path, request) != at.key:
+        if self._changed:
             return
         recorded = at.transition.prompt_ids
         if list(prompt_ids) != list(recorded):
@@ -352,9 +364,80 @@ class Branches:
         return _RecordedParent(await read_rollout(self.store, parent, attempt))
 
 
-def recorded_answer(call: RecordedCall, body: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
-    """Status, content type and body of a recorded answer, as a stream where one is asked for."""
+class BranchesStage(CallStage):
+    """The first calls of a branch are answered from its parent's record, and the others are held to it."""
+
+    api, after, before = 1, ("providers",), ("conversations",)
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._calls: WeakKeyDictionary[Call, tuple[BranchedAttempt, bool]] = WeakKeyDictionary()
+
+    @cached_property
+    def branches(self) -> Branches:
+        """The branches at work. Their texts are told against those of their parents."""
+        texts = self._parts.line.named(TEXTS)
+        return Branches(
+            self._parts.store, texts.exchanges if isinstance(texts, TextsStage) else Exchanges(wanted=False)
+        )
+
+    async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
+        """Answer a call of a branch from the record, if that has it."""
+        if not call.claims.branch:
+            return None
+        branch, path = await self.branches.of(call.claims), call.dialect.path
+        try:
+            asked = await beside(request.scope, partial(exchanges.canonical, request.body))
+        except RecursionError:
+            raise too_deep() from None
+        found = await branch.answer(call.caller.name, path, request.body, asked)
+        if found is not None:
+            if branch.has_edit:
+                await self.branches.keep_edit(branch, call.claims)
+            return recorded_answer(found, request.body)
+        self._calls[call] = branch, branch.prefix.at.key == (path, asked)
+        # An agent acts upon what it has read, and it is not known before the end whether that is of the right version.
+        call.withheld = "a branch" if branch.is_live else ""
+        if call.dialect.continues(request.body) in branch.recorded_ids:
+            call.lineage = branch.owner
+        return None
+
+    async def sending(self, call: Call, body: Body) -> None:
+        """Give a call that brings the seed of its parent's one of its own."""
+        if call in self._calls and isinstance(body.get("seed"), int):
+            body["seed"] = BranchedAttempt.own_seed(call.claims, body["seed"])
+
+    async def settled(self, call: Call, answer: Answer) -> None:
+        """Void the branch where its parent's prompt or version is not what was answered."""
+        if (known := self._calls.get(call)) is None or not answer.status:
+            return
+        branch, is_branching = known
+        if is_branching and answer.outcome is CallStatus.OK:
+            branch.check_prompt(call.capture.choice(0).prompt_ids or call.capture.prompt_ids or ())
+        if call.capture.choices:
+            branch.check_version(call.live.sampled_by)
+
+
+class ToolRuns:
+    """`GET /v1/tool_runs`: the runs of tools that are answered in a branch, for whoever runs its agent; of another attempt
+    none."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._identity, self._line = parts.identity, parts.line
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        claims, stage = self._identity.claims(scope), self._line.named(BRANCHES)
+        runs = await stage.branches.tool_runs(claims) if claims.branch and isinstance(stage, BranchesStage) else []
+        await send_bytes(send, 200, orjson.dumps({"tool_runs": [asdict(run) for run in runs]}))
+
+
+def recorded_answer(call: RecordedCall, body: Mapping[str, Any]) -> Response:
+    """A recorded answer, as a stream where one is asked for."""
     reply: Any = call.exchange.reply
-    if body.get("stream") is True and call.exchange.status == 200:
-        return 200, b"text/event-stream; charset=utf-8", b"".join(stream_of(call.exchange.path, reply, body))
-    return call.exchange.status, b"application/json", orjson.dumps(reply)
+    status, kind, content = call.exchange.status, "application/json", b""
+    if body.get("stream") is True and status == 200:
+        kind, content = "text/event-stream; charset=utf-8", b"".join(stream_of(call.exchange.path, reply, body))
+    else:
+        content = orjson.dumps(reply)
+    return Response(content, status, {"content-type": kind, "x-request-id": call.transition.id})

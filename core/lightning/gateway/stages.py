@@ -1,0 +1,225 @@
+"""Where plugins stand in the line of a call: the points, their order, and what happens when a stage fails.
+
+The invariant: stages fail closed. A call on which a stage fails is not answered, its record names the plugin, and its attempt
+is made again as after any fault of the infrastructure; no stage is left out silently. The order of two stages that stand at the
+same point is said by one of them, or by `gateway.stage_order`; it never depends on what was installed first.
+
+    admitted   the agent's request, unchanged: answer it, refuse it, say whose it is
+    sending    the policy server's request: change it
+    settled    the answer is read and its tokens' versions are known: refuse it, add extras
+    kept       the call is durable: remember it
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import ClassVar, Final, TypeVar
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lightning.errors import GatewayError, StoreError
+from lightning.gateway.call import Answer, Call, Request
+from lightning.gateway.http import Body, ClientGoneError, RefusalError, UpstreamError
+from lightning.gateway.recorder import refuse_unstored
+from lightning.types import Transition
+
+log = logging.getLogger(__name__)
+
+API: Final = 1
+"""The number of this file's contract. It is raised when a stage that was written for it would not do any more what it did;
+stages for the number before are taken for one more release, with a warning."""
+FAILED: Final = "stage_failed"
+"""The code of the refusal of a call on which a stage failed."""
+POINTS: Final = ("admitted", "sending", "settled", "kept")
+OUTSIDE: Final = (RefusalError, UpstreamError, ClientGoneError)
+"""What a stage raises without having failed."""
+
+PassOn = Callable[[bytes, Scope, Receive, Send], Awaitable[None]]
+"""Answers a request whose body has been read."""
+Found = TypeVar("Found")
+
+
+class CallStage:
+    """A plugin's place in the line of calls. One is made for each gateway; it overrides the methods of the points where it
+    stands.
+
+    `api` is the number of the contract that it was written for (`lightning.gateway.stages.API`). `before` and `after` name the
+    stages that it stands before and after, whether or not these are there. What it has to remember of a call it keeps in a
+    `weakref.WeakKeyDictionary`.
+
+    Each method may raise `RefusalError`: the agent gets that answer, and with a status of 400 to 499 the call is recorded as
+    refused. A `StoreError` is answered as the store's failure. Anything else that it raises is a failure of the plugin.
+    """
+
+    api: ClassVar[int] = 0
+    before: ClassVar[Collection[str]] = ()
+    after: ClassVar[Collection[str]] = ()
+
+    async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
+        """The key is good and the body has been read. The answer, an ASGI application (such as Starlette's `JSONResponse`),
+        ends the call; nothing is recorded. None goes on."""
+
+    async def sending(self, call: Call, body: Body) -> None:
+        """The call is about to be sent: change the policy server's `body` in place."""
+
+    async def settled(self, call: Call, answer: Answer) -> None:
+        """The call is about to be stored: as it was answered, or, with a `status` of 0, as it broke off; it may break off after
+        it was settled as answered. The agent has not got the end of the answer; of a stream that is not withheld it has the
+        rest."""
+
+    async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
+        """The store has the call: one transition for each choice. The agent has not got the end of the answer."""
+
+    def elsewhere(self, route: str, model: object) -> PassOn | None:
+        """Who answers a route below `/v1` in the policy's place, for this model (None: not known yet); None for nobody."""
+
+    async def close(self) -> None:
+        """The gateway is being closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedStage:
+    """A stage under the name that it is registered with; `version` is that of its distribution."""
+
+    name: str
+    stage: CallStage
+    version: str = ""
+
+    def stands_at(self, point: str) -> bool:
+        """Whether it overrides this method."""
+        return getattr(type(self.stage), point) is not getattr(CallStage, point)
+
+
+class Line:
+    """The stages of a gateway in their order. `order` is `gateway.stage_order`. Raises `GatewayError` where that order is not
+    said, and for a stage that was written for another contract."""
+
+    def __init__(self, stages: Sequence[NamedStage], order: Sequence[str] = ()) -> None:
+        for each in stages:
+            _check_api(each)
+        self.stages = in_order(stages, order)
+        standing = {point: [each for each in self.stages if each.stands_at(point)] for point in POINTS}
+        self._admitted = [(each.name, each.stage.admitted) for each in standing["admitted"]]
+        self._sending = [(each.name, each.stage.sending) for each in standing["sending"]]
+        self._settled = [(each.name, each.stage.settled) for each in standing["settled"]]
+        self._kept = [(each.name, each.stage.kept) for each in standing["kept"]]
+        self._elsewhere = [each for each in self.stages if each.stands_at("elsewhere")]
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """The names of its stages, in their order, with the versions of their distributions: what a run records."""
+        return {each.name: each.version for each in self.stages}
+
+    def named(self, name: str) -> CallStage | None:
+        """The stage of this name, if it stands in the line."""
+        return next((each.stage for each in self.stages if each.name == name), None)
+
+    async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
+        """The answer of the first stage that has one; None for a call that is sent."""
+        for name, method in self._admitted:
+            answer = await _asked(name, "admitted", call, method(call, request))
+            if answer is not None:
+                return answer
+        return None
+
+    async def sending(self, call: Call, body: Body) -> None:
+        """See `CallStage.sending`."""
+        for name, method in self._sending:
+            await _asked(name, "sending", call, method(call, body))
+
+    async def settled(self, call: Call, answer: Answer) -> None:
+        """See `CallStage.settled`."""
+        for name, method in self._settled:
+            await _asked(name, "settled", call, method(call, answer))
+
+    async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
+        """See `CallStage.kept`."""
+        for name, method in self._kept:
+            await _asked(name, "kept", call, method(call, transitions))
+
+    def elsewhere(self, route: str, model: object = None) -> PassOn | None:
+        """The first that answers a route in the policy's place."""
+        return next((found for each in self._elsewhere if (found := each.stage.elsewhere(route, model))), None)
+
+    async def close(self) -> None:
+        """Close all stages; one that fails at it is logged."""
+        for each in self.stages:
+            try:
+                await each.stage.close()
+            except Exception:
+                log.exception("the stage %r failed when it was closed", each.name)
+
+
+async def _asked(name: str, point: str, call: Call, asked: Awaitable[Found]) -> Found:
+    """What a stage says. Raises `RefusalError` (500) naming it where it fails."""
+    try:
+        return await asked
+    except OUTSIDE:
+        call.stopped_by = name
+        raise
+    except StoreError as error:
+        call.stopped_by = name
+        raise refuse_unstored(error) from error
+    except Exception as error:
+        call.stopped_by = name
+        log.exception("the stage %r failed on a call of %s (%s)", name, call.claims.rollout, point)
+        raise RefusalError(500, FAILED, why_failed(name, point, error)) from error
+
+
+def why_failed(name: str, point: str, error: Exception) -> str:
+    """What the agent is told, and the record keeps, of a call on which a stage failed."""
+    return (
+        f"The plugin {name!r} stands in the line of calls and failed on this one ({point}: {error!r:.500}), so that it is not "
+        "answered. The gateway's log has the traceback. Mend the plugin, or start without it: "
+        f"LIGHTNING_DISABLE_PLUGINS={name}"
+    )
+
+
+def _check_api(each: NamedStage) -> None:
+    if each.stage.api != API:
+        wanted = f"for API {each.stage.api}" if each.stage.api else "without saying for which API it was written"
+        raise GatewayError(
+            f"the plugin {each.name!r} brings a stage of calls {wanted}; this gateway has API {API} "
+            f"(`lightning.gateway.stages.API`). Install a release of the plugin for it, or set "
+            f"LIGHTNING_DISABLE_PLUGINS={each.name}"
+        )
+
+
+def in_order(stages: Sequence[NamedStage], order: Sequence[str]) -> list[NamedStage]:
+    """The stages as `before`, `after` and `order` have them. Raises `GatewayError` naming two whose order is not said though
+    they stand at one point, and those that would stand before themselves."""
+    later: dict[str, set[str]] = {}
+    for each in stages:
+        for name in each.stage.before:
+            later.setdefault(each.name, set()).add(name)
+        for name in each.stage.after:
+            later.setdefault(name, set()).add(each.name)
+    for first, second in pairwise(order):
+        later.setdefault(first, set()).add(second)
+    behind = {name: frozenset(_reached(name, later)) for name in {*later, *(each.name for each in stages)}}
+    for name, found in behind.items():
+        if name in found:
+            circle = " and ".join(repr(other) for other in sorted({name, *found}) if name in behind.get(other, ()))
+            raise GatewayError(f"the order of the stages of calls goes round: {circle} each stand before the other")
+    for one, other in combinations(stages, 2):
+        shared = [point for point in POINTS if one.stands_at(point) and other.stands_at(point)]
+        if shared and other.name not in behind[one.name] and one.name not in behind[other.name]:
+            raise GatewayError(
+                f"the stages {one.name!r} and {other.name!r} both stand where a call is {shared[0]}, and neither says which "
+                f'comes first: set gateway.stage_order = ["{one.name}", "{other.name}"], or the other way round'
+            )
+    return sorted(sorted(stages, key=lambda each: each.name), key=lambda each: -len(behind[each.name]))
+
+
+def _reached(name: str, later: Mapping[str, Collection[str]]) -> Iterator[str]:
+    seen: set[str] = set()
+    waiting = list(later.get(name, ()))
+    while waiting:
+        found = waiting.pop()
+        if found not in seen:
+            seen.add(found)
+            yield found
+            waiting.extend(later.get(found, ()))
