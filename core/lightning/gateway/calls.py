@@ -324,14 +324,15 @@ class CallEndpoint:
     ) -> None:
         """Record a call that gets no answer, as what it was, and tell the agent."""
         failed = refusal.code == FAILED
-        is_planned = call is not None and call.is_planned
-        if is_planned and (failed or refusal.code in NO_SERVER):
-            await self._record_failure(call, CallStatus.ERROR, unserved=True, why=refusal if failed else None)
+        planned = call if call is not None and call.is_planned else None
+        is_kept = planned is not None and bool(planned.ticket.appended)
+        if planned is not None and not is_kept and (failed or refusal.code in NO_SERVER):
+            await self._record_failure(planned, CallStatus.ERROR, unserved=True, why=refusal if failed else None)
         elif claims is not None and (failed or _is_recorded(call, refusal)):
             await self._record_refused(scope, claims, refusal)
         await self._refuse(call, send, refusal)
-        if call is not None and is_planned and call.ticket.appended and refusal.code == STORE_FAILED:
-            await self._take_back(call)  # the store may have taken it, though it did not say so
+        if planned is not None and is_kept and (planned.stopped_by or refusal.code == STORE_FAILED):
+            await self._take_back(planned)  # the store has taken it, or may have, though it did not say so
 
     async def _abandoned(self, call: Call | None) -> None:
         """The agent has hung up."""

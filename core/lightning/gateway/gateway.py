@@ -79,6 +79,11 @@ class Gateway:
         self._front = build_front(self.parts, traces)
         self.app = self._front.app
 
+    @property
+    def stages(self) -> Mapping[str, str]:
+        """The stages that stand in the line of its calls, in their order, with the versions of their distributions."""
+        return self.parts.line.versions
+
     def mount(self, app: ASGIApp, name: str = "api") -> None:
         """Let another application answer everything below `/NAME` on the gateway's port. Raises `GatewayError` for a name
         that is taken, and for one of the gateway's own."""

@@ -22,7 +22,6 @@ from lightning.store.protocol import Store
 from lightning.types import (
     BRANCH_VOID,
     EXPIRED,
-    TOO_LONG,
     UNSERVED,
     CallStatus,
     Fault,
@@ -116,9 +115,10 @@ def judge(outcome: Outcome, calls: Sequence[Transition], *, branch: bool = False
         outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=problem)
     if outcome.reward is not None and calls and is_unserved(max(calls, key=lambda call: call.seq)):
         return replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=SWALLOWED)
-    if outcome.fault in (Fault.AGENT, Fault.POLICY, Fault.TIMEOUT) and any(map(_is_broken, calls)):
-        message = f"a model call failed at the policy server, then the agent: {outcome.error}"
-        return replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
+    broken = next(filter(_is_broken, calls), None)
+    if broken is not None and outcome.fault in (Fault.AGENT, Fault.POLICY, Fault.TIMEOUT):
+        why = f"a model call failed: {broken.error}" if broken.error else "a model call failed at the policy server"
+        return replace(outcome, fault=Fault.INFRASTRUCTURE, error=f"{why}, then the agent: {outcome.error}")
     if cause := cause_in_record(outcome, calls):
         return replace(outcome, fault=Fault.POLICY, error=described(cause, outcome.error))
     return outcome
@@ -136,9 +136,8 @@ def _no_reward(outcome: Outcome) -> str:
 
 
 def _is_broken(call: Transition) -> bool:
-    """Whether a call failed at the policy server. One that was too long, which older releases kept as an error, was the agent's
-    own, and would be again."""
-    return call.status is CallStatus.ERROR and call.finish_reason != TOO_LONG
+    """Whether a call failed at the policy server, or at a plugin's stage."""
+    return call.status is CallStatus.ERROR
 
 
 def is_unserved(call: Transition) -> bool:

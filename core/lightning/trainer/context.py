@@ -7,7 +7,8 @@ Keys: `epoch`, the number of the config epoch · `weights`, SHA-256 (hex) of the
 taken, which are those of version `step` (of the adapters, where these were handed over alone; `base` for the model's own) ·
 `base`, `base_digest` of the model's folder · `teacher`, where there is one: its `name` as it was asked for, its folder
 (`model`) and that one's `base_digest` (`sha256`) · `own_loop`, where a loop of somebody's own took it: its updates
-(`lightning.trainer.own_loop`) · and the numeric context, `NUMERIC`.
+(`lightning.trainer.own_loop`) · `stages`, the plugins' stages that stood in the line of calls of the trainer's gateway, in
+their order, each with the version of its distribution · and the numeric context, `NUMERIC`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import functools
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol, TypeGuard, runtime_checkable
 
 from lightning.types import Json
 
@@ -28,9 +29,33 @@ NUMERIC: Final = ("dtype", "device", "threads", "tokens_per_microbatch", "path",
 """Keys of the numeric context: the dtype that is computed in, where, by how many threads, trained tokens of a micro-batch, the
 path taken (`tree` or `rows`), the CPU's vector instructions, and the versions of what computes."""
 
+STAGES: Final = "stages"
+"""The key of the stages."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _PACKAGES = ("lightning", "torch", "transformers", "vllm")
 _FLAGS = ("sse4_2", "avx", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
+
+
+def stages_of(context: Mapping[str, Json]) -> dict[str, str]:
+    """The stages that a step's context says, with their versions."""
+    said = context.get(STAGES)
+    return {str(each[0]): str(each[1]) for each in said if _is_pair(each)} if isinstance(said, Sequence) else {}
+
+
+def _is_pair(said: Json) -> TypeGuard[Sequence[Json]]:
+    return isinstance(said, Sequence) and not isinstance(said, str) and len(said) == 2
+
+
+def other_stages(context: Mapping[str, Json], now: Mapping[str, str]) -> str:
+    """How the stages of a later time differ from those that a step's context says; empty where they are the same ones."""
+    then = stages_of(context)
+    told = [
+        *(f"{name!r} ({then[name] or 'no version'}) is missing" for name in then if name not in now),
+        *(f"{name!r} ({now[name] or 'no version'}) is new" for name in now if name not in then),
+        *(f"{name!r} is {now[name]} and was {then[name]}" for name in then if name in now and now[name] != then[name]),
+    ]
+    both = [name for name in then if name in now], [name for name in now if name in then]
+    return ", ".join(told) or ("their order is another" if both[0] != both[1] else "")
 
 
 @runtime_checkable

@@ -130,7 +130,7 @@ async def test_a_record_says_how_its_step_was_computed(bench: Bench, tmp_path: P
     async with bench(tmp_path / "run", trainer__eval_every=0, trainer__steps=2) as run:
         await run.loop.run({})
         first, second = await run.store.steps("run")
-        assert first.context.keys() == {"epoch", "weights", "base", *NUMERIC}
+        assert first.context.keys() == {"epoch", "weights", "base", "stages", *NUMERIC}
         assert (first.context["base"], first.context["weights"]) == ("the base", "the base")
         assert first.context["versions"]["lightning"]
         assert first.context["path"] == run.loop.stack.config.engine.step
@@ -139,6 +139,21 @@ async def test_a_record_says_how_its_step_was_computed(bench: Bench, tmp_path: P
         report = await audit(run.store, "run")
     assert report.ok
     assert report.warnings == ("from step 1 on sums are rounded otherwise than before: threads 1 → 7",)
+
+
+async def test_a_resume_and_an_audit_name_the_stages_that_are_not_there_any_more(
+    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Texts are not recorded any more: their stage is missing."""
+    folder = tmp_path / "run"
+    await trained(bench, folder, trainer__steps=1)
+    assert "other stages" not in caplog.text
+    await trained(bench, folder, trainer__steps=2, gateway__record_requests=False)
+    assert "calls are made with other stages than in step 1: 'texts' (" in caplog.text
+    assert "is missing. For the same ones install the plugins" in caplog.text
+    async with bench(folder, trainer__steps=2, trainer__eval_every=0) as run:
+        (warning,) = (await audit(run.store, "run")).warnings
+    assert warning.startswith("from step 1 on calls were made with other stages than before: 'texts' (")
 
 
 async def _answer(records: list[StepRecord]) -> list[StepRecord]:

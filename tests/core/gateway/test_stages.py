@@ -1,0 +1,216 @@
+"""Plugins in the line of a call: what a stage may do at each point, the order of stages, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.errors import GatewayError
+from lightning.gateway import routes
+from lightning.gateway.stages import API, POINTS, CallStage, Line, NamedStage, in_order
+from lightning.plugins import Plugins
+from lightning.types import UNSERVED, CallStatus
+
+ANSWERS = """
+import lightning
+from lightning.gateway.http import RefusalError
+from lightning.gateway.stages import CallStage
+from starlette.responses import JSONResponse
+
+
+class Stage(CallStage):
+    api, after = 1, ("texts",)
+    seen = []
+
+    def __init__(self, parts):
+        self.store = parts.store
+
+    async def admitted(self, call, request):
+        self.seen.append(("admitted", call.caller.name, request.model))
+        if request.body.get("user") == "answered":
+            return JSONResponse({"said": "by the plugin"})
+        if request.body.get("user") == "refused":
+            raise RefusalError(422, "not_today", "Ask tomorrow.")
+
+    async def sending(self, call, body):
+        self.seen.append(("sending", body["messages"][-1]["content"]))
+        body["max_tokens"] = 3
+
+    async def settled(self, call, answer):
+        self.seen.append(("settled", answer.status, answer.outcome.value))
+        if call.plan.requested_model == "void":
+            raise RefusalError(409, "void", "Not this one.")
+
+    async def kept(self, call, transitions):
+        assert [each.id for each in await self.store.transitions(call.claims.rollout)] == [call.capture.id]
+        self.seen.append(("kept", [each.seq for each in transitions]))
+
+    async def close(self):
+        self.seen.append(("close",))
+
+
+@lightning.hookimpl
+def register_call_stages(register):
+    register("stranger", Stage)
+"""
+FAILS = """
+import lightning
+from lightning.gateway.stages import CallStage
+
+
+class Stage(CallStage):
+    api, after = 1, ("texts",)
+
+    async def POINT(self, *given):
+        raise KeyError("what it needs")
+
+
+@lightning.hookimpl
+def register_call_stages(register):
+    register("stranger", lambda parts: Stage())
+"""
+ASKED = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.fixture
+def stranger(install, monkeypatch: pytest.MonkeyPatch):
+    """A plugin with a stage, found as an installed one is."""
+
+    def make(source: str = ANSWERS, name: str = "stranger") -> None:
+        install(f"{name}-stage", {name: f"{name}_stage"}, {f"{name}_stage": source})
+        found = Plugins()
+        monkeypatch.setattr(routes, "plugins", lambda: found)
+
+    return make
+
+
+def seen(house) -> list[tuple[object, ...]]:
+    stage = house.gateway.parts.line.named("stranger")
+    assert stage is not None
+    return stage.seen
+
+
+async def test_a_stage_sees_a_call_at_each_point_and_changes_what_is_sent(stranger, build) -> None:
+    stranger()
+    house = await build()
+    answer = await (await house.http()).post("/chat/completions", json={**ASKED, "max_tokens": 50})
+    assert answer.status_code == 200
+    assert seen(house) == [("admitted", "agent", "policy"), ("sending", "hello"), ("settled", 200, "ok"), ("kept", [0])]
+    (sent,) = [asked for asked in house.fake.requests if "completions" in asked.path]
+    assert sent.body["max_tokens"] == 3
+    await house.gateway.close()
+    assert seen(house)[-1] == ("close",)
+
+
+async def test_a_stage_answers_a_call_which_is_then_no_call(stranger, build) -> None:
+    stranger()
+    house = await build()
+    answer = await (await house.http()).post("/chat/completions", json={**ASKED, "user": "answered"})
+    assert answer.json() == {"said": "by the plugin"}
+    assert await house.transitions() == []
+    assert [asked for asked in house.fake.requests if "completions" in asked.path] == []
+
+
+@pytest.mark.parametrize("said", [{"user": "refused"}, {"model": "void"}, {"model": "void", "stream": True}])
+async def test_what_a_stage_refuses_is_refused_and_recorded(stranger, build, said) -> None:
+    stranger()
+    house = await build()
+    answer = await (await house.http()).post("/chat/completions", json={**ASKED, **said})
+    code, message = ("not_today", "Ask tomorrow.") if "user" in said else ("void", "Not this one.")
+    assert code in answer.text
+    assert message in answer.text
+    (call,) = await house.recorded()
+    assert (call.status, call.finish_reason, call.error) == (CallStatus.REFUSED, code, message)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("point", POINTS)
+async def test_a_stage_that_fails_fails_the_call_by_its_name(stranger, build, warnings_of, point, stream) -> None:
+    stranger(FAILS.replace("POINT", point))
+    house = await build()
+    answer = await (await house.http()).post("/chat/completions", json={**ASKED, "stream": stream})
+    assert "stage_failed" in answer.text
+    assert (
+        f"The plugin 'stranger' stands in the line of calls and failed on this one ({point}: KeyError(" in answer.text
+    )
+    assert "[DONE]" not in answer.text
+    assert f"the stage 'stranger' failed on a call of rollout-0 ({point})" in warnings_of()
+    *before, told = await house.recorded(2 if point == "kept" else 1)
+    assert (told.status, told.finish_reason) == (CallStatus.ERROR, UNSERVED)
+    assert "The plugin 'stranger' stands in the line" in told.error
+    assert [call.status for call in before] == ([CallStatus.ABORTED] if point == "kept" else [])
+
+
+async def test_a_store_that_fails_a_stage_is_no_fault_of_the_plugin(stranger, build) -> None:
+    source = FAILS.replace("POINT", "admitted").replace("raise KeyError", "raise lightning.errors.StoreError")
+    stranger(source.replace("import lightning\n", "import lightning\nimport lightning.errors\n", 1))
+    house = await build()
+    answer = await (await house.http()).post("/chat/completions", json=ASKED)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_failed")
+
+
+async def test_a_stage_for_another_api_is_refused_with_the_cure(stranger, build) -> None:
+    stranger(FAILS.replace("api, after = 1,", "api, after = 7,").replace("POINT", "kept"))
+    with pytest.raises(
+        GatewayError, match=r"'stranger' brings a stage of calls for API 7; this gateway has API 1.*DISABLE"
+    ):
+        await build()
+
+
+async def test_two_stages_whose_order_is_not_said_are_refused_until_the_settings_say_it(stranger, build) -> None:
+    stranger(FAILS.replace("POINT", "kept"))
+    stranger(FAILS.replace("POINT", "kept").replace('"stranger"', '"other"'), "other")
+    with pytest.raises(GatewayError, match=r"both stand where a call is kept.*gateway.stage_order = \["):
+        await build()
+    house = await build(stage_order=["other", "stranger"])
+    assert [*house.gateway.parts.line.versions][-2:] == ["other", "stranger"]
+    assert house.gateway.parts.line.versions["stranger"] == "1.0"
+
+
+# the order ------------------------------------------------------------------------------------------------------------
+def made(name: str, points: Sequence[str], before: Sequence[str] = (), after: Sequence[str] = ()) -> NamedStage:
+    async def stand(self: object, *given: object) -> None:
+        return None
+
+    fields = {"api": API, "before": tuple(before), "after": tuple(after), **dict.fromkeys(points, stand)}
+    return NamedStage(name, type(name, (CallStage,), fields)())
+
+
+def test_stages_at_different_points_need_no_order() -> None:
+    assert len(in_order([made("a", ["admitted"]), made("b", ["kept"])], ())) == 2
+
+
+def test_an_order_is_known_by_way_of_a_stage_that_is_not_there() -> None:
+    stages = [made("late", ["kept"], after=["texts"]), made("early", ["kept"], before=["texts"])]
+    assert [each.name for each in in_order(stages, ())] == ["early", "late"]
+
+
+def test_an_order_that_goes_round_is_refused() -> None:
+    with pytest.raises(GatewayError, match="goes round: 'a' and 'b' each stand before the other"):
+        Line([made("a", ["kept"], before=["b"]), made("b", ["kept"], before=["a"])])
+
+
+@given(st.permutations(range(5)), st.sets(st.tuples(st.integers(0, 4), st.integers(0, 4))))
+def test_an_order_is_the_one_that_was_said_or_none_at_all(arrived, said) -> None:
+    """By whichever of the two it is said, and however the plugins were installed."""
+    pairs = {(min(pair), max(pair)) for pair in said if pair[0] != pair[1]}
+    stages = [
+        made(
+            str(each),
+            ["kept"],
+            before=[str(later) for first, later in pairs if first == each and (first + later) % 2],
+            after=[str(first) for first, later in pairs if later == each and not (first + later) % 2],
+        )
+        for each in arrived
+    ]
+    neighbours = all((one, one + 1) in pairs for one in range(4))
+    if neighbours:
+        assert [each.name for each in in_order(stages, ())] == ["0", "1", "2", "3", "4"]
+    else:
+        with pytest.raises(GatewayError, match="neither says which comes first"):
+            in_order(stages, ())
+        assert [each.name for each in in_order(stages, "01234")] == ["0", "1", "2", "3", "4"]
+    assert all(each.stands_at("kept") for each in itertools.chain(stages))
