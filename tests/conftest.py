@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from lightning.plugins import plugins
 
 Install = Callable[..., Path]
 
@@ -202,6 +203,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         return folder
 
     yield install
+    if any(info.target.partition(".")[0] in made for info in plugins().plugins()):
+        plugins.cache_clear()  # the process has looked for its plugins meanwhile, and would keep the test's
     for module in [module for module in sys.modules if module.partition(".")[0] in made]:
         del sys.modules[module]
 
