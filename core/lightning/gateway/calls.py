@@ -11,6 +11,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -66,6 +67,7 @@ from lightning.gateway.sampling import (
 from lightning.gateway.upstream.client import Forwarder, Watch, read_answer
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
 from lightning.store import exchanges
+from lightning.store.protocol import Store
 from lightning.types import BRANCH_VOID, CallStatus, Conversation
 
 log = logging.getLogger(__name__)
@@ -89,7 +91,11 @@ LOGPROBS_ARE_JSON = (
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a gateway that every call goes through."""
+    """The parts of a gateway that every call goes through.
+
+    `shared`: other servers over its `store` answer for its keys, too. A route pushes what is to be closed with the gateway on
+    `closing`.
+    """
 
     config: GatewayConfig
     identity: Identity
@@ -100,6 +106,9 @@ class Parts:
     providers: Providers
     conversations: Conversations
     branches: Branches
+    store: Store
+    shared: bool
+    closing: AsyncExitStack
 
 
 class CallEndpoint:

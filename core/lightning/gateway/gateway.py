@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from lightning.addresses import Allowed
@@ -26,7 +26,6 @@ from lightning.gateway.providers import Providers, read_providers
 from lightning.gateway.recorder import Recorder
 from lightning.gateway.replay.branches import Branches
 from lightning.gateway.routes import OWN_PATHS, build_front
-from lightning.gateway.traces import TraceBook, TraceEndpoint
 from lightning.gateway.upstream.client import MODEL, Forwarder
 from lightning.gateway.upstream.servers import Upstream
 from lightning.types import LLM, Lease
@@ -80,8 +79,7 @@ class Gateway:
         recording = Exchanges(wanted=config.record_requests)
         self._recorder = Recorder(store, config.token_ttl, recording)
         self._identity = identity = Identity(self._signer)
-        self._tracebook = TraceBook(store, self._signer, shared=shared)
-        traces = TraceEndpoint(config, identity, self._tracebook, store)
+        self._closing = AsyncExitStack()
         self._history = History(store)
         self.conversations = Conversations(store, keeps_text=config.record_requests)
         self.feedback = FeedbackEndpoint(config, identity, store)
@@ -95,8 +93,11 @@ class Gateway:
             self._providers,
             self.conversations,
             Branches(store, recording),
+            store,
+            shared,
+            self._closing,
         )
-        self._front = build_front(parts, traces, self.feedback)
+        self._front = build_front(parts, self.feedback)
         self.app = self._front.app
 
     def mount(self, app: ASGIApp, name: str = "api") -> None:
@@ -133,9 +134,7 @@ class Gateway:
         first calls are answered from the record of the rollout's parent.
         """
         ttl = self._config.token_ttl if ttl is None else ttl
-        token = self._signer.issue(rollout, attempt, ttl, sampling, run, session, branch=branch)
-        self._tracebook.issued(token)
-        return token
+        return self._signer.issue(rollout, attempt, ttl, sampling, run, session, branch=branch)
 
     def llm(self, lease: Lease, *, sampling: Mapping[str, float | int] | None = None, run: str = "") -> LLM:
         """What the agent of a leased rollout needs; `run` is whose policy answers it, where that is not its own run's. Raises
@@ -219,7 +218,7 @@ class Gateway:
             self._serving = None
         self._history.close()
         self._recorder.exchanges.close()
-        await self._tracebook.close()
         await self._policies.close()
         await self._forwarder.close()
         await self._providers.close()
+        await self._closing.aclose()

@@ -1,7 +1,7 @@
 """The routes of the gateway and what stands at those that are not calls.
 
 The invariant: every route but `/health` needs a token, and every error has the shape of its route's API (OpenAI's where
-there is no such route) and says what would have worked; only `/v1/traces`, which speaks OTLP, knows traces by their id too.
+there is no such route) and says what would have worked; what a plugin's route asks for and says of errors is the plugin's.
 Nothing is sampled here, so nothing is recorded.
 """
 
@@ -36,7 +36,6 @@ from lightning.gateway.identity import Claims, Identity
 from lightning.gateway.policy_registry import Policies
 from lightning.gateway.replay.branches import Branches
 from lightning.gateway.request_body import read_body
-from lightning.gateway.traces import PATH, TraceEndpoint
 from lightning.gateway.upstream.client import UNANSWERED, Forwarder
 from lightning.plugins import plugins
 
@@ -160,11 +159,11 @@ class Front:
         await (endpoint or self.app)(scope, receive, send)
 
 
-def build_front(parts: Parts, traces: TraceEndpoint, feedback: FeedbackEndpoint) -> Front:
+def build_front(parts: Parts, feedback: FeedbackEndpoint) -> Front:
     """The routes, tied to the parts that serve them."""
     info, tool_runs = Info(parts.identity, parts.policies, parts.forwarder), ToolRuns(parts.identity, parts.branches)
     endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect, parts) for dialect in spoken()}
-    endpoints |= {PATH: traces, FEEDBACK_PATH: feedback}
+    endpoints[FEEDBACK_PATH] = feedback
     for name in plugins().names("routes"):
         if (path := f"/{name}") in (*endpoints, MODELS, TOOL_RUNS):
             raise GatewayError(f"a plugin registers the route {name!r}, which the gateway answers already")
