@@ -164,6 +164,7 @@ def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None])
 
     The factory makes an ASGI application of `lightning.gateway.calls.Parts`, what every call of that gateway goes through. Who
     may ask is the application's to check, by `parts.identity`; what it answers is no call, and is not recorded.
+    `parts.identity.watch` tells it of the agents' keys, and what it pushes on `parts.closing` is closed with the gateway.
     """
 
 

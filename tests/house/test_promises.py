@@ -51,8 +51,8 @@ SECURITY: dict[str, tuple[str, ...]] = {
         f"{ATTACKS}/test_limits.py::test_a_client_that_leaves_its_answer_unread_is_cut_off",
         f"{ATTACKS}/test_limits.py::test_a_token_has_its_share_of_requests_and_others_have_theirs",
         f"{ATTACKS}/test_limits.py::test_trying_tokens_quickly_ends_soon_and_disturbs_no_good_one",
-        "tests/core/gateway/test_tracing_ingest.py::test_who_sends_no_token_can_bring_little",
-        "tests/core/gateway/test_tracing_ingest.py::test_few_requests_without_a_token_are_read_at_a_time",
+        "tests/adapters/otel/test_tracing_ingest.py::test_who_sends_no_token_can_bring_little",
+        "tests/adapters/otel/test_tracing_ingest.py::test_few_requests_without_a_token_are_read_at_a_time",
         f"{ATTACKS}/test_attacks.py::test_an_attack_gets_what_the_table_says",
     ),
     "What others send is counted before it is parsed.": (

@@ -12,14 +12,19 @@ from tests.house.test_modules import ROOT
 
 ADAPTERS = sorted(folder.parent.name for folder in ROOT.glob("adapters/*/lightning_*/__init__.py"))
 OTHERS = sorted(folder.parent.name for folder in ROOT.glob("plugins/*/lightning_*/__init__.py"))
+OTEL = ROOT / "adapters/otel/lightning_otel"
+BESIDE = [f"lightning_otel.{folder.parent.name}" for folder in OTEL.glob("*/__init__.py")]
+"""In the package of that adapter, and no part of it: a plugin of the gateway."""
+PARTS = [package for package in ADAPTERS if package != OTEL.name]
+PARTS += [f"lightning_otel.{file.stem}" for file in sorted(OTEL.glob("*.py"))]
 
 
-@pytest.mark.parametrize("package", ADAPTERS)
-def test_an_adapter_imports_what_adapters_may(package: str) -> None:
-    check_imports(package, *FOR_ADAPTERS)
+@pytest.mark.parametrize("part", PARTS)
+def test_an_adapter_imports_what_adapters_may(part: str) -> None:
+    check_imports(part, *FOR_ADAPTERS)
 
 
-@pytest.mark.parametrize("package", [*OTHERS, "lightning_examples"])
+@pytest.mark.parametrize("package", [*OTHERS, *BESIDE, "lightning_examples"])
 def test_a_plugin_imports_what_is_public(package: str) -> None:
     check_imports(package)
 

@@ -30,8 +30,6 @@ CLIENTS = 16_384
 CREDENTIALS = frozenset({b"authorization", *KEYS, ROLLOUT_HEADER})
 OPEN = frozenset({"/health", "/api/v1/health", "/api/v1/openapi.json"})
 """The paths that need no token, so that an answer there says nothing of one."""
-OTHERS_VALUES = 4
-"""A body that is no model call may have so many times the JSON values: of spans, of many rollouts."""
 
 
 @dataclass(slots=True)
@@ -121,8 +119,9 @@ class Guard:
             await send_bytes(send, refusal.status, refusal.body, [JSON_TYPE, *refusal.headers])
             return
         token.in_flight += 1
-        values = self._limits.json_values * (OTHERS_VALUES if _is_no_call(scope["path"]) else 1)
-        scope[KEY] = body = RequestBody(self._budget, token.bodies, values, receive)
+        scope[KEY] = body = RequestBody(self._budget, token.bodies, self._limits.json_values, receive)
+        if scope["path"].startswith("/api/"):
+            body.is_no_call()
         try:
             if token.good:
                 await self._app(scope, body.receive, send)
@@ -215,10 +214,6 @@ class Guard:
         if path.startswith("/r/"):
             return path.split("/", 3)[2].encode("utf-8", "surrogatepass")
         return self._key_of(keys_in(sent)).encode("latin-1")
-
-
-def _is_no_call(path: str) -> bool:
-    return path.startswith("/api/") or path.endswith("/traces")
 
 
 def _too_many(what: str, seconds: float) -> RefusalError:

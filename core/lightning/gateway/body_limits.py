@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 KEY = "lightning.body"
 """Under this name the scope of a request has its `RequestBody`."""
+OTHERS_VALUES = 4
+"""A body that is no model call may have so many times the JSON values: of spans, of many rollouts."""
 COPIES = 3
 """How often a body is there: as it came, as what it was parsed into, and as it is sent on or stored."""
 WAIT = 10.0
@@ -39,6 +41,10 @@ class RequestBody:
     def is_large(self) -> bool:
         """Whether working on it takes long."""
         return self._bytes > LONG or self._values > MANY
+
+    def is_no_call(self) -> None:
+        """Its route says so before it reads it: it may have more values than a model call."""
+        self._most_values *= OTHERS_VALUES
 
     async def receive(self) -> Message:
         """The next message of the request. Raises `RefusalError` (413, 429) for a body that there is no room for."""

@@ -11,6 +11,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -81,8 +82,10 @@ AdminOf = Callable[[str], Awaitable[str]]
 class Parts:
     """The parts of a gateway that every call goes through, for stages and routes, too.
 
-    `line` are the stages, once all are made. Whoever starts the server says `admin_of` (whose tokens of people are taken) and
-    `resource` (the name of the weights of which the policy's version is a version, so that rewards can be compared by version).
+    `shared`: other servers over its `store` answer for its keys, too. A stage or a route pushes what is to be closed with the
+    gateway on `closing`. `line` are the stages, once all are made. Whoever starts the server says `admin_of` (whose tokens of
+    people are taken) and `resource` (the name of the weights of which the policy's version is a version, so that rewards can be
+    compared by version).
     """
 
     config: GatewayConfig
@@ -91,6 +94,8 @@ class Parts:
     forwarder: Forwarder
     recorder: Recorder
     store: Store
+    shared: bool
+    closing: AsyncExitStack
     line: Line = field(default_factory=lambda: Line(()))
     admin_of: AdminOf | None = None
     resource: str = ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from lightning.addresses import Allowed
@@ -20,7 +20,6 @@ from lightning.gateway.policy import Policy
 from lightning.gateway.policy_registry import Policies
 from lightning.gateway.recorder import Recorder
 from lightning.gateway.routes import OWN_PATHS, build_front, line_of
-from lightning.gateway.traces import TraceBook, TraceEndpoint
 from lightning.gateway.upstream.client import MODEL, Forwarder
 from lightning.gateway.upstream.servers import Upstream
 from lightning.types import LLM, Lease
@@ -72,11 +71,10 @@ class Gateway:
         self._serving: Serving | None = None
         self._recorder = Recorder(store, config.token_ttl)
         self._identity = identity = Identity(self._signer)
-        self._tracebook = TraceBook(store, self._signer, shared=shared)
-        traces = TraceEndpoint(config, identity, self._tracebook, store)
-        self.parts = Parts(config, identity, self._policies, self._forwarder, self._recorder, store)
+        self._closing = closing = AsyncExitStack()
+        self.parts = Parts(config, identity, self._policies, self._forwarder, self._recorder, store, shared, closing)
         self.parts.line = line_of(self.parts)
-        self._front = build_front(self.parts, traces)
+        self._front = build_front(self.parts)
         self.app = self._front.app
 
     @property
@@ -118,9 +116,7 @@ class Gateway:
         first calls are answered from the record of the rollout's parent.
         """
         ttl = self._config.token_ttl if ttl is None else ttl
-        token = self._signer.issue(rollout, attempt, ttl, sampling, run, session, branch=branch)
-        self._tracebook.issued(token)
-        return token
+        return self._signer.issue(rollout, attempt, ttl, sampling, run, session, branch=branch)
 
     def llm(self, lease: Lease, *, sampling: Mapping[str, float | int] | None = None, run: str = "") -> LLM:
         """What the agent of a leased rollout needs; `run` is whose policy answers it, where that is not its own run's. Raises
@@ -202,7 +198,7 @@ class Gateway:
         if self._serving is not None:
             await self._serving.stop()
             self._serving = None
-        await self._tracebook.close()
         await self._policies.close()
         await self._forwarder.close()
         await self.parts.line.close()
+        await self._closing.aclose()

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -26,7 +26,6 @@ from starlette.types import Scope
 
 from lightning.errors import ConfigError
 from lightning.gateway.http import Header, RefusalError
-from lightning.spans.trace import trace_id_of
 from lightning.types import Caller
 
 ALGORITHM = "HS256"
@@ -34,8 +33,6 @@ AUDIENCE = "lightning-gateway"
 CURE = "The agent must pass llm.api_key (or use llm.url_with_token) exactly as it was given for this rollout."
 LONGEST_TOKEN = 4096
 CACHE_SIZE = 4096
-TRACES = 16_384
-"""Trace ids that are remembered at most, some 400 bytes each; first goes the one whose agent was silent for longest."""
 SHORTEST_SECRET = 16
 AS_ASKED: Mapping[str, float | int] = MappingProxyType({})
 """The sampling of a token that overrides nothing; one for all of them, since thousands are remembered."""
@@ -59,6 +56,10 @@ class Claims:
     branch: bool = False
 
 
+KeyWatcher = Callable[[str, Claims, bool], None]
+"""Is told of a key and its claims: True where the key is issued here, False where a request brings it and it is new here."""
+
+
 class ExpiredTokenError(RefusalError):
     """The refusal (401) of a token whose time is over; `claims` are what it said, and its signature has verified."""
 
@@ -79,7 +80,7 @@ class TokenSigner:
             )
         self._key = hashlib.blake2b(secret, digest_size=32, person=b"lightning.gw").digest()
         self._verified: OrderedDict[str, Claims] = OrderedDict()
-        self._traces: OrderedDict[str, Claims] = OrderedDict()
+        self.watchers: list[KeyWatcher] = []
 
     def issue(
         self,
@@ -104,7 +105,7 @@ class TokenSigner:
         if branch:
             claims["br"] = True
         token = jwt.encode(claims, self._key, algorithm=ALGORITHM)
-        self._note(trace_id_of(token), Claims(rollout, attempt, expires_at, run=run, session=session, branch=branch))
+        self._tell(token, Claims(rollout, attempt, expires_at, sampling or AS_ASKED, run, session, branch), issued=True)
         return token
 
     def verify(self, token: str) -> Claims:
@@ -119,32 +120,17 @@ class TokenSigner:
         if claims.expires_at <= time.time():
             raise ExpiredTokenError(claims)
         self._verified[token] = claims
-        self._note(trace_id_of(token), claims)  # one that was issued before this process began
+        self._tell(token, claims, issued=False)
         if len(self._verified) > CACHE_SIZE:
             self._verified.popitem(last=False)
         return claims
 
-    def of_trace(self, trace_id: str) -> Claims | None:
-        """Whose trace an id is; None unless this process has issued or seen a token of it that is still valid."""
-        claims = self._traces.get(trace_id)
-        if claims is None or claims.expires_at <= time.time():
-            return None
-        self._traces.move_to_end(trace_id)
-        return claims
-
-    def learn(self, trace_id: str, claims: Claims) -> Claims | None:
-        """Another server issued the token of this trace; the claims, unless they have expired."""
-        self._note(trace_id, claims)
-        return self.of_trace(trace_id)
-
-    def _note(self, trace_id: str, claims: Claims) -> None:
-        self._traces[trace_id] = claims
-        self._traces.move_to_end(trace_id)
-        now = time.time()
-        while len(self._traces) > TRACES or next(iter(self._traces.values())).expires_at <= now:
-            self._traces.popitem(last=False)
-            if not self._traces:
-                return
+    def _tell(self, token: str, claims: Claims, *, issued: bool) -> None:
+        for watcher in self.watchers:
+            try:
+                watcher(token, claims, issued)
+            except Exception:
+                log.exception("%r failed on a key of %s", watcher, claims.rollout)
 
     def _decode(self, token: str) -> Claims:
         if not token:
@@ -262,9 +248,9 @@ class Identity:
             self._stale.move_to_end(_key(claims))
             raise refuse_stale(why)
 
-    def knows(self, trace_id: str) -> bool:
-        """Whether this process knows whose trace that is, without asking the store."""
-        return self._signer.of_trace(trace_id) is not None
+    def watch(self, watcher: KeyWatcher) -> None:
+        """Tell it of every key from now on. One that raises is logged, and the key is as good as before."""
+        self._signer.watchers.append(watcher)
 
     def caller(self, scope: Scope, model: object) -> Caller:
         """Who is calling: the adapter's header, else the model's alias (`policy:writer`), else `agent`."""

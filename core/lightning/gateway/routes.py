@@ -1,7 +1,7 @@
 """The routes of the gateway and what stands at those that are not calls.
 
 The invariant: every route but `/health` needs a token, and every error has the shape of its route's API (OpenAI's where
-there is no such route) and says what would have worked; only `/v1/traces`, which speaks OTLP, knows traces by their id too.
+there is no such route) and says what would have worked; what a plugin's route asks for and says of errors is the plugin's.
 Nothing is sampled here, so nothing is recorded.
 """
 
@@ -39,7 +39,6 @@ from lightning.gateway.policy_registry import Policies
 from lightning.gateway.replay.branches import BranchesStage, ToolRuns
 from lightning.gateway.request_body import read_body
 from lightning.gateway.stages import Line, NamedStage
-from lightning.gateway.traces import PATH, TraceEndpoint
 from lightning.gateway.upstream.client import UNANSWERED, Forwarder
 from lightning.plugins import plugins
 
@@ -149,22 +148,19 @@ class Front:
         await (endpoint or self.app)(scope, receive, send)
 
 
-def build_front(parts: Parts, traces: TraceEndpoint) -> Front:
+def build_front(parts: Parts) -> Front:
     """The routes, tied to the parts that serve them."""
     info = Info(parts.identity, parts.policies, parts.forwarder)
     endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect, parts) for dialect in spoken()}
-    endpoints |= {PATH: traces, FEEDBACK_PATH: FeedbackEndpoint(parts)}
+    endpoints[FEEDBACK_PATH] = FeedbackEndpoint(parts)
     gets: dict[str, ASGIApp] = {"/tool_runs": ToolRuns(parts)}
     for name in plugins().names("routes"):
         method, _, route = name.rpartition(" ")
-        path, posted = f"/{route}", method != GET
-        if path in (*endpoints, *gets, MODELS) or method not in ("", GET):
-            raise GatewayError(
-                f"a plugin registers the route {name!r}, which the gateway answers already"
-                if method in ("", GET)
-                else f"a plugin registers the route {name!r}: name it as its path, or {GET} and its path"
-            )
-        (endpoints if posted else gets)[path] = plugins().route(name)(parts)
+        if method not in ("", GET):
+            raise GatewayError(f"a plugin registers the route {name!r}: name it as its path, or {GET!r} and its path")
+        if (path := f"/{route}") in (*endpoints, *gets, MODELS):
+            raise GatewayError(f"a plugin registers the route {name!r}, which the gateway answers already")
+        (gets if method else endpoints)[path] = plugins().route(name)(parts)
     directory = Directory(tuple(endpoints), (MODELS, *gets))
     routes: list[Route] = [Route("/health", info.health, methods=["GET"])]
     for prefix in PREFIXES:

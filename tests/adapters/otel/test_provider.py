@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from lightning.instrument import components
 from lightning.instrument.tracer_provider import ProviderWatch, StandIn
 from lightning.plugins import plugins
-from lightning_otel import spans
+from lightning_otel import adapter, spans
 from lightning_otel.processor import LightningProcessor
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
@@ -44,13 +44,13 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
         setter = setter.__self__._inner
     monkeypatch.setattr(trace, "set_tracer_provider", setter)
     monkeypatch.setattr(components, "_asked", ())
-    monkeypatch.setattr(lightning_otel, "_watch", ProviderWatch(lightning_otel._installed))
+    monkeypatch.setattr(adapter, "_watch", ProviderWatch(adapter._installed))
 
 
 @contextmanager
 def installed() -> Iterator[Events]:
     events: Events = []
-    undo = lightning_otel.lightning_install(events.append)
+    undo = adapter.lightning_install(events.append)
     yield events
     undo()
 
@@ -76,7 +76,7 @@ def agent(tracer: trace.Tracer, name: str = "writer") -> lightning.Caller | None
         f"invoke_agent {name}", attributes={"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name}
     ):
         with tracer.start_as_current_span("chat", attributes={"gen_ai.operation.name": "chat"}):
-            caller = lightning_otel.lightning_identify()
+            caller = adapter.lightning_identify()
         tool = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "search", "gen_ai.tool.call.id": "call-1"}
         with tracer.start_as_current_span("execute_tool search", attributes=tool):
             pass
@@ -213,7 +213,7 @@ def test_a_provider_that_takes_no_processors(warnings_of: Callable[[], list[str]
     assert "a NoOpTracerProvider, takes no span processors" in warnings_of()[0]
     trace._TRACER_PROVIDER = trace.NoOpTracerProvider()
     with pytest.raises(lightning.LightningError, match="takes no span processors"):
-        lightning_otel.lightning_install(print)
+        adapter.lightning_install(print)
 
 
 @pytest.mark.parametrize("why", ["disabled", "missing"])
@@ -247,7 +247,7 @@ def test_versions_out_of_range(monkeypatch: pytest.MonkeyPatch, installed: str) 
     with pytest.raises(
         lightning.LightningError, match=rf"{installed} is installed.*pip install 'opentelemetry-api>=1.34,<2'"
     ):
-        lightning_otel.lightning_install(print)
+        adapter.lightning_install(print)
 
 
 def test_no_sdk_before_the_first_span() -> None:
@@ -258,7 +258,7 @@ from lightning.plugins import plugins
 undo = plugins().install_adapters(print, ["otel"])
 from opentelemetry import trace
 tracer = trace.get_tracer("any")
-assert "lightning_otel" in sys.modules and plugins().identify() is None
+assert "lightning_otel.adapter" in sys.modules and plugins().identify() is None
 assert "opentelemetry.sdk" not in sys.modules
 with tracer.start_as_current_span("a", attributes={"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "x"}):
     assert plugins().identify().agent == "x"
@@ -312,7 +312,7 @@ def test_agents_that_have_no_spans_are_named_by_their_model_calls() -> None:
     with installed():
         attributes = {"gen_ai.operation.name": "chat", "gen_ai.agent.name": "planner"}
         with trace.get_tracer("any").start_as_current_span("chat", attributes=attributes):
-            caller = lightning_otel.lightning_identify()
+            caller = adapter.lightning_identify()
     assert caller is not None
     assert (caller.agent, caller.path) == ("planner", ("planner",))
 
@@ -364,7 +364,7 @@ def test_what_google_adk_puts_into_spans_of_tools() -> None:
     invoke = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "clerk"}
     agent_span = tracer.start_as_current_span("invoke_agent clerk", attributes=invoke)
     with installed(), tracer.start_as_current_span("execute_tool ask"), agent_span:
-        caller = lightning_otel.lightning_identify()
+        caller = adapter.lightning_identify()
     assert caller is not None
     assert caller.path == ("ask", "clerk")
     with installed() as events:

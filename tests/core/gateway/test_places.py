@@ -81,6 +81,52 @@ async def test_an_api_that_fails_on_a_request_is_named_and_nothing_is_asked(stra
     assert [asked for asked in house.fake.requests if "completions" in asked.path] == []
 
 
+WATCHED = """
+import lightning
+from starlette.responses import PlainTextResponse
+
+heard = []
+
+
+def broken(token, claims, issued):
+    raise ValueError("gone")
+
+
+async def close():
+    heard.append("closed")
+
+
+@lightning.hookimpl
+def register_routes(register):
+    def route(parts):
+        parts.identity.watch(broken)
+        parts.identity.watch(lambda token, claims, issued: heard.append((token, claims, issued)))
+        parts.closing.push_async_callback(close)
+        return PlainTextResponse(f"{parts.store.__class__.__name__} {parts.shared}")
+
+    register("watched", route)
+"""
+
+
+async def test_a_route_hears_of_keys_and_is_closed_with_the_gateway(install, build, monkeypatch, warnings_of) -> None:
+    install("watcher", {"watcher": "watcher"}, {"watcher": WATCHED})
+    found = Plugins()
+    monkeypatch.setattr(routes, "plugins", lambda: found)
+    house = await build()
+    llm = await house.llm(sampling={"temperature": 0.5})
+    http = await house.http(llm)
+    assert (await http.post("/watched")).text == "MemoryStore False"
+    assert (await http.get("/models")).status_code == (await http.get("/models")).status_code == 200
+    heard = __import__("watcher").heard
+    assert [(token, issued) for token, _, issued in heard] == [(llm.api_key, True), (llm.api_key, False)]
+    (claims,) = {(claims.rollout, claims.attempt, claims.sampling["temperature"]) for _, claims, _ in heard}
+    assert claims == ("rollout-0", 1, 0.5)
+    assert [text.endswith("failed on a key of rollout-0") for text in warnings_of()] == [True, True]
+    await house.gateway.close()
+    await house.gateway.close()
+    assert heard[2:] == ["closed"]
+
+
 @pytest.mark.parametrize(
     ("named", "said"),
     [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from lightning.gateway.fleet.records import Notice, Stance, alive_key, notice_key, seat_key
-from lightning.gateway.traces import PLACE
 from lightning.maintenance import keeper_of
+from lightning.maintenance.queries import TRACES_RUN
 from lightning.store.protocol import Store
 from lightning.types import Json, Rollout, Run, Task
 
@@ -31,7 +31,7 @@ async def check_state_of_gateways(store: Store, url: str) -> None:
     for key in empty:
         await store.put_state("", key, notice)
     for trace, value in traces.items():
-        await store.put_state(PLACE, trace, value)
+        await store.put_state(TRACES_RUN, trace, value)
     await store.keep_state("", "gateway_secret", "00")
     await store.close()
     keeper = keeper_of(url)
@@ -40,5 +40,5 @@ async def check_state_of_gateways(store: Store, url: str) -> None:
     await store.open()
     assert [await store.get_state("", key) for _, key in keys] == [None] * 3 + [notice] * 3
     assert [await store.get_state("", key) for key in empty] == [None] * 4
-    assert [await store.get_state(PLACE, trace) for trace in traces] == [None, None, traces["kept"]]
+    assert [await store.get_state(TRACES_RUN, trace) for trace in traces] == [None, None, traces["kept"]]
     assert await store.get_state("", "gateway_secret") == "00"

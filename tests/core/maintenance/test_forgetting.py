@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from lightning.gateway.fleet.records import alive_key, notice_key, seat_key
-from lightning.gateway.traces import PLACE
 from lightning.maintenance import keeper_of
+from lightning.maintenance.queries import TRACES_RUN
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
@@ -90,7 +90,7 @@ async def fill_more(store: Store) -> None:
     for key in (notice_key(RUN), alive_key(RUN), seat_key(RUN, 0), seat_key(RUN, 1)):
         await store.put_state("", key, {"id": RUN})
     for number in range(2):
-        await store.put_state(PLACE, f"trace-{number}", [f"{RUN}/more/{number}", 1, time.time() + 3600])
+        await store.put_state(TRACES_RUN, f"trace-{number}", [f"{RUN}/more/{number}", 1, time.time() + 3600])
 
 
 def test_nothing_is_left_of_a_run_that_was_forgotten(database: tuple[str, Traces], filled: Callable[..., Any]) -> None:

@@ -14,7 +14,6 @@ import pytest
 from lightning.cli import db, resources, runs
 from lightning.cli.locate import with_store
 from lightning.errors import DataError, SchemaError, StoreError
-from lightning.gateway.traces import PLACE
 from lightning.maintenance import Weight, keeper_of, queries
 from lightning.maintenance.prune import PruneRequest, carry_out, plan
 from lightning.store import sql
@@ -160,18 +159,22 @@ async def test_old_traces_go_a_few_at_a_time(
     monkeypatch.setattr(queries, "TRACES_AT_ONCE", 2)
     kept = (await store.list_rollouts("run")).rollouts[0].id
     for number in range(5):
-        await store.put_state(PLACE, f"{number:032x}", [kept if number == 2 else f"gone-{number}", 1, 2e9])
+        await store.put_state(queries.TRACES_RUN, f"{number:032x}", [kept if number == 2 else f"gone-{number}", 1, 2e9])
     left = []
 
     def trace_of(value: str) -> tuple[str, float]:
-        left.append(postgres_server.sql(f"SELECT count(*) FROM {store._settings.schema}.state WHERE run = '{PLACE}'"))
+        left.append(
+            postgres_server.sql(
+                f"SELECT count(*) FROM {store._settings.schema}.state WHERE run = '{queries.TRACES_RUN}'"
+            )
+        )
         return before(value)
 
     before = queries.trace_of
     monkeypatch.setattr(queries, "trace_of", trace_of)
     await keeper_of(url).vacuum()
     assert sorted(set(left), reverse=True) == ["5", "3", "2"]
-    assert [await store.get_state(PLACE, f"{number:032x}") is None for number in range(5)] == [
+    assert [await store.get_state(queries.TRACES_RUN, f"{number:032x}") is None for number in range(5)] == [
         True,
         True,
         False,

@@ -23,7 +23,6 @@ from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.fleet.member import Member
 from lightning.gateway.fleet.records import Seat, seat_key
 from lightning.gateway.identity import TokenSigner
-from lightning.gateway.traces import TraceBook
 from lightning.maintenance import keeper_of
 from lightning.store import rollout_state
 from lightning.store.relational import records, rollouts, transitions
@@ -43,6 +42,7 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_otel.traces.book import TraceBook
 from lightning_postgres import change_listener as postgres_watching
 from lightning_postgres import connection as postgres_connection
 from lightning_postgres import connections
@@ -264,11 +264,12 @@ async def test_signs_of_life_leave_no_answers(store: PostgresStore) -> None:
     await owner.open((), 0)
     await member._take_seat()
     signer = TokenSigner(b"s" * 32)
-    book = TraceBook(store, signer, shared=True)
+    book = TraceBook(store, shared=True)
+    signer.watchers.append(book.note_key)
     before = await store._read(lambda tx: tx.one("SELECT count(*) FROM answers"))
     for _ in range(2):
         await member._beat()
-    book.issued(signer.issue("a", 1, 60.0))
+    signer.issue("a", 1, 60.0)
     await book.close()
     assert await store._read(lambda tx: tx.one("SELECT count(*) FROM answers")) == before == (1,), "the notice's"
     seat = Seat.from_json(await store.get_state("", seat_key("run", 0)))

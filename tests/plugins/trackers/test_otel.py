@@ -15,7 +15,6 @@ import pytest
 from lightning.config import Config
 from lightning.errors import ConfigError, MissingExtraError
 from lightning.installation import install_command
-from lightning.spans import otlp
 from lightning.spans.trace import root_span_id
 from lightning.store.memory import MemoryStore
 from lightning.tracking import trackers
@@ -36,6 +35,7 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_otel.traces import otlp
 from lightning_trackers.otel import OpenTelemetry
 
 TRACE = "ab" * 16

@@ -3,9 +3,6 @@
 The invariant: a span is stored under the attempt that its trace id, or else the token of the request, belongs to, and under no
 other; what belongs to none is counted and said in the answer, and costs no more than being read. Who sends no token can
 bring little at a time. Answers have OTLP's shape, errors included: a `Status` in the encoding of the request.
-
-A trace id is found by the server that issued or saw the key, and, where servers share a store, by every other one once the
-store has it; an id alone gives nothing but the right to add spans to that attempt.
 """
 
 from __future__ import annotations
@@ -14,90 +11,28 @@ import asyncio
 import contextlib
 import logging
 import sys
-import time
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final
 
-from starlette.types import Receive, Scope, Send
-
-from lightning.config.sections import GatewayConfig
 from lightning.errors import DataError, MissingExtraError, StoreError
 from lightning.gateway.body_limits import KEY, RequestBody
-from lightning.gateway.http import (
-    ClientGoneError,
-    Header,
-    RefusalError,
-    send_bytes,
-)
-from lightning.gateway.identity import Claims, Identity, TokenSigner
+from lightning.gateway.http import ClientGoneError, Header, RefusalError, send_bytes
 from lightning.gateway.redaction import redacted_span
 from lightning.gateway.request_body import RAISE_THE_LIMIT, read_body
-from lightning.spans import otlp
-from lightning.spans.trace import trace_id_of
-from lightning.store.protocol import MAX_SPANS, Store
-from lightning.types import Json, Span
+from lightning.store.protocol import MAX_SPANS
+from lightning.types import Span
+
+from lightning_otel.traces import otlp
+from lightning_otel.traces.book import TraceBook
+
+if TYPE_CHECKING:
+    from lightning.gateway.calls import Parts
+    from lightning.gateway.identity import Claims
+    from starlette.types import Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 
-PLACE = "gateway/traces"
-"""The name under which the store's state has them; no run has it, since a run's id is a folder's name. Pruning a database
-removes those that have expired (`lightning.maintenance.queries`)."""
-UNKNOWN_SECONDS = 10.0
-"""How long an id that the store did not know is not asked for again."""
-UNKNOWN_IDS = 10_000
-
-
-class TraceBook:
-    """Trace ids of attempts. With `shared` they are kept in the store, too."""
-
-    def __init__(self, store: Store, signer: TokenSigner, *, shared: bool) -> None:
-        self._store, self._signer, self._shared = store, signer, shared
-        self._unknown: OrderedDict[str, float] = OrderedDict()
-        self._writing: set[asyncio.Task[None]] = set()
-
-    def issued(self, token: str) -> None:
-        """A key was issued here. Does not wait for the store: a server that is asked too early asks it again later."""
-        if self._shared and (claims := self._signer.of_trace(trace_id := trace_id_of(token))) is not None:
-            task = asyncio.create_task(self._keep(trace_id, claims))
-            self._writing.add(task)
-            task.add_done_callback(self._writing.discard)
-
-    async def _keep(self, trace_id: str, claims: Claims) -> None:
-        kept: Json = [claims.rollout, claims.attempt, claims.expires_at]
-        try:
-            await self._store.put_state(PLACE, trace_id, kept, once=None)  # whoever writes it, it is the same
-        except StoreError as error:
-            log.warning("other servers will not know the trace of %s: %s", claims.rollout, error)
-
-    async def find(self, trace_ids: Iterable[str]) -> dict[str, Claims]:
-        """The attempts of those ids that belong to one whose key has not expired. Raises `StoreError`."""
-        found: dict[str, Claims] = {}
-        for trace_id in set(trace_ids):
-            claims = self._signer.of_trace(trace_id) or await self._ask(trace_id)
-            if claims is not None:
-                found[trace_id] = claims
-        return found
-
-    async def _ask(self, trace_id: str) -> Claims | None:
-        if not self._shared or self._unknown.get(trace_id, 0.0) > time.monotonic():
-            return None
-        kept = await self._store.get_state(PLACE, trace_id)
-        if kept is None:
-            self._unknown[trace_id] = time.monotonic() + UNKNOWN_SECONDS
-            if len(self._unknown) > UNKNOWN_IDS:
-                self._unknown.popitem(last=False)
-            return None
-        rollout, attempt, expires_at = cast("tuple[str, int, float]", kept)
-        return self._signer.learn(trace_id, Claims(rollout, attempt, expires_at))
-
-    async def close(self) -> None:
-        """Wait for what is being written."""
-        await asyncio.gather(*self._writing, return_exceptions=True)
-
-
-PATH: Final = "/traces"
 READERS: Final = {otlp.PROTOBUF: otlp.read_protobuf, otlp.JSON: otlp.read_json}
 GRPC_CODES: Final = {400: 3, 401: 16, 413: 8, 415: 3, 429: 8, 501: 12, 503: 14}
 """HTTP statuses as the code of a `google.rpc.Status`; any other is INTERNAL (13)."""
@@ -131,8 +66,11 @@ class Bounds:
 class TraceEndpoint:
     """The ASGI application behind the route."""
 
-    def __init__(self, config: GatewayConfig, identity: Identity, book: TraceBook, store: Store) -> None:
-        self._config, self._identity, self._book, self._store = config, identity, book, store
+    def __init__(self, parts: Parts) -> None:
+        self._config, self._identity, self._store = parts.config, parts.identity, parts.store
+        self._book = TraceBook(parts.store, shared=parts.shared)
+        parts.identity.watch(self._book.note_key)
+        parts.closing.push_async_callback(self._book.close)
         self._anonymous = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -157,9 +95,11 @@ class TraceEndpoint:
             message = f"The content type is {content_type!r:.80}; send {' or '.join(READERS)}."
             raise RefusalError(415, "unsupported_media_type", message)
         bounds = Bounds(self._config.max_body_bytes) if claims is not None else anonymous(self._config.max_body_bytes)
+        body: RequestBody | None = scope.get(KEY)
+        if body is not None:
+            body.is_no_call()
         payload = await read_body(scope, receive, bounds.size, bounds.cure)
         with self._turn(claims):
-            body: RequestBody | None = scope.get(KEY)
             if body is not None and content_type == otlp.PROTOBUF:
                 await body.reserve(PROTOBUF_FACTOR * len(payload))
             return await self._keep(content_type, payload, bounds, claims)
@@ -184,7 +124,7 @@ class TraceEndpoint:
         ids = list(dict.fromkeys(span.trace_id for span in spans if otlp.well_identified(span)))
         if claims is not None:
             return ids
-        unknown = [trace_id for trace_id in ids if not self._identity.knows(trace_id)]
+        unknown = [trace_id for trace_id in ids if self._book.known(trace_id) is None]
         left_out = set(unknown[ANONYMOUS_LOOKUPS:])
         return [trace_id for trace_id in ids if trace_id not in left_out]
 

@@ -15,7 +15,7 @@ from lightning.store.memory import MemoryStore
 from lightning.types import Outcome, Rollout, Run, Task
 
 PAGE = Path(__file__).parents[3] / "docs" / "tracing.md"
-BLOCK = re.compile(r"<!-- run by tests/core/spans/test_docs.py -->\n```sh\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"<!-- run by tests/adapters/otel/test_docs.py -->\n```sh\n(.*?)```", re.DOTALL)
 
 
 async def test_a_shell_reports_a_tool() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
 import sys
 import threading
 import zlib
@@ -12,11 +14,13 @@ import httpx
 import pytest
 from lightning.errors import StoreError
 from lightning.gateway import identity
-from lightning.gateway import traces as span_endpoint
 from lightning.gateway.identity import TokenSigner
 from lightning.spans.trace import root_span_id, trace_id_of
 from lightning.store.memory import MemoryStore
 from lightning.types import LLM, Fault, Outcome
+from lightning_otel.traces import book as trace_book
+from lightning_otel.traces import endpoint as span_endpoint
+from lightning_otel.traces.book import TraceBook
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
@@ -169,14 +173,14 @@ async def test_spans_of_nobody_are_counted_and_kept_nowhere(house, post) -> None
 
 
 async def test_without_a_token_the_store_is_asked_for_few_traces(house, post, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, book, asked = await house.llm(), house.gateway._tracebook, []
-    find = book.find
+    llm, asked = await house.llm(), []
+    find = TraceBook.find
 
-    async def finding(ids):
+    async def finding(book, ids):
         asked.append(set(ids))
-        return await find(asked[-1])
+        return await find(book, asked[-1])
 
-    monkeypatch.setattr(book, "find", finding)
+    monkeypatch.setattr(TraceBook, "find", finding)
     known = trace_id_of(llm.api_key)
     spans = request(*(span(f"{number:032x}", number) for number in range(1, 200)), span(known, 500))
     assert (await post(spans)).json()["partialSuccess"]["rejectedSpans"] == "199"
@@ -197,6 +201,14 @@ async def test_who_sends_no_token_can_bring_little(house, post, monkeypatch: pyt
             assert (reply.status_code, "send fewer" in reply.json()["message"]) == (status, True), reply.text
             assert (await post(sent, **headers, **key)).status_code == 200
     assert len(await house.store.spans("rollout-0")) == 1199
+
+
+async def test_a_request_may_have_more_values_than_a_call(build) -> None:
+    house = await build(limits={"json_values": 1000})
+    http = await house.http()
+    for values, status in ((3000, 200), (5000, 413)):
+        body = request(span("a" * 32, many=[1] * values))
+        assert (await http.post("/traces", content=body, headers={"content-type": JSON})).status_code == status
 
 
 async def test_what_is_kept_of_nobody_is_not_looked_at(house, post, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,26 +359,34 @@ async def test_a_store_that_refuses_is_asked_again(build) -> None:
     assert "the disk is full" in reply.json()["message"]
 
 
+def told(signer: TokenSigner) -> TraceBook:
+    """The book of a gateway whose keys are the signer's."""
+    book = TraceBook(MemoryStore(), shared=False)
+    signer.watchers.append(book.note_key)
+    return book
+
+
 def test_traces_are_known_while_their_token_is_valid() -> None:
     signer, restarted = TokenSigner(b"s" * 32), TokenSigner(b"s" * 32)
+    book, book_of_restarted = told(signer), told(restarted)
     token = signer.issue("r", 2, ttl=100)
     trace = trace_id_of(token)
-    assert (signer.of_trace(trace).rollout, signer.of_trace(trace).attempt) == ("r", 2)  # type: ignore[union-attr]
-    assert restarted.of_trace(trace) is None
+    assert (book.known(trace).rollout, book.known(trace).attempt) == ("r", 2)  # type: ignore[union-attr]
+    assert book_of_restarted.known(trace) is None
     restarted.verify(token)
-    assert restarted.of_trace(trace) is not None
+    assert book_of_restarted.known(trace) is not None
     for number in range(5):
         signer.issue(f"old-{number}", 1, ttl=-1)
-    assert signer.of_trace(trace_id_of(signer.issue("old", 1, ttl=-1))) is None
-    assert signer.of_trace(trace) is not None
+    assert book.known(trace_id_of(signer.issue("old", 1, ttl=-1))) is None
+    assert book.known(trace) is not None
 
 
 def test_no_more_traces_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    monkeypatch.setattr(identity, "TRACES", 2)
-    signer = TokenSigner(b"s" * 32)
+    monkeypatch.setattr(trace_book, "TRACES", 2)
+    book = told(signer := TokenSigner(b"s" * 32))
     traces = [trace_id_of(signer.issue(f"r{number}", 1, ttl=100)) for number in range(3)]
-    assert [signer.of_trace(trace) is not None for trace in traces] == [False, True, True]
+    assert [book.known(trace) is not None for trace in traces] == [False, True, True]
 
 
 @pytest.mark.parametrize("sign_of_life", ["spans", "call"])
@@ -374,14 +394,58 @@ def test_the_trace_of_an_agent_that_is_heard_of_outlasts_newer_ones(
     monkeypatch: pytest.MonkeyPatch, sign_of_life: str
 ) -> None:
 
-    monkeypatch.setattr(identity, "TRACES", 3)
+    monkeypatch.setattr(trace_book, "TRACES", 3)
     monkeypatch.setattr(identity, "CACHE_SIZE", 1)
-    signer = TokenSigner(b"s" * 32)
+    book = told(signer := TokenSigner(b"s" * 32))
     slow = signer.issue("slow", 1, ttl=100)
     for number in range(10):
         signer.verify(signer.issue(f"quick-{number}", 1, ttl=100))
         if sign_of_life == "call":
             assert signer.verify(slow).rollout == "slow"
         else:
-            assert signer.of_trace(trace_id_of(slow)) is not None
-    assert signer.of_trace(trace_id_of(slow)) is not None
+            assert book.known(trace_id_of(slow)) is not None
+    assert book.known(trace_id_of(slow)) is not None
+
+
+def test_the_route_is_there_in_a_process_without_opentelemetry() -> None:
+    """Neither the adapter nor the API of OpenTelemetry is imported for it, and before a gateway is made not even the route."""
+    program = """
+import sys
+sys.modules["opentelemetry"] = None
+from lightning.plugins import plugins
+infos = {info.name: info.state for info in plugins().plugins()}
+assert (infos["otel"], infos["otel-traces"]) == ("waiting", "loaded")
+assert "traces" in plugins().names("routes") and "lightning_otel.adapter" not in sys.modules
+from lightning.config import GatewayConfig
+from lightning.gateway import Gateway
+from lightning.store.memory import MemoryStore
+gateway = Gateway(MemoryStore(), [], GatewayConfig(), secret=b"s" * 32)
+assert "/v1/traces" in {route.path for route in gateway.app.routes}
+"""
+    ran = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+def test_a_gateway_without_the_plugin_says_what_there_is() -> None:
+    program = """
+import asyncio, httpx
+from lightning.config import GatewayConfig
+from lightning.gateway import Gateway
+from lightning.store.memory import MemoryStore
+
+async def main():
+    gateway = Gateway(MemoryStore(), [], GatewayConfig(), secret=b"s" * 32)
+    await gateway.start()
+    async with httpx.AsyncClient() as client:
+        reply = await client.post(f"{gateway.url}/v1/traces", content=b"{}")
+    await gateway.close()
+    said = reply.json()["error"]
+    assert (reply.status_code, said["code"]) == (404, "unknown_route"), reply.text
+    assert "There is no POST /v1/traces here. These exist: POST /v1/chat/completions" in said["message"], said
+    assert "POST /v1/traces," not in said["message"], said
+
+asyncio.run(main())
+"""
+    environment = {**os.environ, "LIGHTNING_DISABLE_PLUGINS": "otel-traces"}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")

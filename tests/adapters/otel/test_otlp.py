@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError
-from lightning.spans import otlp
-from lightning.spans.attributes import MAX_ATTRIBUTES
 from lightning.store import rows
 from lightning.types import Json, Span
+from lightning_otel.traces import otlp
+from lightning_otel.traces.otlp import MAX_ATTRIBUTES
 
 KEYS = ("resourceSpans", "scopeSpans", "spans", "resource", "attributes", "key", "value", "stringValue", "intValue")
 MORE = (

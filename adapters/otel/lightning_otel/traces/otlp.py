@@ -1,31 +1,25 @@
 """OTLP trace requests, in protobuf or JSON, to spans; and what is answered.
 
 The invariant: both encodings of one request give the same spans, and what cannot be read raises `DataError` with the place of
-the fault. Events and links are not kept, but the message of an exception event becomes the span's error where it has no other.
+the fault. Whatever a sender puts into an attribute, what is kept is JSON of at most `MAX_TEXT` characters. Events and links are
+not kept, but the message of an exception event becomes the span's error where it has no other.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
+import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
 import orjson
-
 from lightning.errors import DataError, MissingExtraError
-from lightning.instrument.texts import clip
-from lightning.spans.attributes import (
-    ERROR_TYPE,
-    EXCEPTION_MESSAGE,
-    EXCEPTION_TYPE,
-    MAX_NAME,
-    SERVICE_NAME,
-    bounded,
-    text,
-)
+from lightning.spans.attributes import ERROR_TYPE, EXCEPTION_MESSAGE, EXCEPTION_TYPE, MAX_NAME, SERVICE_NAME, text
 from lightning.types import Json, Span
 
 if TYPE_CHECKING:
@@ -37,6 +31,10 @@ JSON: Final = "application/json"
 KINDS: Final = ("internal", "internal", "server", "client", "producer", "consumer")
 """By the number of OTLP's SpanKind; unspecified counts as internal."""
 STATUSES: Final = ("unset", "ok", "error")
+MAX_TEXT = 4096
+"""Characters of one attribute's value, as of everything that is reported about a tool."""
+MAX_ATTRIBUTES = 128
+"""Attributes of one span, OpenTelemetry's own default; more are left out."""
 _ID = re.compile(r"(?!0+\Z)[0-9a-f]+\Z")
 _Object = Mapping[str, object]
 
@@ -264,7 +262,7 @@ def _span(
     events: Iterable[Iterable[tuple[str, Json]]],
 ) -> Span:
     code, message = status
-    kept = bounded(attributes)
+    kept = _bounded(attributes)
     state = STATUSES[code] if code in range(len(STATUSES)) else "unset"
     failed = state == "error" or ERROR_TYPE in kept
     return Span(
@@ -278,10 +276,37 @@ def _span(
         started_at=nanoseconds[0] / 1e9,
         ended_at=nanoseconds[1] / 1e9,
         status=state,
-        error=clip(message or _exception(events) or text(kept, ERROR_TYPE)) if failed else "",
+        error=_clip(message or _exception(events) or text(kept, ERROR_TYPE)) if failed else "",
         service=service,
         attributes=kept,
     )
+
+
+def _bounded(pairs: Iterable[tuple[str, Json]]) -> dict[str, Json]:
+    """Attributes within the limits; the first of those with one key stays."""
+    kept: dict[str, Json] = {}
+    for key, value in pairs:
+        if len(kept) == MAX_ATTRIBUTES:
+            break
+        kept.setdefault(key[:MAX_NAME], _value(value))
+    return kept
+
+
+def _value(value: Json) -> Json:
+    if isinstance(value, str):
+        return _clip(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if not isinstance(value, list | dict):
+        return value
+    with contextlib.suppress(ValueError):  # not-a-number somewhere inside, which only a text can hold
+        if len(json.dumps(value, allow_nan=False)) <= MAX_TEXT:
+            return value
+    return _clip(json.dumps(value))
+
+
+def _clip(value: str) -> str:
+    return value if len(value) <= MAX_TEXT else value[: MAX_TEXT - 1] + "…"
 
 
 def _exception(events: Iterable[Iterable[tuple[str, Json]]]) -> str:

@@ -1,0 +1,80 @@
+"""Adapter for every framework that emits OpenTelemetry's `gen_ai` spans: PydanticAI, Microsoft Agent Framework, and more.
+
+The invariant: it only looks. The spans go where the user's `TracerProvider` sends them, and nowhere without one; and a
+process that starts no span pays for no SDK.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import lightning
+from lightning.installation import install_command
+from lightning.instrument import by_type, check_supported
+from lightning.instrument.tracer_provider import ProviderWatch, is_sdk_disabled
+
+from lightning_otel.spans import caller_here, receivers
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED = {"opentelemetry-api": ("1.34", "2"), "opentelemetry-sdk": ("1.34", "2")}
+"""Distribution -> (first version this works with, first that it does not); what is not installed does not matter."""
+
+
+def _installed() -> SpanProcessor:
+    from lightning_otel.processor import Installed
+
+    return Installed()
+
+
+_watch = ProviderWatch(_installed)
+
+
+POLICY_FAULTS = {
+    "pydantic_ai.UsageLimitExceeded": "max_turns",
+    "pydantic_ai.IncompleteToolCall": "cut_off",
+    "pydantic_ai.OutputTokenLimitExceeded": "cut_off",
+    "pydantic_ai.UnexpectedModelBehavior": "malformed_output",
+}
+"""Exceptions that tell of the model's own fault, by package and class; see `lightning_policy_fault`."""
+
+
+@lightning.hookimpl
+def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
+    """Watch the process's spans. Raises `PluginError` for versions out of range.
+
+    Without the SDK, which many programs have no use for, and where it is disabled, there are no spans and nothing to miss.
+    """
+    if importlib.util.find_spec("opentelemetry.sdk") is None or is_sdk_disabled():
+        logger.info(
+            "no spans name agents: OpenTelemetry's SDK is disabled or not installed (%s)", install_command("otel")
+        )
+        return lambda: None
+    check_supported(SUPPORTED)
+    _watch.start()
+    receivers.append(emit)
+
+    def undo() -> None:
+        receivers.remove(emit)
+        if not receivers:
+            _watch.stop()
+
+    return undo
+
+
+@lightning.hookimpl
+def lightning_identify() -> lightning.Caller | None:
+    """The innermost agent whose span is open here."""
+    return caller_here()
+
+
+@lightning.hookimpl
+def lightning_policy_fault(error: BaseException) -> str | None:
+    """What PydanticAI's exceptions tell of the model."""
+    return by_type(error, POLICY_FAULTS)

@@ -1,0 +1,98 @@
+"""Whose trace is this: the attempts of trace ids.
+
+The invariant: an id gives nothing but the right to add spans to the attempt whose key it was made of, while that key is valid.
+It is found by the server that issued or saw the key, and, where servers share a store, by all others once the store has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import cast
+
+from lightning.errors import StoreError
+from lightning.gateway.identity import Claims
+from lightning.maintenance.queries import TRACES_RUN
+from lightning.spans.trace import trace_id_of
+from lightning.store.protocol import Store
+from lightning.types import Json
+
+log = logging.getLogger(__name__)
+
+TRACES = 16_384
+"""Trace ids that are remembered at most, some 400 bytes each; first goes the one whose agent was silent for longest."""
+UNKNOWN_SECONDS = 10.0
+"""How long an id that the store did not know is not asked for again."""
+UNKNOWN_IDS = 10_000
+
+
+class TraceBook:
+    """Trace ids of attempts. With `shared` they are kept in the store, too."""
+
+    def __init__(self, store: Store, *, shared: bool) -> None:
+        self._store, self._shared = store, shared
+        self._known: OrderedDict[str, Claims] = OrderedDict()
+        self._unknown: OrderedDict[str, float] = OrderedDict()
+        self._writing: set[asyncio.Task[None]] = set()
+
+    def note_key(self, token: str, claims: Claims, issued: bool) -> None:
+        """A key was issued or seen here (a `KeyWatcher`). Does not wait for the store: a server that is asked too early asks it
+        again later."""
+        trace_id = trace_id_of(token)
+        self._note(trace_id, claims)
+        if issued and self._shared and self.known(trace_id) is not None:
+            task = asyncio.create_task(self._keep(trace_id, claims))
+            self._writing.add(task)
+            task.add_done_callback(self._writing.discard)
+
+    async def _keep(self, trace_id: str, claims: Claims) -> None:
+        kept: Json = [claims.rollout, claims.attempt, claims.expires_at]
+        try:
+            await self._store.put_state(TRACES_RUN, trace_id, kept, once=None)  # whoever writes it, it is the same
+        except StoreError as error:
+            log.warning("other servers will not know the trace of %s: %s", claims.rollout, error)
+
+    def known(self, trace_id: str) -> Claims | None:
+        """Whose trace an id is; None unless this process has issued or seen a token of it that is still valid."""
+        claims = self._known.get(trace_id)
+        if claims is None or claims.expires_at <= time.time():
+            return None
+        self._known.move_to_end(trace_id)
+        return claims
+
+    def _note(self, trace_id: str, claims: Claims) -> None:
+        # Without the sampling, which is a mapping for each: thousands are remembered.
+        self._known[trace_id] = Claims(claims.rollout, claims.attempt, claims.expires_at)
+        self._known.move_to_end(trace_id)
+        now = time.time()
+        while self._known and (len(self._known) > TRACES or next(iter(self._known.values())).expires_at <= now):
+            self._known.popitem(last=False)
+
+    async def find(self, trace_ids: Iterable[str]) -> dict[str, Claims]:
+        """The attempts of those ids that belong to one whose key has not expired. Raises `StoreError`."""
+        found: dict[str, Claims] = {}
+        for trace_id in set(trace_ids):
+            claims = self.known(trace_id) or await self._ask(trace_id)
+            if claims is not None:
+                found[trace_id] = claims
+        return found
+
+    async def _ask(self, trace_id: str) -> Claims | None:
+        if not self._shared or self._unknown.get(trace_id, 0.0) > time.monotonic():
+            return None
+        kept = await self._store.get_state(TRACES_RUN, trace_id)
+        if kept is None:
+            self._unknown[trace_id] = time.monotonic() + UNKNOWN_SECONDS
+            if len(self._unknown) > UNKNOWN_IDS:
+                self._unknown.popitem(last=False)
+            return None
+        rollout, attempt, expires_at = cast("tuple[str, int, float]", kept)
+        self._note(trace_id, Claims(rollout, attempt, expires_at))
+        return self.known(trace_id)
+
+    async def close(self) -> None:
+        """Wait for what is being written."""
+        await asyncio.gather(*self._writing, return_exceptions=True)
