@@ -171,6 +171,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByWhatIsShared(config, log)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _look_for_plugins_first() -> None:
+    """The process's plugins are found before a test changes the environment or installs one, which is looked for once."""
+    _look_for_plugins()
+
+
+def _look_for_plugins() -> None:
+    plugins().plugins()
+
+
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Install a distribution that exists for one test: `install("name", {"plugin": "module"}, {"module": source})`.
@@ -206,6 +216,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     yield install
     if any(info.target.partition(".")[0] in made for info in plugins().plugins()):
         plugins.cache_clear()  # the process has looked for its plugins meanwhile, and would keep the test's
+        _look_for_plugins()
     for module in [module for module in sys.modules if module.partition(".")[0] in made]:
         del sys.modules[module]
 
