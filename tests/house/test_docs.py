@@ -153,7 +153,12 @@ def public_modules() -> Iterator[str]:
     yield from (f"| {group} | {' '.join(f'`{module}`' for module in found)} |" for group, found in PUBLIC.items())
 
 
+def stage_to_copy() -> Iterator[str]:
+    yield f"```python\n{(ROOT / 'examples/third_party_stage/lightning_tag/__init__.py').read_text().rstrip()}\n```"
+
+
 SECTIONS = {
+    "call-stages.md": stage_to_copy,
     "modules.md": module_lines,
     "api.md": names,
     "hooks.md": hook_list,

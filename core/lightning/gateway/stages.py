@@ -29,8 +29,8 @@ from lightning.types import Transition
 log = logging.getLogger(__name__)
 
 API: Final = 1
-"""The number of this file's contract. It is raised when a stage that was written for it would not do any more what it did;
-stages for the number before are taken for one more release, with a warning."""
+"""The number of this file's contract. A minor release raises it when a stage that was written for it would not do any more what
+it did, and the change log says what to change in a stage."""
 FAILED: Final = "stage_failed"
 """The code of the refusal of a call on which a stage failed."""
 POINTS: Final = ("admitted", "sending", "settled", "kept")
