@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from lightning.errors import ConflictError, StaleAttemptError
 from lightning.gateway.dialects import Capture, Choice, Plan
 from lightning.gateway.exchanges import Asked, Exchanges, PackedExchange, Shown
+from lightning.gateway.history import CONVERSATION, pack
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
 from lightning.gateway.policy import LiveCall
@@ -35,6 +36,7 @@ from lightning.spans.attributes import (
     TOOL_NAME,
     UNKNOWN_TOOL,
 )
+from lightning.store.exchanges import TEXTS
 from lightning.store.protocol import Store
 from lightning.types import EXPIRED, UNSERVED, Caller, CallStatus, Conversation, Span, Transition, logprobs, token_ids
 
@@ -139,7 +141,7 @@ class Recorder:
         first = await ticket.counter.first() + ticket.offset
         built = build(ticket, first, plan, live, status, said)
         if packed is not None:
-            built[0] = replace(built[0], exchange=packed.stored)
+            built[0] = replace(built[0], extras={**built[0].extras, TEXTS: packed.stored})
         seq = await self._append(ticket, built)
         if packed is not None:
             self.exchanges.keep(attempt, seq, packed)
@@ -206,6 +208,7 @@ def build(
     capture = live.capture
     choices: Sequence[tuple[int, Choice]] = sorted(capture.choices.items()) or [(0, Choice())]
     empty = token_ids()
+    extras = {} if said is None else {CONVERSATION: pack(said)}
     ended_at = time.time()
     return [
         Transition(
@@ -226,7 +229,7 @@ def build(
             started_at=ticket.started_at,
             ended_at=ended_at,
             tool_calls=tuple(choice.tool_calls),
-            conversation=said,
+            extras=extras,
             error=capture.refused,
             max_tokens_asked=plan.max_tokens_asked,
             requested_model=plan.requested_model,
