@@ -96,7 +96,7 @@ async def test_pruning(store: RedisStore, url: str) -> None:
     after = await content(store)
     assert after["rollouts"] == before["rollouts"]
     for place, rollout in enumerate(before["rollouts"]):
-        for what in ("calls", "events", "spans"):
+        for what in ("calls", "events", "spans", "extras"):
             kept = before[what][place] if rollout.trained_at_step is not None else []
             assert after[what][place] == kept
     assert await keeper.weigh("run", ["run/0/1", "nobody"]) == [Weight(), Weight()]
