@@ -129,7 +129,7 @@ async def packed_bytes(file: Path, names: list[str]) -> int:
     for name in names:
         calls = await store.transitions(name)
         assert all(exchange is None or exchange.reply for exchange in exchanges.read(calls))
-        total += sum(len(call.exchange or b"") for call in calls)
+        total += sum(len(exchanges.packed_in(call) or b"") for call in calls)
     await store.close()
     return total
 

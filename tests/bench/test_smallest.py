@@ -39,8 +39,12 @@ class Size:
 
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:
-    """A benchmark silences the log of its process and leaves pipes to its end: the process is not its own here."""
+    """A benchmark silences the log of its process, changes its environment and leaves pipes to its end: the process is not its
+    own here."""
+    before = dict(os.environ)
     yield
+    os.environ.clear()
+    os.environ.update(before)
     logging.disable(logging.NOTSET)
     gc.collect()
 

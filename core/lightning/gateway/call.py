@@ -17,7 +17,7 @@ from lightning.gateway.http import Body, Header
 from lightning.gateway.identity import Claims
 from lightning.gateway.policy import LiveCall, Policy
 from lightning.gateway.recorder import Ticket
-from lightning.types import Caller, CallStatus, Conversation
+from lightning.types import Caller, CallStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,6 @@ class Call:
     withheld: str = ""
     readers: list[Callable[[Body], None]] = field(default_factory=list)
     extras: dict[str, bytes] = field(default_factory=dict)
-    conversation: Conversation | None = None
     started: bool = False
     stopped_by: str = ""
     _sent: Sent | None = None

@@ -24,7 +24,7 @@ from lightning.gateway.http import Body, write_object
 from lightning.gateway.redaction import has_many_texts, may_be_redacted, redacted_json
 from lightning.gateway.stages import CallStage
 from lightning.store import exchanges
-from lightning.store.exchanges import NOBODY, WHOLE, Flag, Piece, Said
+from lightning.store.exchanges import NOBODY, TEXTS, WHOLE, Flag, Piece, Said
 from lightning.types import CallStatus, Transition
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TEXTS = "texts"
-"""The name of the stage, under which the store has what it keeps."""
 MOST_BYTES = 64 << 20
 MOST_BODIES = 4
 """Requests of an attempt that a later one may be told against: those of agents that take turns."""

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 from weakref import WeakKeyDictionary
 
 from lightning.errors import StoreError
@@ -25,6 +25,7 @@ from lightning.gateway.http import Body, RefusalError, read_object, write_object
 from lightning.gateway.redaction import storable
 from lightning.gateway.stages import CallStage
 from lightning.memory_budget import compact
+from lightning.store.json_text import as_list, dump
 from lightning.store.protocol import Store
 from lightning.types import CallStatus, Conversation, Transition
 
@@ -45,8 +46,29 @@ MANY_MESSAGES = 1000
 LONGEST_STORED = 1 << 20
 """Bytes of text that a response may add to a stored conversation: looking through more takes seconds of CPU time."""
 
+CONVERSATION: Final = "conversation"
+"""The extra of a call that has what its response adds to a conversation."""
+
 Attempt = tuple[str, int]
 """Rollout and number."""
+
+
+def pack(said: Conversation) -> bytes:
+    """What a response adds to its conversation, as it is stored."""
+    return dump([said.after, said.kept, *said.messages], "a conversation").encode()
+
+
+def conversation_in(call: Transition) -> Conversation | None:
+    """What a call's response adds to its conversation; None where that is not stored. Raises `StoreError` for what `pack` has
+    not written."""
+    packed = call.extras.get(CONVERSATION)
+    if packed is None:
+        return None
+    what = f"the conversation of transition {call.key}"
+    after, kept, *messages = [*as_list(packed.decode(errors="replace"), what), None, None]
+    if not isinstance(after, str) or not isinstance(kept, int):
+        raise StoreError(f"{what} is corrupt in the database. Restore the database from a backup")
+    return Conversation(tuple(messages[:-2]), after, kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +169,12 @@ class History:
             self._attempts.move_to_end(attempt)
             return said
         try:
-            calls = await self._store.transitions(*attempt)
+            said = put_together(await self._store.transitions(*attempt), response)
         except StoreError as error:
             message = (
                 f"The store does not say what was said before response {response!r}: {error}. Send the call again."
             )
             raise RefusalError(503, "store_failed", message) from error
-        said = put_together(calls, response)
         if said is None:
             message = (
                 f"Response {response!r} is not known: it was not made by this attempt, had 'store': false, or its conversation "
@@ -226,7 +247,8 @@ class HistoryStage(CallStage):
         said = well_shaped(call.translator.conversation) if call.translator is not None and is_answered else None
         if said is not None:
             self._entries[call] = entry = await self._history.entry(call.attempt, call.capture.id, said)
-            call.conversation = entry.stored
+            if entry.stored is not None:
+                call.extras[CONVERSATION] = pack(entry.stored)
 
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
         """Later requests may go on with it."""
@@ -246,10 +268,11 @@ def put_together(calls: Sequence[Transition], response: str) -> list[Body] | Non
     """The conversation of a response, from what it and those before it have added; None when one of them is not stored."""
     if not response:
         return None
-    stored = {call.id: call.conversation for call in calls}
+    stored = {call.id: call for call in calls}
     chain: list[Conversation] = []
     while response:
-        added = stored.pop(response, None)
+        call = stored.pop(response, None)
+        added = None if call is None else conversation_in(call)
         if added is None:
             return None
         chain.append(added)

@@ -20,10 +20,11 @@ from typing import ClassVar, Final, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lightning.errors import GatewayError, StoreError
+from lightning.errors import DataError, GatewayError, StoreError
 from lightning.gateway.call import Answer, Call, Request
 from lightning.gateway.http import Body, ClientGoneError, RefusalError, UpstreamError
 from lightning.gateway.recorder import refuse_unstored
+from lightning.store import extras
 from lightning.types import Transition
 
 log = logging.getLogger(__name__)
@@ -134,6 +135,13 @@ class Line:
         """See `CallStage.settled`."""
         for name, method in self._settled:
             await _asked(name, "settled", call, method(call, answer))
+        for name, kept in [*call.extras.items()]:
+            try:
+                extras.check(name, kept, f"the extras of call {call.capture.id}")
+            except DataError as error:
+                call.stopped_by = name
+                del call.extras[name]
+                raise RefusalError(500, FAILED, why_failed(name, "settled", error)) from error
 
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
         """See `CallStage.kept`."""

@@ -8,6 +8,7 @@ What is added while it reads may be there or not; a rollout that is there is so 
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,9 +16,10 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, TypeAlias, get_args
 
 from lightning.errors import ParentGoneError, StoreError
+from lightning.gateway.history import CONVERSATION, conversation_in
 from lightning.store import exchanges, rows
 from lightning.store.epochs import read_epochs
-from lightning.store.exchanges import Exchange, Parent, parents_of
+from lightning.store.exchanges import TEXTS, Exchange, Parent, packed_in, parents_of
 from lightning.store.pages import each_rollout, each_step
 from lightning.store.protocol import Store
 from lightning.types import (
@@ -108,7 +110,7 @@ async def _transitions(store: Store, run: Run, scope: ExportScope) -> AsyncItera
         for (rollout, attempt), calls, parent in zip(some, read, parents, strict=True):
             found, why = _exchanges(calls, parent)
             for call, exchange in zip(calls, found, strict=True):
-                unreadable = why if call.exchange is not None else ""
+                unreadable = "" if packed_in(call) is None else why
                 yield {**_of_attempt(run, rollout, attempt), **_transition(call, exchange, unreadable)}
 
 
@@ -133,12 +135,18 @@ def _transition(call: Transition, exchange: Exchange | None, unreadable: str) ->
         "too_large": said.too_large,
         "unreadable": unreadable,
         **_caller(call.caller),
-        "conversation": _conversation(call.conversation),
-        "versions": [{"start": part.start, "version": part.version} for part in call.versions],
+        "conversation": _conversation(conversation_in(call)),
+        "versions": [{"start": part.start, "version": part.version, "policy": part.policy} for part in call.versions],
+        "extras": _extras(call.extras),
         "prompt_ids": call.prompt_ids,
         "response_ids": call.response_ids,
         "logprobs": call.logprobs,
     }
+
+
+def _extras(extras: Mapping[str, bytes]) -> Json:
+    """What plugins keep, as base64, but for what has columns of its own."""
+    return {name: b64encode(kept).decode() for name, kept in extras.items() if name not in (TEXTS, CONVERSATION)}
 
 
 def _conversation(said: Conversation | None) -> Json:
@@ -188,6 +196,13 @@ async def _step_states(store: Store, run: Run, scope: ExportScope) -> AsyncItera
             yield {**_of_attempt(run, rollout, attempt), "place": place, **told}
 
 
+async def _outcome_extras(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
+    async for rollout, attempt in _attempts(store, run, scope):
+        (ended,) = await store.attempts_of([(rollout.id, attempt)])
+        for name, kept in sorted(ended.extras.items()):
+            yield {**_of_attempt(run, rollout, attempt), "plugin": name, "bytes": b64encode(kept).decode()}
+
+
 async def _spans(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
     async for rollout, attempt in _attempts(store, run, scope):
         for span in await store.spans(rollout.id, attempt):
@@ -200,6 +215,7 @@ async def _steps(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Re
             "run": run.id,
             **_plain(record, _STEP),
             "rollouts": [{"rollout": name, "attempt": attempt} for name, attempt in record.rollouts],
+            "extras": _extras(record.extras),
         }
 
 
@@ -280,9 +296,9 @@ def _plain_value(value: Any) -> Cell:
 
 
 _ROLLOUT: Final = _kinds(rows.ROLLOUTS, "id", "run", "task")
-_CALL: Final = _kinds(rows.CALLS, "caller", "versions", "conversation", "exchange")
+_CALL: Final = _kinds(rows.CALLS, "caller", "versions", "extras")
 _SPAN: Final = _kinds(rows.SPANS)
-_STEP: Final = _kinds(rows.STEPS, "run", "rollouts")
+_STEP: Final = _kinds(rows.STEPS, "run", "rollouts", "extras")
 _T, _I, _N, _J = ColumnKind.TEXT, ColumnKind.INTEGER, ColumnKind.NUMBER, ColumnKind.JSON
 _ATTEMPT: Final = {"run": _T, "split": _T, "rollout": _T, "attempt": _I}
 _CALLER: Final = {"agent": _T, "path": ColumnKind.TEXTS, "caller_span": _T, "caller_parent": _T, "framework": _T}
@@ -316,6 +332,7 @@ TABLES: Final[Mapping[str, Table]] = MappingProxyType(
                 **_CALLER,
                 conversation=_J,
                 versions=_J,
+                extras=_J,
                 prompt_ids=ColumnKind.IDS,
                 response_ids=ColumnKind.IDS,
                 logprobs=ColumnKind.LOGPROBS,
@@ -343,8 +360,9 @@ TABLES: Final[Mapping[str, Table]] = MappingProxyType(
         ),
         "step_rewards": Table(_columns(**_ATTEMPT, place=_I, name=_T, value=_N, response_id=_T, at=_N), _step_rewards),
         "step_states": Table(_columns(**_ATTEMPT, place=_I, name=_T, values=_J, response_id=_T, at=_N), _step_states),
+        "outcome_extras": Table(_columns(**_ATTEMPT, plugin=_T, bytes=_T), _outcome_extras),
         "spans": Table(_columns(**_ATTEMPT, **_SPAN), _spans),
-        "steps": Table(_columns(run=_T, **_STEP, rollouts=_J), _steps),
+        "steps": Table(_columns(run=_T, **_STEP, rollouts=_J, extras=_J), _steps),
         "metrics": Table(_columns(run=_T, step=_I, name=_T, value=_N, at=_N), _metrics),
     }
 )

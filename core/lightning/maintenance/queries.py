@@ -37,7 +37,7 @@ BUSY: Final = "SELECT DISTINCT run FROM rollouts WHERE status = 'running' AND le
 
 _MEMBERS: Final = "(SELECT n FROM rollouts WHERE run = ? AND group_id = ?)"
 WEIGH_CALLS: Final = (
-    "SELECT count(*), coalesce(sum(length(tokens) + length(conversation) + coalesce(length(exchange), 0)), 0) FROM transitions "  # noqa: S608
+    "SELECT count(*), coalesce(sum(length(tokens) + coalesce(length(extras), 0)), 0) FROM transitions "  # noqa: S608
     f"WHERE rollout IN {_MEMBERS}"
 )
 WEIGH_SPANS: Final = f"SELECT count(*) FROM spans WHERE rollout IN {_MEMBERS}"  # noqa: S608
@@ -48,7 +48,7 @@ FORGET_CALLS: Final = (
     f"DELETE FROM transitions WHERE rollout IN {_MEMBERS}",  # noqa: S608
     f"DELETE FROM spans WHERE rollout IN {_MEMBERS}",  # noqa: S608
     (
-        "UPDATE attempts SET tool_events = '[]', step_rewards = '[]', step_states = '[]', labels = '{}' "
+        "UPDATE attempts SET tool_events = '[]', step_rewards = '[]', step_states = '[]', labels = '{}', extras = NULL "
         "WHERE rollout IN (SELECT id FROM rollouts WHERE run = ? AND group_id = ?)"
     ),
 )

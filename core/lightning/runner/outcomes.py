@@ -119,7 +119,8 @@ def encode_outcome(outcome: Outcome, unheld: Sequence[str] = ()) -> bytes:
     """An outcome as JSON of at most `LONGEST_REPLY` bytes and `MOST_VALUES` values. Text that is not Unicode is made so.
 
     `unheld` are the tools that ran past their limits, as `unheld_in` reads them. What JSON cannot say, or what is too long, is
-    left out: tool arguments first, then every report; never the reward.
+    left out: tool arguments first, then every report; never the reward. Extras do not travel: an agent's process speaks for no
+    plugin.
     """
     silent = Outcome(reward=outcome.reward, fault=outcome.fault, error=outcome.error, seconds=outcome.seconds)
     for candidate in (outcome, without_arguments(outcome), replace(silent, rewards=outcome.rewards)):

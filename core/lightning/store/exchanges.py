@@ -31,6 +31,8 @@ from lightning.memory_budget import compact
 from lightning.store.protocol import Store
 from lightning.types import Json, Rollout, ToolEvent, Transition
 
+TEXTS: Final = "texts"
+"""The extra of a call that its exchange is."""
 VERSION: Final = 1
 LEVEL: Final = 1
 LARGEST: Final = 4 << 20
@@ -235,14 +237,20 @@ def shared(one: bytes, other: bytes) -> int:
     return low
 
 
+def packed_in(call: Transition) -> bytes | None:
+    """The packed exchange of a call; None where none is recorded."""
+    return call.extras.get(TEXTS)
+
+
 def flags_of(call: Transition) -> Flag:
     """The flags of a call's exchange; none where it is not recorded. Does not unpack it."""
-    return Flag(call.exchange[1]) if call.exchange is not None and len(call.exchange) >= _HEAD.size else WHOLE
+    packed = packed_in(call)
+    return Flag(packed[1]) if packed is not None and len(packed) >= _HEAD.size else WHOLE
 
 
 def why_not_replayable(calls: Sequence[Transition], tool_events: Sequence[ToolEvent]) -> str:
     """Why an attempt cannot be run again from its record, in words; empty where it can. Does not unpack it."""
-    if any(call.exchange is None for call in calls if call.status.answered and call.choice == 0):
+    if any(packed_in(call) is None for call in calls if call.status.answered and call.choice == 0):
         return "requests were not recorded: gateway.record_requests was false"
     flags = WHOLE
     for call in calls:
@@ -300,12 +308,12 @@ class _Reader:
     def __init__(self, calls: Sequence[Transition], parent: Parent | None) -> None:
         self._calls, self._parent = calls, parent
         self._above = _Reader(parent.calls, None) if parent is not None else None
-        self._packed = {call.seq: call for call in calls if call.exchange is not None}
+        self._packed = {call.seq: call for call in calls if packed_in(call) is not None}
         self._found: dict[int, _Unpacked] = {}
 
     def exchange(self, call: Transition) -> Exchange | None:
         """The exchange of a call; None without one."""
-        if call.exchange is None:
+        if packed_in(call) is None:
             return None
         with _corrupt(call):
             path, status, flags, said = self._unpacked(call.seq)
@@ -335,7 +343,7 @@ class _Reader:
         return self._found[seq]
 
     def _unpack(self, call: Transition) -> _Unpacked:
-        packed = call.exchange
+        packed = packed_in(call)
         assert packed is not None, "asked of calls that have one"
         version, number, before = _HEAD.unpack_from(packed)
         if version != VERSION:
@@ -368,14 +376,14 @@ class _Reader:
                 "only a backup from before that has them"
             )
         there = next((each for each in calls if each.seq == seq), None)
-        if there is not None and there.exchange is None and there.status.answered and not there.choice:
+        if there is not None and packed_in(there) is None and there.status.answered and not there.choice:
             raise ParentGoneError(
                 f"{told} {name}, of which no request is recorded now: {name} was removed and made again with "
                 f"gateway.record_requests = false. {_LOST}. For texts that can be read, record requests and branch again"
             )
         if (
             there is None
-            or there.exchange is None
+            or packed_in(there) is None
             or any(map(_is_of_branch, calls))
             or self._above.said(seq).check != check
         ):

@@ -1,4 +1,4 @@
-"""JSON text for what is nested inside a noun, and back: callers, tool events, step rewards and states, labels, conversations.
+"""JSON text for what is nested inside a noun, and back: callers, tool events, step rewards and states, labels.
 
 The invariant: what is read back equals what was written (tuples of JSON become lists), and text survives whatever an agent put
 into it, because it is escaped to ASCII.
@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from lightning.errors import DataError, StoreError
-from lightning.types import Caller, Conversation, Json, StepReward, StepState, ToolEvent, VersionRun
+from lightning.types import POLICY, Caller, Json, StepReward, StepState, ToolEvent, VersionRun
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -164,26 +164,13 @@ def labels_from_text(text: str) -> dict[str, Caller]:
 
 @lru_cache(maxsize=256)
 def versions_to_text(versions: tuple[VersionRun, ...]) -> str:
-    """Which policy version sampled from which response token on."""
-    return dump([[v.start, v.version] for v in versions], "a policy version")
+    """Which version of which policy sampled from which response token on. The name `POLICY` is left out: most have it."""
+    return dump(
+        [[v.start, v.version, *([] if v.policy == POLICY else [v.policy])] for v in versions], "a policy version"
+    )
 
 
 @lru_cache(maxsize=256)
 def versions_from_text(text: str) -> tuple[VersionRun, ...]:
     """What `versions_to_text` wrote."""
     return tuple(VersionRun(*row) for row in as_list(text, "the policy versions of a transition"))
-
-
-def conversation_to_text(conversation: Conversation | None) -> str:
-    """What a response adds to its conversation; empty for None, so that calls of other APIs take no place."""
-    if conversation is None:
-        return ""
-    return dump([conversation.after, conversation.kept, *conversation.messages], "a conversation")
-
-
-def conversation_from_text(text: str) -> Conversation | None:
-    """What `conversation_to_text` wrote."""
-    if not text:
-        return None
-    after, kept, *messages = as_list(text, "the conversation of a transition")
-    return Conversation(tuple(messages), after, kept)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from lightning.types import (
@@ -89,6 +89,7 @@ class Attempt:
     tool_events: tuple[ToolEvent, ...] = ()
     step_rewards: tuple[StepReward, ...] = ()
     step_states: tuple[StepState, ...] = ()
+    extras: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +185,13 @@ class Store(Protocol):
         """Prolong a lease. Raises `StaleAttemptError` when the attempt was superseded or has ended."""
 
     async def complete(self, rollout: str, attempt: int, outcome: Outcome, *, spend: bool = True) -> Rollout:
-        """End an attempt, with its tool events, step rewards and labels, atomically.
+        """End an attempt, with its tool events, step rewards, labels and extras, atomically.
 
         A reward makes the rollout succeeded. `Fault.INFRASTRUCTURE` makes it pending again while attempts are left, without
         `spend` also when none is: the attempt is then given back as by `release`, up to `rules.EXCUSED` times. Other faults
         make it failed. Repeating the same call returns the same rollout; a different outcome for an ended
-        attempt, or a superseded attempt, raises `StaleAttemptError`. A NaN or infinite reward raises `DataError`.
+        attempt, or a superseded attempt, raises `StaleAttemptError`. A NaN or infinite reward raises `DataError`, and so do
+        extras that `lightning.store.extras` refuses.
 
         `outcome.labels` become the callers of the attempt's transitions with these ids; an id that none has is ignored.
         """
@@ -208,7 +210,7 @@ class Store(Protocol):
         The same key with the same content is a no-op; with different content `ConflictError`. The caller of a call that
         was labelled since is not part of its content. A call that was answered and comes again as aborted, the same
         otherwise, is aborted from then on: its answer did not arrive. An attempt that was superseded or has ended raises
-        `StaleAttemptError`; an unknown rollout raises `StoreError`.
+        `StaleAttemptError`; an unknown rollout raises `StoreError`, extras that `lightning.store.extras` refuses `DataError`.
         """
 
     async def next_seq(self, rollout: str, attempt: int) -> int:
@@ -244,14 +246,15 @@ class Store(Protocol):
 
         Raises `ConflictError` when the step exists with another digest, or one of the rollouts was trained already by another
         step and its reuse is not declared, or in more steps than that allows (`rollout_state.reuse_of`);
-        `StaleAttemptError` when a rollout's succeeded attempt is not the one named. Repeating is a no-op.
+        `StaleAttemptError` when a rollout's succeeded attempt is not the one named, `DataError` for extras that
+        `lightning.store.extras` refuses. Repeating is a no-op.
         """
 
     async def steps(
         self, run: str, *, after: int = -1, limit: int | None = None, brief: bool = False
     ) -> list[StepRecord]:
         """Committed steps in order: at most `limit` of those with a larger number than `after`. If `brief`, each without
-        `rollouts`, `digests` and `groups`, which are most of a step: 40 KB of 512 rollouts.
+        `rollouts`, `digests`, `groups` and `extras`, which are most of a step: 40 KB of 512 rollouts.
 
         Raises `DataError` for a limit below 1.
         """

@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
-from lightning.store import codec
+from lightning.store import codec, extras
 from lightning.store.json_text import (
     caller_to_json,
-    conversation_to_text,
     dump,
     finite,
     labels_to_text,
@@ -124,6 +123,7 @@ class Ending:
     step_rewards: str
     labels: str
     step_states: str
+    extras: bytes | None
     digest: str
 
 
@@ -139,7 +139,8 @@ class Position:
 
 
 def ending(rollout: str, outcome: Outcome) -> Ending:
-    """Check an outcome. Raises `DataError` unless exactly one of reward and fault is set and every number is finite."""
+    """Check an outcome. Raises `DataError` unless exactly one of reward and fault is set and every number is finite, and
+    for extras that are refused."""
     if (outcome.reward is None) == (outcome.fault is None):
         raise DataError(f"the outcome of rollout {rollout!r} must have a reward or a fault, not both and not neither")
     reward = None if outcome.reward is None else finite(outcome.reward, f"the reward of rollout {rollout!r}")
@@ -158,7 +159,9 @@ def ending(rollout: str, outcome: Outcome) -> Ending:
         labels_to_text(outcome.labels),
         step_states_to_text(outcome.step_states),
     )
-    return Ending(*values, digest=hashlib.sha256(json.dumps(values).encode()).hexdigest())
+    packed = extras.pack(outcome.extras, f"the extras of the outcome of rollout {rollout!r}")
+    text = json.dumps([*values, extras.digest(packed)])
+    return Ending(*values, packed, digest=hashlib.sha256(text.encode()).hexdigest())
 
 
 def after(position: Position, end: Ending) -> Status:
@@ -283,7 +286,7 @@ def transition_digest(transition: Transition, content: bytes) -> bytes:
 
     Two transitions are the same for the store if and only if these agree.
     """
-    exchange = transition.exchange
+    packed = extras.pack(transition.extras, f"the extras of transition {transition.key}")
     text = dump(
         [
             transition.rollout,
@@ -300,11 +303,10 @@ def transition_digest(transition: Transition, content: bytes) -> bytes:
             float(transition.started_at),
             float(transition.ended_at),
             list(transition.tool_calls),
-            conversation_to_text(transition.conversation),
             transition.error,
             transition.max_tokens_asked,
             transition.requested_model,
-            None if exchange is None else hashlib.blake2b(exchange, digest_size=codec.DIGEST_BYTES).hexdigest(),
+            extras.digest(packed),
         ],
     )
     return hashlib.blake2b(text.encode() + content, digest_size=codec.DIGEST_BYTES).digest()

@@ -16,13 +16,12 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, Generic, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning.errors import DataError, StoreError
+from lightning.store import extras
 from lightning.store.json_text import (
     as_list,
     as_mapping,
     caller_from_text,
     caller_to_json,
-    conversation_from_text,
-    conversation_to_text,
     dump,
     finite,
     load,
@@ -91,6 +90,8 @@ def _form(kind: Any) -> Form:
         if isinstance(some, type) and issubclass(some, StrEnum):  # text columns are never NULL
             return Form(lambda value, _: "" if value is None else value.value, lambda v, _: some(v) if v else None)
         return _optional(_form(some))
+    if origin is Mapping and arguments[1] is bytes:
+        return Form(extras.pack, extras.unpack)
     if origin is Mapping or (isinstance(origin, type) and issubclass(origin, Mapping)):
         return Form(lambda value, what: dump(dict(value), what), as_mapping)
     if origin is tuple and arguments[0] is str:
@@ -223,7 +224,6 @@ CALLS: Final = Columns(
     forms={
         "caller": Form(lambda caller, _: dump(caller_to_json(caller)), lambda text, _: caller_from_text(text)),
         "versions": Form(lambda parts, _: versions_to_text(parts), lambda text, _: versions_from_text(text)),
-        "conversation": Form(lambda said, _: conversation_to_text(said), lambda text, _: conversation_from_text(text)),
     },
     words={"tool_calls": "a tool call", "started_at": "started_at", "ended_at": "ended_at"},
 )
@@ -238,7 +238,7 @@ SPANS: Final = Columns(
 STEPS: Final = Columns(
     StepRecord,
     "step {_.step} of run {_.run!r}",
-    last=("at",),
+    last=("extras", "at"),
     named={"groups": "group_ids"},
     forms={
         "rollouts": Form(
@@ -265,14 +265,22 @@ def transition_from_row(
     )
 
 
-def attempt_of(rollout: str, attempt: int, events: str = "[]", rewards: str = "[]", states: str = "[]") -> Attempt:
-    """What an attempt was completed with, from its texts; nothing without them."""
+def attempt_of(
+    rollout: str,
+    attempt: int,
+    events: str = "[]",
+    rewards: str = "[]",
+    states: str = "[]",
+    packed: bytes | None = None,
+) -> Attempt:
+    """What an attempt was completed with, from its texts and its packed extras; nothing without them."""
     return Attempt(
         rollout,
         attempt,
         tuple(tool_events_from_text(events)),
         tuple(step_rewards_from_text(rewards)),
         tuple(step_states_from_text(states)),
+        extras.unpack(packed, f"the extras of attempt {attempt} of rollout {rollout!r}"),
     )
 
 

@@ -106,11 +106,11 @@ CLOSE_ATTEMPT: Final = "UPDATE attempts SET ended_at = ?, ending = ? WHERE rollo
 """For attempts that ended without an outcome of their own: `expired` or `released`."""
 END_ATTEMPT: Final = (
     "UPDATE attempts SET ended_at = ?, ending = ?, outcome_digest = ?, tool_events = ?, step_rewards = ?, labels = ?, "
-    "step_states = ? WHERE rollout = ? AND attempt = ?"
+    "step_states = ?, extras = ? WHERE rollout = ? AND attempt = ?"
 )
 SELECT_OUTCOME_DIGEST: Final = "SELECT outcome_digest FROM attempts WHERE rollout = ? AND attempt = ?"
 SELECT_ATTEMPTS: Final = (
-    "SELECT rollout, attempt, tool_events, step_rewards, step_states FROM attempts WHERE rollout IN "
+    "SELECT rollout, attempt, tool_events, step_rewards, step_states, extras FROM attempts WHERE rollout IN "
 )
 """Followed by `places`."""
 SELECT_LABELS: Final = "SELECT labels FROM attempts WHERE rollout = ? AND attempt = ?"
@@ -166,11 +166,11 @@ SELECT_SPANS: Final = f"SELECT {SPAN_COLUMNS} FROM spans WHERE rollout = ? AND a
 STEP_COLUMNS: Final = rows.STEPS.names()
 INSERT_STEP: Final = insert("steps", STEP_COLUMNS)
 SELECT_STEP_DIGEST: Final = "SELECT digest FROM steps WHERE run = ? AND step = ?"
+_UNBRIEF: Final = {"rollouts": "'[]'", "digests": "'[]'", "groups": "'[]'", "extras": "NULL"}
 BRIEF_STEP_COLUMNS: Final = ", ".join(
-    "'[]'" if field in ("rollouts", "digests", "groups") else column
-    for field, column in zip(rows.STEPS.fields, rows.STEPS.columns, strict=True)
+    _UNBRIEF.get(field, column) for field, column in zip(rows.STEPS.fields, rows.STEPS.columns, strict=True)
 )
-"""Without the names of what was trained."""
+"""Without the names of what was trained, and without what plugins keep."""
 SELECT_LAST_STEP: Final = f"SELECT {STEP_COLUMNS} FROM steps WHERE run = ? ORDER BY step DESC LIMIT 1"  # noqa: S608
 SELECT_TRAINED: Final = "SELECT rollouts FROM steps WHERE run = ? AND step >= ?"
 SELECT_TRAINABLE: Final = "SELECT id, run, status, fault, attempt, trained_at_step FROM rollouts WHERE id IN "

@@ -16,7 +16,7 @@ from typing import Final
 
 from lightning.instrument.frameworks import framework_without_adapter
 from lightning.runner.attempt_completion import UNCALLED
-from lightning.store.exchanges import why_not_replayable
+from lightning.store.exchanges import packed_in, why_not_replayable
 from lightning.trainer.course_rules import COURSE_RULES
 from lightning.trainer.diagnosis import Attempted, Course, Diagnosis, Evidence
 from lightning.trainer.shared_memory import shared_answers
@@ -264,7 +264,7 @@ def names_of(callers: Iterable[Caller | str]) -> str:
 
 def not_replayable(evidence: Evidence) -> Iterator[Diagnosis]:
     """Attempts that cannot be run again from their record, by the reason; not where nobody wants requests recorded."""
-    recorded = [each for each in evidence.attempts if any(call.exchange is not None for call in each.calls)]
+    recorded = [each for each in evidence.attempts if any(packed_in(call) is not None for call in each.calls)]
     reasons = Counter(why_not_replayable(attempt.calls, attempt.tool_events) for attempt in recorded)
     for reason, count in sorted(reasons.items()):
         if reason:

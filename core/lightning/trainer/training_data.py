@@ -184,6 +184,7 @@ def rollout_digest(trajectory: Trajectory) -> str:
         digest.update(struct.pack("<qqd??", call.seq, call.choice, call.temperature, call.constrained, trainable))
         for run in call.versions:
             digest.update(struct.pack("<qq", run.start, run.version))
+            _text(digest, run.policy)
         for values, kind in ((call.prompt_ids, "<i4"), (call.response_ids, "<i4"), (call.logprobs, "<f4")):
             digest.update(struct.pack("<q", len(values)))
             digest.update(np.asarray(values, dtype=kind).tobytes())

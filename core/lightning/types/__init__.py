@@ -17,6 +17,7 @@ from lightning.errors import DataError
 from lightning.types.recorded import (
     BRANCH_VOID,
     EXPIRED,
+    POLICY,
     TOO_LONG,
     UNSERVED,
     Caller,
@@ -36,6 +37,7 @@ __all__ = [
     "DEFAULT_PROJECT",
     "EXPIRED",
     "LLM",
+    "POLICY",
     "TOO_LONG",
     "UNSERVED",
     "CallStatus",
@@ -263,7 +265,8 @@ class Lease:
 class Outcome:
     """How an attempt ended. Exactly one of `reward` (the reward function saw a result) and `fault` is set.
 
-    `labels` says who made which calls, by response id, as the agent said it with `lightning.label`.
+    `labels` says who made which calls, by response id, as the agent said it with `lightning.label`. `extras` are bytes of
+    plugins by the plugin's name.
     """
 
     reward: float | None = None
@@ -275,6 +278,7 @@ class Outcome:
     step_rewards: tuple[StepReward, ...] = ()
     labels: Mapping[str, Caller] = field(default_factory=dict)
     step_states: tuple[StepState, ...] = ()
+    extras: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,10 +319,11 @@ class StepRecord:
 
     `rollouts` are `(rollout id, attempt)` in training order, `digests` the SHA-256 of what each of them recorded (ids,
     logprobs, rewards, versions) in the same order, and `digest` covers the rows they became, with their advantages.
-    `policy_version` is the version of the weights this step produced. `groups` are all groups that the step looked at, in
-    order, those without a trained rollout included. `checkpoint` is the newest
+    `policy_version` is the version of the weights of `policy` that this step produced. `groups` are all groups that the step
+    looked at, in order, those without a trained rollout included. `checkpoint` is the newest
     training state that was on disk when the step was committed; empty: none was. `context` says how the step was computed
-    (`lightning.trainer.context`): by which weights it was sampled, under which settings, on what machine.
+    (`lightning.trainer.context`): by which weights it was sampled, under which settings, on what machine. `extras` are bytes of
+    plugins by the plugin's name.
     """
 
     run: str
@@ -332,3 +337,5 @@ class StepRecord:
     at: float = 0.0
     groups: tuple[str, ...] = ()
     context: Mapping[str, Json] = field(default_factory=dict)
+    policy: str = POLICY
+    extras: Mapping[str, bytes] = field(default_factory=dict)

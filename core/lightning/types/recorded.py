@@ -122,12 +122,17 @@ class StepReward:
     at: float = 0.0
 
 
+POLICY = "policy"
+"""The policy's name where there is only one."""
+
+
 @dataclass(frozen=True, slots=True)
 class VersionRun:
-    """From response token `start` on, the policy that sampled was version `version`."""
+    """From response token `start` on, version `version` of the policy with this name sampled."""
 
     start: int
     version: int
+    policy: str = POLICY
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +156,14 @@ class Transition:
     and has one more entry for each weight update that fell inside the call. `constrained` marks calls sampled under a
     grammar or other logit mask: their logprobs are not comparable with an unmasked forward pass. `tool_calls` are the ids
     under which the response called tools, in order, as the agent was given them: what says which call a tool ran for.
-    `conversation` is what `previous_response_id` may go on with; None for calls through other APIs, those with `store` false,
-    and those whose text may not be stored. `error` is what the agent was told of a call that was refused, whose `finish_reason`
-    is the error's code. `max_tokens_asked` is the limit of the answer that the agent asked for where there was less room: it
-    got the room that was left (else 0). `requested_model` is the model that the agent asked for. `exchange` is what the agent
-    sent and got, packed: `lightning.store.exchanges.read` reads it. None where it is not recorded (`gateway.record_requests`),
-    and for every choice of a call but its first.
+    `error` is what the agent was told of a call that was refused, whose `finish_reason` is the error's code. `max_tokens_asked`
+    is the limit of the answer that the agent asked for where there was less room: it got the room that was left (else 0).
+    `requested_model` is the model that the agent asked for. `extras` are bytes of plugins by the plugin's name.
+
+    The extra `texts` is what the agent sent and got: `lightning.store.exchanges.read` reads it. There is none where it is not
+    recorded (`gateway.record_requests`), and for every choice of a call but its first. `conversation` is what
+    `previous_response_id` may go on with: `lightning.gateway.history.conversation_in` reads it. There is none for calls through
+    other APIs, those with `store` false, and those whose text may not be stored.
     """
 
     rollout: str
@@ -176,11 +183,10 @@ class Transition:
     started_at: float = 0.0
     ended_at: float = 0.0
     tool_calls: tuple[str, ...] = ()
-    conversation: Conversation | None = None
     error: str = ""
     max_tokens_asked: int = 0
     requested_model: str = ""
-    exchange: bytes | None = None
+    extras: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, int, int]:

@@ -20,7 +20,7 @@ from lightning_redis.keys import encoded
 from lightning_redis.parents import CallKey, Known
 
 DIGEST_BYTES: Final = codec.DIGEST_BYTES
-EXCHANGE: Final = rows.CALLS.fields.index("exchange") - 1
+EXTRAS: Final = rows.CALLS.fields.index("extras") - 1
 """The column in whose place stands how many bytes of it precede the tokens."""
 _LENGTH: Final = struct.Struct("<I")
 
@@ -44,15 +44,15 @@ def pack(transition: Transition, parent: CallKey | None, digest: bytes, blob: by
     for part in (transition.seq, transition.choice, transition.id, transition.finish_reason):
         encoded(part, f"a part {what}")
     columns = list(rows.CALLS.values(transition, without=("seq",)))
-    exchange: bytes = columns[EXCHANGE] or b""  # type: ignore[assignment]  # what its noun says
-    columns[EXCHANGE] = None if columns[EXCHANGE] is None else len(exchange)
+    extras: bytes = columns[EXTRAS] or b""  # type: ignore[assignment]  # what its noun says
+    columns[EXTRAS] = len(extras)
     text = json_text.dump(
         [
             parent[2] if parent is not None and parent[:2] == transition.key[:2] else parent,
             *columns,
         ]
     ).encode()
-    return b"".join((digest, _LENGTH.pack(len(text)), text, exchange, blob))
+    return b"".join((digest, _LENGTH.pack(len(text)), text, extras, blob))
 
 
 def unpack(rollout: str, attempt: int, seq: bytes | int, value: bytes) -> Stored:
@@ -68,8 +68,8 @@ def unpack(rollout: str, attempt: int, seq: bytes | int, value: bytes) -> Stored
             above: CallKey | None = (rollout, attempt, parent)
         else:
             above = None if parent is None else (str(parent[0]), int(parent[1]), int(parent[2]))
-        blob = start + length + (columns[EXCHANGE] or 0)
-        columns[EXCHANGE] = None if columns[EXCHANGE] is None else value[start + length : blob]
+        blob = start + length + columns[EXTRAS]
+        columns[EXTRAS] = value[start + length : blob]
         return Stored(key, value[:DIGEST_BYTES], above, tuple(columns), value[blob:])
     except (ValueError, TypeError, LookupError, struct.error) as error:
         raise StoreError(f"its value makes no sense ({error})") from error

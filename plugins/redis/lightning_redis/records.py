@@ -6,6 +6,7 @@ with its first step. Of further ones, which have to declare it, its standing has
 
 from __future__ import annotations
 
+import base64
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -52,6 +53,18 @@ def stamped(value: bytes, what: str, numbers: int = 1) -> tuple[list[float], lis
     """The numbers before a list that was kept as JSON, and the list."""
     times, text = numbered(value, what, numbers)
     return times, listed(text, what)
+
+
+def extras_to_text(packed: rows.Value) -> str:
+    """Packed extras in JSON that scripts read and write; empty where there are none."""
+    return base64.b64encode(packed if isinstance(packed, bytes) else b"").decode()
+
+
+def _extras_from_text(text: object, what: str) -> bytes:
+    try:
+        return base64.b64decode(text if isinstance(text, str) else "?", validate=True)
+    except ValueError as error:
+        raise StoreError(f"{what} are corrupt in the database: {error}. Restore the database from a backup") from error
 
 
 # runs -----------------------------------------------------------------------------------------------------------
@@ -116,8 +129,10 @@ def _attempt(rollout: str, attempt: int, text: bytes | None) -> Attempt:
         return Attempt(rollout, attempt)
     found = json_text.load(text.decode(errors="replace"), f"an attempt of rollout {rollout!r}")
     names = ("tool_events", "step_rewards", "step_states")
-    texts = (str(found.get(name, "[]")) if isinstance(found, Mapping) else "" for name in names)
-    return rows.attempt_of(rollout, attempt, *texts)
+    events, rewards, states = (str(found.get(name, "[]")) if isinstance(found, Mapping) else "" for name in names)
+    extras = found.get("extras", "") if isinstance(found, Mapping) else ""
+    packed = _extras_from_text(extras, f"the extras of attempt {attempt} of rollout {rollout!r}")
+    return rows.attempt_of(rollout, attempt, events, rewards, states, packed)
 
 
 # steps ----------------------------------------------------------------------------------------------------------
@@ -125,10 +140,8 @@ def _attempt(rollout: str, attempt: int, text: bytes | None) -> Attempt:
 
 async def commit_step(link: Link, record: StepRecord) -> None:
     """See `Store.commit_step`. A record without a time of its own is committed now."""
-    text, reuse = (
-        json_text.dump(rows.STEPS.values(record, without=("run", "step", "at"))),
-        rollout_state.reuse_of(record),
-    )
+    *columns, extras = rows.STEPS.values(record, without=("run", "step", "at"))
+    text, reuse = json_text.dump([*columns, extras_to_text(extras)]), rollout_state.reuse_of(record)
     word, *rest = await link.run(
         lua_scripts.COMMIT,
         [link.keys("standing"), *(link.keys(name, record.run) for name in ("steps", "proofs", "changes"))],
@@ -173,7 +186,7 @@ async def steps(link: Link, run: str, after: int, limit: int | None, brief: bool
         some = asked[start : start + STEPS_AT_ONCE]
         (values,) = await link.reads.read((b"HMGET", link.keys("steps", run), *(b"%d" % step for step in some)))
         kept = [_step(run, step, value) for step, value in zip(some, values, strict=True) if value is not None]
-        found += [replace(step, rollouts=(), digests=(), groups=()) if brief else step for step in kept]
+        found += [replace(step, rollouts=(), digests=(), groups=(), extras={}) if brief else step for step in kept]
     return found
 
 
@@ -185,8 +198,10 @@ async def last_step(link: Link, run: str) -> StepRecord | None:
 
 
 def _step(run: str, step: int, value: bytes) -> StepRecord:
-    (at,), columns = stamped(value, f"step {step} of run {run!r}")
-    return rows.STEPS.read((run, step, *columns, at))
+    (at,), (*columns, extras) = stamped(value, f"step {step} of run {run!r}")
+    return rows.STEPS.read(
+        (run, step, *columns, _extras_from_text(extras, f"the extras of step {step} of run {run!r}"), at)
+    )
 
 
 # metrics and state ----------------------------------------------------------------------------------------------

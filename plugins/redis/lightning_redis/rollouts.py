@@ -20,6 +20,7 @@ from lightning_redis import lua_scripts
 from lightning_redis.connection import Reply
 from lightning_redis.keys import encoded
 from lightning_redis.loop_client import Link, done, unexpected
+from lightning_redis.records import extras_to_text
 from lightning_redis.rollout_codec import Home, columns_of, position_of, read_rollout, refuse, stand, uses_of
 
 LEASED_AT_ONCE: Final = 10_000
@@ -201,6 +202,7 @@ async def complete(link: Link, rollout: str, attempt: int, outcome: Outcome, spe
         *(rollout, attempt, end.digest, "" if end.reward is None else end.reward, end.rewards, end.fault, end.error),
         *(end.seconds, end.tool_events, end.step_rewards, end.labels, 0 if spend else rollout_state.EXCUSED),
         end.step_states,
+        extras_to_text(end.extras),
     )
     if word != "ok":
         raise _refused(word, rest, rollout, attempt)

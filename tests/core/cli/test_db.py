@@ -59,7 +59,9 @@ def test_each_command_refuses_a_database_of_another_schema(lightning: Command, t
     ):
         ran = lightning(*command)
         assert ran.code == 2, command
-        assert "lightning.db has schema 11, but this version of lightning works with schema 1 only:" in ran.err, command
+        assert (
+            f"lightning.db has schema 11, but this version of lightning works with schema {SCHEMA} only:" in ran.err
+        ), command
     assert path.read_bytes() == before
     path.write_bytes(b"")
     assert "is empty" in lightning("runs", "show", str(folder)).err

@@ -353,7 +353,7 @@ def test_responses_go_on_with_what_their_parent_was_answered() -> None:
 
 def stored(calls: Sequence[Transition]) -> int:
     """The bytes of what was said."""
-    return sum(len(call.exchange or b"") for call in calls)
+    return sum(len(exchanges.packed_in(call) or b"") for call in calls)
 
 
 def talk(turns: int, *names: str) -> Callable[[Task, LLM], float]:

@@ -19,6 +19,7 @@ from lightning.gateway.identity import Claims
 from lightning.gateway.replay.branches import Branches
 from lightning.gateway.routes import spoken
 from lightning.store import exchanges
+from lightning.store.exchanges import TEXTS
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus, Rollout, Task, Transition, logprobs, token_ids
 
@@ -151,7 +152,7 @@ async def test_a_long_conversation_is_told_in_what_each_turn_adds(house):
         messages.append(reply.json()["choices"][0]["message"])
     found = await exchanged(house, 6)
     assert [each.request for each in found] == sent
-    sizes = [len(call.exchange) for call in await house.transitions()]
+    sizes = [len(call.extras[TEXTS]) for call in await house.transitions()]
     assert max(sizes[1:]) < sizes[0] / 5
     assert max(sizes[1:]) < 1000
 
@@ -167,7 +168,7 @@ async def test_agents_that_take_turns_are_told_against_their_own_calls(house):
             await http.post("/chat/completions", json=sent[-1])
     found = await exchanged(house, 8)
     assert [each.request for each in found] == sent
-    assert max(len(call.exchange) for call in (await house.transitions())[2:]) < 1000
+    assert max(len(call.extras[TEXTS]) for call in (await house.transitions())[2:]) < 1000
 
 
 async def test_a_request_that_comes_again_is_told_against_the_last_of_its_kind():
@@ -290,7 +291,7 @@ async def test_an_error_in_plain_text_with_a_credential_is_stored_without_it(hou
     said = recorded.as_json(f"upstream said: Authorization: Bearer {SECRET}".encode())
     packed = await packer.pack(("r", 1), packer.asked("/chat", body, 10), recorded.Shown(502, said, has_ids=False))
     packer.close()
-    call = Transition("r", 1, 0, "c", token_ids(), token_ids(), logprobs(), exchange=packed.stored)
+    call = Transition("r", 1, 0, "c", token_ids(), token_ids(), logprobs(), extras={TEXTS: packed.stored})
     (found,) = exchanges.read([call])
     assert (found.status, found.redacted, found.request) == (502, True, body)
     assert found.reply.startswith("upstream said: Authorization: [redacted]")
@@ -304,7 +305,7 @@ async def test_what_cannot_be_packed_costs_no_call(house, monkeypatch, caplog):
     http = await house.http()
     assert (await http.post("/chat/completions", json=BODIES["chat/completions"])).status_code == 200
     (call,) = await house.recorded()
-    assert (call.status, call.exchange) == (CallStatus.OK, None)
+    assert (call.status, call.extras) == (CallStatus.OK, {})
     assert "are not recorded" in caplog.text
 
 
@@ -428,6 +429,6 @@ async def test_nothing_is_recorded_where_it_is_not_wanted(build):
     http = await house.http()
     await http.post("/chat/completions", json=BODIES["chat/completions"])
     (call,) = await house.recorded()
-    assert call.exchange is None
+    assert call.extras == {}
     assert len(call.response_ids) > 0
     assert exchanges.read([call]) == [None]

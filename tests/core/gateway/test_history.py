@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StoreError
 from lightning.gateway import Gateway, Upstream, history
-from lightning.gateway.history import Entry, History, Known, put_together
+from lightning.gateway.history import CONVERSATION, Entry, History, Known, conversation_in, pack, put_together
 from lightning.gateway.http import RefusalError, write_object
 from lightning.gateway.redaction import storable
 from lightning.store.memory import MemoryStore
@@ -30,6 +30,12 @@ HI = {"role": "user", "content": "hi there"}
 CALLS = [{"id": call.id, "type": "function", "function": {"name": "add", "arguments": call.arguments}} for call in TWO]
 RESULTS = [{"role": "tool", "content": "3", "tool_call_id": call.id} for call in TWO]
 EMPTY = token_ids(), token_ids(), logprobs()
+
+
+def extras_of(said: Conversation | None) -> dict[str, bytes]:
+    return {} if said is None else {CONVERSATION: pack(said)}
+
+
 SECRET_TEXT = "it says password=hunter2-and-more"
 
 
@@ -82,7 +88,7 @@ async def test_any_gateway_over_the_store_goes_on_with_a_response(build, another
     assert sent[2] == whole[:6]
     assert sent[3] == [*whole, {"role": "user", "content": "still there?"}]
 
-    added = [call.conversation for call in await house.transitions()]
+    added = [conversation_in(call) for call in await house.transitions()]
     assert [(one.after, one.kept) for one in added] == [("", 0), (called.id, 2), (said.id, 5), (last.id, 7)]
     await restarted.close()
 
@@ -108,7 +114,7 @@ async def test_a_conversation_that_is_sent_whole_each_time_is_stored_once(house)
         said = await client.responses.create(model="policy", input=asked)
         asked += [item.model_dump(exclude_none=True) for item in said.output]
     steps = await house.transitions()
-    assert [step.conversation for step in steps] == [
+    assert [conversation_in(step) for step in steps] == [
         Conversation(
             (
                 {"role": "user", "content": f"question {number}"},
@@ -133,7 +139,7 @@ async def test_only_answers_that_may_be_continued_have_a_conversation(house):
         async for _ in events:
             break
     steps = await house.recorded(4)
-    assert [(step.status, step.conversation) for step in steps] == [
+    assert [(step.status, conversation_in(step)) for step in steps] == [
         (status, None) for status in (CallStatus.OK, CallStatus.OK, CallStatus.ERROR, CallStatus.ABORTED)
     ]
 
@@ -164,7 +170,7 @@ async def test_what_may_not_be_stored_is_continued_as_it_was_or_not_at_all(house
             await second.responses.create(model="policy", input="b", previous_response_id=response.id)
     await second.responses.create(model="policy", input="another way", previous_response_id=first.id)
     answered = [step for step in await house.transitions() if step.status is CallStatus.OK]
-    assert [step.conversation is None for step in answered] == [False, True, True, False]
+    assert [conversation_in(step) is None for step in answered] == [False, True, True, False]
 
 
 async def test_an_answer_waits_for_no_thread_that_an_agent_may_hold(house):
@@ -180,7 +186,7 @@ async def test_an_answer_waits_for_no_thread_that_an_agent_may_hold(house):
         held.set()
         await holding
     last = (await house.transitions())[-1]
-    assert (last.id, last.conversation is None) == (said.id, False)
+    assert (last.id, conversation_in(last) is None) == (said.id, False)
 
 
 async def test_what_follows_on_a_text_that_may_not_be_stored_is_not_looked_through(monkeypatch):
@@ -230,7 +236,9 @@ class Rows:
     def add(self, entry: Entry) -> None:
         rollout, attempt = entry.attempt
         seq = len(self.calls.setdefault(entry.attempt, []))
-        self.calls[entry.attempt].append(Transition(rollout, attempt, seq, entry.id, *EMPTY, conversation=entry.stored))
+        self.calls[entry.attempt].append(
+            Transition(rollout, attempt, seq, entry.id, *EMPTY, extras=extras_of(entry.stored))
+        )
 
     async def transitions(self, rollout: str, attempt: int) -> list[Transition]:
         self.reads.append(rollout)
@@ -275,7 +283,7 @@ def test_every_conversation_is_put_together_as_it_was(steps: list[tuple[int, lis
 
     def end() -> None:
         name, said, stored = running.pop()
-        rows.append(Transition("r", 1, len(rows), name, *EMPTY, conversation=stored))
+        rows.append(Transition("r", 1, len(rows), name, *EMPTY, extras=extras_of(stored)))
         known.add(name, [write_object(message) for message in said], stored=stored is not None)
         assert known.conversation(name) == said
         assert put_together(rows, name) == (None if "not to be stored" in str(said) else said)
@@ -291,3 +299,18 @@ def test_every_conversation_is_put_together_as_it_was(steps: list[tuple[int, lis
             end()
     while running:
         end()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [Conversation(({"role": "user", "content": "\ud800 \0 é", "n": [2**70, None]},), "call-0", 3), Conversation(())],
+)
+def test_what_a_response_adds_is_kept_as_it_was(said: Conversation) -> None:
+    assert conversation_in(Transition("r", 1, 0, "c", *EMPTY, extras=extras_of(said))) == said
+
+
+@pytest.mark.parametrize("damaged", [b"", b"\xff", b"{}", b"[]", b'["a"]', b"[1, 2]", b'["a", "b"]'])
+def test_a_damaged_conversation_is_none_of_the_policys(damaged: bytes) -> None:
+    call = Transition("r", 1, 0, "c", *EMPTY, extras={CONVERSATION: damaged})
+    with pytest.raises(StoreError, match=r"the conversation of transition \('r', 1, 0\) is corrupt"):
+        put_together([call], "c")

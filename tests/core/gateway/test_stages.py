@@ -170,6 +170,46 @@ async def test_two_stages_whose_order_is_not_said_are_refused_until_the_settings
     assert house.gateway.parts.line.versions["stranger"] == "1.0"
 
 
+EXTRAS = """
+import lightning
+from lightning.gateway.stages import CallStage
+
+
+class Stage(CallStage):
+    api, after = 1, ("texts",)
+
+    async def settled(self, call, answer):
+        call.extras["stranger"] = bytes(SIZE)
+
+
+@lightning.hookimpl
+def register_call_stages(register):
+    register("stranger", lambda parts: Stage())
+"""
+
+
+async def test_extras_are_stored_with_the_call(stranger, build) -> None:
+    stranger(EXTRAS.replace("SIZE", "3"))
+    house = await build()
+    assert (await (await house.http()).post("/chat/completions", json=ASKED)).status_code == 200
+    (call,) = await house.recorded()
+    assert {**call.extras}.keys() == {"texts", "stranger"}
+    assert call.extras["stranger"] == bytes(3)
+
+
+async def test_extras_that_are_too_large_fail_the_call_by_the_plugins_name_and_nothing_else_is_lost(
+    stranger, build
+) -> None:
+    stranger(EXTRAS.replace("SIZE", str(10 << 20)))
+    house = await build()
+    answer = await (await house.http()).post("/chat/completions", json=ASKED)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "stage_failed")
+    (call,) = await house.recorded()
+    assert "plugin 'stranger' gives 10485760 bytes, and a plugin may keep 8912896" in call.error
+    assert (call.status, call.finish_reason, {**call.extras}.keys()) == (CallStatus.ERROR, UNSERVED, {"texts"})
+    assert len(call.response_ids) > 0
+
+
 # the order ------------------------------------------------------------------------------------------------------------
 def made(name: str, points: Sequence[str], before: Sequence[str] = (), after: Sequence[str] = ()) -> NamedStage:
     async def stand(self: object, *given: object) -> None:

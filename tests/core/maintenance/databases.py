@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lightning.gateway.history import CONVERSATION, pack
 from lightning.store import exchanges
+from lightning.store.exchanges import TEXTS
 from lightning.store.protocol import Store
 from lightning.store.sqlite import SqliteStore
 from lightning.types import (
@@ -33,6 +35,7 @@ from lightning.types import (
     token_ids,
 )
 
+SAID = Conversation(({"role": "user", "content": "q"},), "call", 1)
 CONFIG = {"model": "tiny", "config": {"trainer": {"steps": 2, "max_staleness": 0}}}
 
 
@@ -53,8 +56,11 @@ def call_of(rollout: str, seq: int, prompt: list[int], *, attempt: int = 1, rng:
         started_at=1.25,
         ended_at=2.5,
         tool_calls=("t-1",),
-        conversation=Conversation(({"role": "user", "content": "q"},), "call", 1) if seq == 0 else None,
-        exchange=exchanges.pack("/chat/completions", 200, exchanges.canonical({"n": seq}), b'{"id": "x"}'),
+        extras={
+            TEXTS: exchanges.pack("/chat/completions", 200, exchanges.canonical({"n": seq}), b'{"id": "x"}'),
+            "masks": bytes((seq, 0, 255)),
+            **({CONVERSATION: pack(SAID)} if seq == 0 else {}),
+        },
     )
 
 
@@ -83,13 +89,14 @@ async def fill(store: Store, run: str = "run") -> None:
         outcome = Outcome(
             outcome.reward, outcome.rewards, outcome.fault, outcome.error, 3.0, events, rewards, {first.id: Caller("x")}
         )
-        outcome = replace(outcome, step_states=(StepState({"k": 1}, "state", first.id, 2.0),))
+        outcome = replace(outcome, step_states=(StepState({"k": 1}, "state", first.id, 2.0),), extras={"taint": b"\0t"})
         await store.complete(rollout.id, 1, outcome)
     for step in range(2):
         trained = tuple((f"{run}/{step}/0/{index}", 1) for index in range(2))
         record = StepRecord(
             run, step, step + 1, trained, ("d", "e"), f"digest-{step}", f"step-{step + 1:08d}", {"loss": 0.5}, 1001.0
         )
+        record = replace(record, extras={"advice": b"\0a"})
         await store.commit_step(record)
         await store.log_metrics(run, step, {"reward": 0.5, "odd": float("nan")})
     await store.put_state(run, "note", "00ff")

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from array import array
+from base64 import b64decode
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from lightning.maintenance import export_files as files
 from lightning.maintenance.export import TABLES, ColumnKind, ExportScope, Record, chosen_runs, read_table
 from lightning.maintenance.export_files import Format, Parquet, json_line, write_table
 from lightning.store import exchanges
+from lightning.store.exchanges import TEXTS
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.types import Fault, Outcome, Rollout, Run, Task, ToolEvent, Transition, logprobs, token_ids
@@ -79,11 +81,15 @@ async def test_calls_are_exported_bit_for_bit(store: Store, tmp_path: Path, kind
             list(call.caller.path),
             call.caller.framework,
         )
-        assert row["versions"] == [{"start": 0, "version": 3}, {"start": 2, "version": 4}]
+        assert row["versions"] == [
+            {"start": 0, "version": 3, "policy": "policy"},
+            {"start": 2, "version": 4, "policy": "policy"},
+        ]
         assert (row["split"], row["temperature"], row["constrained"]) == (row["split"], 0.7, False)
         assert (row["started_at"], row["ended_at"], row["tool_calls"]) == (1.25, 2.5, ["t-1"])
         said = {"after": "call", "kept": 1, "messages": [{"role": "user", "content": "q"}]}
         assert row["conversation"] == (said if call.seq == 0 else None)
+        assert {name: b64decode(kept) for name, kept in row["extras"].items()} == {"masks": bytes((call.seq, 0, 255))}
         assert (row["api"], row["request"], row["reply"]) == ("/chat/completions", {"n": call.seq}, {"id": "x"})
     assert {row["split"] for row in found} == {"train", "val"}
 
@@ -98,6 +104,7 @@ async def test_the_other_tables_have_what_the_store_has(store: Store, tmp_path: 
         "tool_events": 10,
         "step_rewards": 10,
         "step_states": 10,
+        "outcome_extras": 10,
         "spans": 10,
         "steps": 2,
         "metrics": 4,
@@ -114,6 +121,9 @@ async def test_the_other_tables_have_what_the_store_has(store: Store, tmp_path: 
     assert (found["step_rewards"][0]["value"], found["step_rewards"][0]["name"]) == (0.25, "fmt")
     assert found["spans"][0]["attributes"] == {"k": [1]}
     assert found["steps"][1]["rollouts"][0] == {"rollout": "run/1/0/0", "attempt": 1}
+    assert (found["steps"][1]["policy"], found["steps"][1]["extras"]) == ("policy", {"advice": "AGE="})
+    extra = found["outcome_extras"][0]
+    assert (extra["rollout"], extra["plugin"], b64decode(extra["bytes"])) == ("run/0/0/0", "taint", b"\0t")
     odd = next(row["value"] for row in found["metrics"] if row["name"] == "odd")
     assert odd is None if kind is Format.JSONL else odd != odd
 
@@ -212,7 +222,9 @@ async def test_damage_is_not_exported_as_a_parent_that_is_gone(store: Store) -> 
 
 def _call(rollout: str, exchange: bytes | None = None) -> Transition:
     ids = token_ids([1])
-    return Transition(rollout, 1, 0, rollout, ids, ids, logprobs([-1.0]), exchange=exchange)
+    return Transition(
+        rollout, 1, 0, rollout, ids, ids, logprobs([-1.0]), extras={} if exchange is None else {TEXTS: exchange}
+    )
 
 
 async def test_a_table_that_breaks_off_leaves_no_file(tmp_path: Path) -> None:

@@ -41,6 +41,9 @@ async def content(path: Path) -> dict[str, Any]:
         "rollouts": page.rollouts,
         "calls": [await store.transitions(rollout.id) for rollout in page.rollouts],
         "events": [list((await store.attempts_of([(rollout.id, None)]))[0].tool_events) for rollout in page.rollouts],
+        "extras": [
+            list((await store.attempts_of([(rollout.id, None)]))[0].extras.items()) for rollout in page.rollouts
+        ],
         "spans": [await store.spans(rollout.id) for rollout in page.rollouts],
         "steps": await store.steps("run"),
         "resources": await store.list_resources(),
@@ -72,7 +75,9 @@ async def test_another_schema_a_foreign_and_a_missing_file_are_refused(tmp_path:
     connection.execute("UPDATE schema_version SET version = 99")
     connection.commit()
     connection.close()
-    with pytest.raises(SchemaError, match="has schema 99, but this version of lightning works with schema 1 only"):
+    with pytest.raises(
+        SchemaError, match=f"has schema 99, but this version of lightning works with schema {SCHEMA} only"
+    ):
         await keeper_of(sqlite_url(database)).status()
     with pytest.raises(ConfigError, match="no database at"):
         await keeper_of(sqlite_url(tmp_path / "none.db")).status()
@@ -178,7 +183,7 @@ async def test_calls_go_with_their_whole_group_and_siblings_of_others_stay(datab
     assert after["rollouts"] == before["rollouts"]
     for place, rollout in enumerate(before["rollouts"]):
         gone = rollout.group == "run/0/1"
-        for what in ("calls", "spans", "events"):
+        for what in ("calls", "spans", "events", "extras"):
             assert after[what][place] == ([] if gone else before[what][place])
 
 

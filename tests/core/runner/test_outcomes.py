@@ -82,6 +82,13 @@ def test_a_worker_that_lies_is_caught(field: str, value: object) -> None:
         outcomes.decode_outcome(json.dumps({**fields, field: value}).encode())
 
 
+def test_an_agents_process_speaks_for_no_plugin() -> None:
+    outcome = Outcome(reward=1.0, extras={"texts": b"\1"})
+    assert outcomes.sanitized(outcome) == Outcome(reward=1.0)
+    said = json.loads(outcomes.encode_outcome(outcome)) | {"extras": {"texts": "AQ=="}}
+    assert outcomes.decode_outcome(json.dumps(said).encode()) == Outcome(reward=1.0)
+
+
 def test_text_and_arguments_of_any_kind_become_json() -> None:
     event = ToolEvent("t", "ok", output="lone \ud800", arguments={"a": {1, 2}})  # type: ignore[dict-item]
     (clean,) = outcomes.decode_outcome(outcomes.encode_outcome(Outcome(reward=1.0, tool_events=(event,)))).tool_events

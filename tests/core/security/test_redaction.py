@@ -18,7 +18,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from lightning import hookimpl
 from lightning.config import GatewayConfig
+from lightning.errors import DataError
 from lightning.gateway import Gateway, Upstream, redaction
+from lightning.gateway.history import CONVERSATION, conversation_in, pack
 from lightning.gateway.redaction import (
     GONE,
     RULES,
@@ -475,12 +477,20 @@ async def test_a_conversation_that_comes_through_the_control_api_is_looked_at_to
         await store.lease("run", "worker")
         texts = ("hi there", "password=hunter2-and-more")
         calls = [
-            Transition("a", 1, seq, f"c{seq}", token_ids(), token_ids(), logprobs(), conversation=said(text))
+            Transition(
+                *("a", 1, seq, f"c{seq}", token_ids(), token_ids(), logprobs()),
+                extras={CONVERSATION: pack(said(text)), "other": text.encode()},
+            )
             for seq, text in enumerate(texts)
         ]
         assert await store.append(calls) == 2
         assert await store.append(calls) == 0
-        assert [call.conversation for call in await store.transitions("a")] == [said("hi there"), None]
+        kept = await store.transitions("a")
+        assert [conversation_in(call) for call in kept] == [said("hi there"), None]
+        assert [call.extras["other"].decode() for call in kept] == list(texts), "bytes of plugins are theirs"
+        odd = replace(calls[0], seq=2, extras={CONVERSATION: b"[1, 2]"})
+        with pytest.raises(DataError, match=r"'conversation' of transition \('a', 1, 2\) is none that a gateway wrote"):
+            await store.append([odd])
         await store.close()
 
 

@@ -13,6 +13,7 @@ import pytest
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
 from lightning.plugins import plugins
 from lightning.store import Store
+from lightning.store.extras import LARGEST
 from lightning.store.http import HttpStore
 from lightning.store.pages import each_step
 from lightning.store.protocol import KNOWN_SECONDS, Attempt
@@ -23,7 +24,6 @@ from lightning.store.rollout_state import EXCUSED
 from lightning.types import (
     Caller,
     CallStatus,
-    Conversation,
     Fault,
     Outcome,
     Resource,
@@ -576,18 +576,16 @@ async def test_a_transition_comes_back_exactly(leased: Store, call: CallOf) -> N
             started_at=1.7e9 + 0.123456,
             ended_at=1.7e9 + 1.5,
             tool_calls=("call_1", "\ud800 \0"),
-            conversation=Conversation(({"role": "user", "content": "\ud800 \0 é", "n": [2**70, None]},), "call-0", 3),
-            exchange=bytes(range(256)),
+            extras={"texts": bytes(range(256)), "é masks": b"", "a": b"\0"},
         ),
         call(
             2,
             (),
             (),
             logprobs=logprobs(),
-            exchange=b"",
+            extras={"texts": b""},
             status=CallStatus.ERROR,
             caller=Caller(""),
-            conversation=Conversation(()),
         ),
     ]
     assert await leased.append(given) == 3
@@ -596,6 +594,75 @@ async def test_a_transition_comes_back_exactly(leased: Store, call: CallOf) -> N
     assert [(t.prompt_ids.typecode, t.response_ids.typecode, t.logprobs.typecode) for t in found] == [
         ("i", "i", "f")
     ] * 3
+
+
+TWO = {"masks": bytes(range(256)), "é texts": b""}
+"""What two plugins keep side by side."""
+
+
+@everywhere
+async def test_extras_come_back_byte_for_byte_whatever_their_order(
+    trained: Store, rollout: RolloutOf, call: CallOf
+) -> None:
+    """Of a call, of the outcome that ended its attempt, and of the step that trained it."""
+    await trained.create_rollouts([rollout("x")])
+    await trained.lease("run", "w", limit=2)
+    await trained.append([call(0, rollout="x", extras=TWO)])
+    ended = Outcome(reward=1.0, extras=TWO)
+    await trained.complete("x", 1, ended)
+    step = record(rollouts=(("x", 1),), extras=TWO, policy="solver")
+    await trained.commit_step(step)
+    other_way = dict(reversed(TWO.items()))
+    assert await trained.append([call(0, rollout="x", extras=other_way)]) == 0, "the same extras"
+    await trained.complete("x", 1, replace(ended, extras=other_way))
+    assert [each.extras for each in await trained.transitions("x")] == [TWO]
+    assert [each.extras for each in await trained.attempts_of([("x", 1), ("a", 1)])] == [TWO, {}]
+    assert await trained.steps("run") == [step]
+    assert await trained.last_step("run") == step
+    assert [each.extras for each in await trained.steps("run", brief=True)] == [{}]
+    with pytest.raises(ConflictError):
+        await trained.append([call(0, rollout="x", extras={"masks": TWO["masks"]})])
+    with pytest.raises(StaleAttemptError):
+        await trained.complete("x", 1, replace(ended, extras={}))
+
+
+@everywhere
+async def test_extras_that_are_too_large_are_refused_by_name_and_nothing_is_kept(trained: Store, call: CallOf) -> None:
+    await trained.lease("run", "w")
+    large = {"masks": b"\1", "pixels": bytes(10_000_000)}
+    why = "plugin 'pixels' gives 10000000 bytes, and a plugin may keep 8912896"
+    with pytest.raises(DataError, match=rf"the extras of transition \('p', 1, 1\) are too large: {why}"):
+        await trained.append([call(0, rollout="p"), call(1, rollout="p", extras=large)])
+    with pytest.raises(DataError, match=f"the extras of the outcome of rollout 'p' are too large: {why}"):
+        await trained.complete("p", 1, Outcome(reward=1.0, extras=large))
+    kept = await trained.get_rollout("p")
+    assert kept is not None
+    assert (kept.status, kept.reward) == (Status.RUNNING, None)
+    with pytest.raises(DataError, match=f"the extras of step 0 of run 'run' are too large: {why}"):
+        await trained.commit_step(record(extras=large))
+    assert await trained.steps("run") == []
+    assert [each.trained_at_step for each in (await trained.list_rollouts("run")).rollouts] == [None] * 4
+    assert await trained.transitions("p") == []
+    await trained.commit_step(record())
+    assert await trained.append([call(1, rollout="p", extras={"masks": b"\1"})]) == 1
+    assert (await trained.complete("p", 1, Outcome(reward=1.0))).status is Status.SUCCEEDED
+
+
+@everywhere
+async def test_the_largest_extras_are_kept(leased: Store, call: CallOf) -> None:
+    largest = {"pixels": bytes(range(256)) * (LARGEST // 256)}
+    await leased.append([call(0, extras=largest)])
+    await leased.complete("a", 1, Outcome(reward=1.0, extras=largest))
+    assert (await leased.transitions("a"))[0].extras == largest
+    assert (await leased.attempts_of([("a", 1)]))[0].extras == largest
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65, "é" * 33, "a\nb", "\ud800", "a\0"])
+async def test_extras_have_the_name_of_a_plugin(leased: Store, call: CallOf, name: str) -> None:
+    with pytest.raises(
+        DataError, match=r"\('a', 1, 0\) are of a plugin .*give the plugin's name, printable text of 1 to 64"
+    ):
+        await leased.append([call(0, extras={name: b""})])
 
 
 @everywhere
@@ -620,8 +687,8 @@ async def test_appending_again_is_a_no_op_and_other_content_a_conflict(leased: S
         replace(nan, id="other"),
         replace(nan, caller=Caller("other")),
         replace(nan, tool_calls=("call_1",)),
-        replace(nan, conversation=Conversation(())),
-        replace(nan, exchange=b""),
+        replace(nan, versions=(VersionRun(0, 0, "critic"),)),
+        replace(nan, extras={"texts": b""}),
     ):
         with pytest.raises(ConflictError, match=r"\('a', 1, 0\)"):
             await leased.append([call(7), other])
@@ -634,7 +701,7 @@ async def test_a_call_whose_answer_did_not_arrive_is_aborted_from_then_on(
     leased: Store, call: CallOf, status: CallStatus
 ) -> None:
     """It keeps its place and its tokens, and calls that are told against it are read as before."""
-    await leased.append([first := call(0, status=status, exchange=b"x"), second := call(1)])
+    await leased.append([first := call(0, status=status, extras={"texts": b"x", "masks": b"\0"}), second := call(1)])
     gone = replace(first, status=CallStatus.ABORTED)
     assert await leased.append([gone]) == 0
     assert await leased.append([gone]) == 0, "said twice"

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import ParentGoneError, StoreError
 from lightning.store import exchanges
-from lightning.store.exchanges import Exchange, Parent, Said, parents_of
+from lightning.store.exchanges import TEXTS, Exchange, Parent, Said, parents_of
 from lightning.store.memory import MemoryStore
 from lightning.types import CallStatus, Rollout, Run, Task, Transition, logprobs, token_ids
 
@@ -29,7 +29,16 @@ BODY = st.dictionaries(TEXT, JSON, max_size=5)
 
 
 def call(seq: int, packed: bytes | None, rollout: str = "r") -> Transition:
-    return Transition(rollout, 1, seq, f"c{seq}", token_ids(), token_ids(), logprobs(), exchange=packed)
+    return Transition(
+        rollout,
+        1,
+        seq,
+        f"c{seq}",
+        token_ids(),
+        token_ids(),
+        logprobs(),
+        extras={} if packed is None else {TEXTS: packed},
+    )
 
 
 def trunk(*said: tuple[Any, Any]) -> list[Transition]:
@@ -91,7 +100,7 @@ def test_a_branch_stores_nothing_of_what_its_parent_asked() -> None:
     parent = trunk((asked, {"text": texts[2]}), (again, {"text": texts[3]}))
     (base,) = exchanges.said_in_parent(parent, [1])
     packed = exchanges.pack("/chat", 200, base.request, json.dumps({"text": texts[4]}).encode(), base)
-    assert len(packed) <= len(parent[1].exchange or b"")
+    assert len(packed) <= len(parent[1].extras[TEXTS])
     assert exchanges.flags_of(call(0, packed)) == exchanges.Flag.OF_PARENT
     (found,) = exchanges.read([call(0, packed)], Parent("p", parent))
     assert found == Exchange("/chat", again, {"text": texts[4]}, 200)
@@ -131,7 +140,7 @@ def test_a_damaged_parent_is_not_taken_for_one_that_is_gone() -> None:
     parent = trunk((LONG, {"id": "first answer"}))
     (base,) = exchanges.said_in_parent(parent, [0])
     own = [call(0, exchanges.pack("/chat", 200, exchanges.canonical(LONG | {"n": 1}), b"{}", base))]
-    damaged = [call(0, (parent[0].exchange or b"")[:20])]
+    damaged = [call(0, parent[0].extras[TEXTS][:20])]
     with pytest.raises(StoreError, match="is corrupt") as error:
         exchanges.read(own, Parent("p", damaged))
     assert not isinstance(error.value, ParentGoneError)

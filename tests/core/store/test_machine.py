@@ -23,7 +23,6 @@ from lightning.store.http import HttpStore
 from lightning.store.rollout_state import EXCUSED
 from lightning.types import (
     Caller,
-    Conversation,
     Fault,
     Lease,
     Outcome,
@@ -201,7 +200,7 @@ class StoreMachine(RuleBasedStateMachine):
                 token_ids([choice, 8]),
                 logprobs([-0.5, float("-inf")]),
                 tool_calls=(f"t{seq}",) * choice,
-                conversation=Conversation((seq,), "c", choice) if choice else None,
+                extras={"texts": bytes((seq,)), "other": b""} if choice else {},
             )
             for seq, prompt, choice in calls
         ]

@@ -13,6 +13,7 @@ from lightning.errors import ConfigError, SchemaError, StoreError
 from lightning.store import Store
 from lightning.store.memory import MemoryStore
 from lightning.store.resource_ref import ResourceReference, find, parse_reference
+from lightning.store.schema_version import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.trainer.prompts import resolve_prompts
@@ -129,7 +130,9 @@ async def test_another_store_of_another_schema_is_refused(store: Store, tmp_path
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript("CREATE TABLE schema_version (version); INSERT INTO schema_version VALUES (6)")
     before = path.read_bytes()
-    with pytest.raises(SchemaError, match="has schema 6, but this version of lightning works with schema 1 only"):
+    with pytest.raises(
+        SchemaError, match=f"has schema 6, but this version of lightning works with schema {SCHEMA} only"
+    ):
         await resolve_prompts(store, "run", {"writer": f"resource:{path}#writer@2"})
     assert path.read_bytes() == before
 

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from lightning.runner.attempt_completion import NEVER_CALLED
-from lightning.store.exchanges import Flag, pack, why_not_replayable
+from lightning.store.exchanges import TEXTS, Flag, pack, why_not_replayable
 from lightning.trainer.diagnosis import Attempted
 from lightning.trainer.rules import diagnose
 from lightning.trainer.shared_memory import LENGTH
@@ -47,7 +47,7 @@ def test_rollouts_that_cannot_be_run_again_are_counted_by_the_reason() -> None:
     def packed(flags: Flag) -> bytes:
         return pack("/chat", 200, b"{}", b"{}", flags=flags)
 
-    whole, redacted, large = (call(exchange=packed(flags)) for flags in (Flag(0), Flag.REDACTED, Flag.TOO_LARGE))
+    whole, redacted, large = (call(extras={TEXTS: packed(flags)}) for flags in (Flag(0), Flag.REDACTED, Flag.TOO_LARGE))
     lost = ToolEvent("add", "ok", incomplete=True)
     attempts = [
         Attempted([whole], ()),

@@ -56,7 +56,7 @@ async def write_all(folder: Path) -> None:
     await in_store(folder / "marked", marked)
     await in_store(folder / "old", half)
     with sqlite3.connect(folder / "old" / "lightning.db") as database:
-        database.execute("UPDATE schema_version SET version = 2")
+        database.execute("UPDATE schema_version SET version = 1")
     (folder / "torn").mkdir()
     (folder / "torn" / "lightning.db").write_bytes(b"SQLite format 3\x00" + b"\x00" * 80)
 

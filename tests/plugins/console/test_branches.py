@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from lightning.server.projects import Projects
 from lightning.store import exchanges
+from lightning.store.exchanges import TEXTS
 from lightning.store.memory import MemoryStore
 from lightning.types import Json, Outcome, Rollout, Run, Task
 from lightning_console.answers import answer
@@ -247,9 +248,9 @@ async def test_what_a_branch_said_is_read_with_its_parents_calls(store: MemorySt
     await store.create_rollouts(rollouts)
     leases = await store.lease("run", "worker", limit=3)
     made = [call(lease.rollout, 0, "solver", [1], (2,)) for lease in leases]
-    made[0] = replace(made[0], exchange=exchanges.pack("/chat/completions", 200, asked, first))
+    made[0] = replace(made[0], extras={TEXTS: exchanges.pack("/chat/completions", 200, asked, first)})
     own = exchanges.pack("/chat/completions", 200, asked, second, exchanges.said_in_parent(made[:1], [0])[0])
-    for each in (made[0], *(replace(each, exchange=own) for each in made[1:])):
+    for each in (made[0], *(replace(each, extras={TEXTS: own}) for each in made[1:])):
         await store.append([each])
         await store.complete(each.rollout, 1, Outcome(reward=1.0))
     pages = {name: str(await show(places_of(store), to("rollout", "run", name))) for name in parents}
@@ -290,7 +291,7 @@ async def test_what_a_run_of_branches_changes_is_said(
     await store.put_run(Run("run", "run", {"config": settings}, 1.0))
     await store.create_rollouts([Rollout("p", "run", Task("q"), "g", split="val")])
     (lease,) = await store.lease("run", "worker")
-    await store.append([replace(call(lease.rollout, 0, "solver", [1], (2,)), exchange=b"recorded")])
+    await store.append([replace(call(lease.rollout, 0, "solver", [1], (2,)), extras={TEXTS: b"recorded"})])
     await store.complete("p", 1, Outcome(reward=1.0))
     own: Json = {"gateway": {"override_sampling": sampling}}
     await store.put_run(Run("more", "more", {"branch": {"rollout": "p", **changes}, "config": own}, 3.0))

@@ -232,7 +232,7 @@ async def test_messages_are_those_that_were_sent(tmp_path: Path) -> None:
     assert "lightning.reward, for call 1" in said
     assert f"lightning replay {record.rollout.id}" in said
     # Without what was sent, as releases before have recorded it.
-    bare = await stored(replace(record, transitions=tuple(replace(each, exchange=None) for each in record.transitions)))
+    bare = await stored(replace(record, transitions=tuple(replace(each, extras={}) for each in record.transitions)))
     old = Places(stores={"memory://": bare})
     blocks = await shown(old, to("rollout", "run", record.rollout.id))
     assert "not recorded" in blocks["Messages"]["messages"][1]["tag"]

@@ -103,7 +103,7 @@ async def test_every_run_is_listed_with_its_state_and_the_stores_that_cannot_be_
     (bad, *_) = await blocks(places, "runs")
     said = {notice["text"]: notice["detail"] for notice in bad["value"]["notices"]}
     assert len(said) == 2
-    assert any("old" in name and "schema 2" in why for name, why in said.items())
+    assert any("old" in name and "has schema 1" in why for name, why in said.items())
     assert any("torn" in name and "corrupt" in why for name, why in said.items())
     assert (await show(places, "runs")).live, "one of them goes on"
 
@@ -316,7 +316,7 @@ async def test_a_run_says_what_it_lacks(places: Places) -> None:
     assert (await show(places, "run/on")).live
     for address, words in {
         "run/nobody": "there is no run 'nobody'",
-        "run/old": "schema 2",
+        "run/old": "has schema 1",
         "run": "names no run",
         "runs/x/y": "Runs",
         "step/one/99": "has the steps 0 to 3",

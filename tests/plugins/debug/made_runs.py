@@ -305,7 +305,7 @@ class Maker:
             started_at=began,
             ended_at=began + 0.2 + 0.02 * len(ids),
             requested_model="policy",
-            exchange=exchanges.pack("/chat/completions", 200, sent, got),
+            extras={exchanges.TEXTS: exchanges.pack("/chat/completions", 200, sent, got)},
         )
 
     def engine_metrics(self, batch: Batch, state: State) -> dict[str, float]:

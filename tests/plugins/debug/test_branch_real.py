@@ -112,7 +112,7 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 def stored(calls: Sequence[Transition]) -> int:
     """The bytes of what was said."""
-    return sum(len(call.exchange or b"") for call in calls)
+    return sum(len(exchanges.packed_in(call) or b"") for call in calls)
 
 
 def test_a_branch_costs_its_own_calls(shared: Any, real_vllm: Any, capsys: Any) -> None:

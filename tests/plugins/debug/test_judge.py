@@ -29,6 +29,7 @@ from lightning.cli.app import main
 from lightning.credit import Weighted, centre, identical
 from lightning.errors import ConfigError, DataError, JudgeError, StoreError
 from lightning.store import exchanges
+from lightning.store.exchanges import TEXTS
 from lightning.testing import rollout
 from lightning.testing.chat_server import ChatRequest, ChatServer
 from lightning.trainer.algorithm import needs_pair, try_algorithm
@@ -147,8 +148,8 @@ def test_branches_are_judged_also_where_their_parent_was_left_out(make: Callable
         (own,) = member.transitions
         (said,) = exchanges.said_in_parent([own], [own.seq])
         packed = exchanges.pack("/chat/completions", 200, said.request, said.reply, bases[0])
-        assert len(packed) < len(own.exchange or b"")
-        calls = (replace(own, exchange=packed),)
+        assert len(packed) < len(own.extras[TEXTS])
+        calls = (replace(own, extras={TEXTS: packed}),)
         above = exchanges.Parent(parent.rollout.id, parent.transitions)
         branches.append(replace(member, transitions=calls, branch_of=above))
     assert credited(make(), Group("g", tuple(branches))) == [len(text) / 8 for text in ANSWERS[1:]]
@@ -516,7 +517,7 @@ def test_a_rollout_that_the_policy_failed_is_not_shown(
 
 def test_texts_that_are_not_recorded_end_the_step(make: Callable[..., Judge], recorded: Group) -> None:
     first, *others = recorded.trajectories
-    bare = replace(first, transitions=tuple(replace(call, exchange=None) for call in first.transitions))
+    bare = replace(first, transitions=tuple(replace(call, extras={}) for call in first.transitions))
     with pytest.raises(
         DataError, match=r"rollout-0: its requests and answers are not recorded.*gateway\.record_requests"
     ):

@@ -109,7 +109,7 @@ def test_a_rollout_from_before_requests_were_recorded_is_refused(agents: Path, r
     import two_turns  # type: ignore[import-not-found]
 
     record = rollout(two_turns.agent, Task("a task"), ["first", "second"], adapters=("raw",))
-    bare = replace(record, transitions=tuple(replace(call, exchange=None) for call in record.transitions))
+    bare = replace(record, transitions=tuple(replace(call, extras={}) for call in record.transitions))
     asyncio.run(store_record(sqlite_url(agents / "old.db"), bare, 6.0))
     with pytest.raises(DataError, match=r"cannot be replayed: requests were not recorded"):
         replayed(ROLLOUT, two_turns.agent, runs="old.db")

@@ -20,6 +20,7 @@ from lightning.cli.locate import locate, with_store
 from lightning.errors import ConfigError
 from lightning.store import exchanges
 from lightning.store.epochs import Epoch
+from lightning.store.exchanges import TEXTS
 from lightning.testing import Reply, ToolCall, rollout
 from lightning.trainer.runs import describe_algorithm
 from lightning.types import Fault, Rollout, Status, StepRecord, Task, Transition, logprobs, token_ids
@@ -118,7 +119,7 @@ def group_of(lengths: list[int], rewards: list[float]) -> tuple[Group, dict[str,
         )
         ids, values = token_ids([5] * length), logprobs([-1.0] * length)
         call = Transition(
-            made.id, 1, 0, f"c{index}", token_ids([1]), ids, values, finish_reason="stop", exchange=packed
+            made.id, 1, 0, f"c{index}", token_ids([1]), ids, values, finish_reason="stop", extras={TEXTS: packed}
         )
         members.append(Trajectory(made, (call,), (True,)))
         calls[made.id] = [call]
@@ -184,7 +185,7 @@ def test_what_the_policy_failed_keeps_its_reward() -> None:
 
 def test_texts_that_are_not_recorded_are_not_graded_in_silence() -> None:
     group, calls = group_of([1, 2], [0.0, 1.0])
-    calls["r0"] = [replace(calls["r0"][0], exchange=None)]
+    calls["r0"] = [replace(calls["r0"][0], extras={})]
     calls["r1"] = []
     found = trial_of(lambda seen: float(len(seen.answer)), (group, calls))
     assert found.failed == {

@@ -59,6 +59,7 @@ async def content(store: Store) -> dict[str, Any]:
         "rollouts": rollouts,
         "calls": await store.transitions_of([(rollout.id, 1) for rollout in rollouts]),
         "events": [list((await store.attempts_of([(rollout.id, None)]))[0].tool_events) for rollout in rollouts],
+        "extras": [list((await store.attempts_of([(rollout.id, None)]))[0].extras.items()) for rollout in rollouts],
         "rewards": [list((await store.attempts_of([(rollout.id, None)]))[0].step_rewards) for rollout in rollouts],
         "spans": [await store.spans(rollout.id) for rollout in rollouts],
         "steps": await store.steps("run"),
@@ -133,7 +134,7 @@ async def test_a_file_of_another_schema_is_not_restored(url: str, tmp_path: Path
     with closing(sqlite3.connect(tmp_path / "old.db")) as file:
         file.executescript("CREATE TABLE schema_version (version); INSERT INTO schema_version VALUES (11)")
     with pytest.raises(
-        SchemaError, match=r"old.db has schema 11, but this version of lightning works with schema 1 only"
+        SchemaError, match=f"old.db has schema 11, but this version of lightning works with schema {SCHEMA} only"
     ):
         await keeper_of(url).restore(tmp_path / "old.db")
 
@@ -292,5 +293,7 @@ async def test_another_schema_is_refused(store: PostgresStore, url: str, postgre
     schema = url.partition("schema=")[2].partition("&")[0]
     postgres_server.sql(f"UPDATE {schema}.schema_version SET version = 99")
     for act in (keeper_of(url).status, keeper_of(url).vacuum, PostgresStore.from_url(url).open):
-        with pytest.raises(SchemaError, match="has schema 99, but this version of lightning works with schema 1 only"):
+        with pytest.raises(
+            SchemaError, match=f"has schema 99, but this version of lightning works with schema {SCHEMA} only"
+        ):
             await act()

@@ -13,6 +13,7 @@ from lightning.cli.locate import with_store
 from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
 from lightning.maintenance import Weight, keeper_of
 from lightning.maintenance.prune import PruneRequest, carry_out, plan
+from lightning.store.schema_version import SCHEMA
 from lightning.types import Outcome, Resource, Rollout, Scope, Task, Token, Transition
 from lightning_redis.keeper import RedisKeeper
 from lightning_redis.store import RedisStore
@@ -46,6 +47,7 @@ async def content(store: RedisStore, run: str = "run") -> dict[str, Any]:
         "rollouts": rollouts,
         "calls": await store.transitions_of([(rollout.id, 1) for rollout in rollouts]),
         "events": [list((await store.attempts_of([(rollout.id, None)]))[0].tool_events) for rollout in rollouts],
+        "extras": [list((await store.attempts_of([(rollout.id, None)]))[0].extras.items()) for rollout in rollouts],
         "spans": [await store.spans(rollout.id) for rollout in rollouts],
         "steps": await store.steps(run),
         "state": await store.get_state(run, "note"),
@@ -68,7 +70,9 @@ async def test_another_schema_is_refused(store: RedisStore, url: str, redis_serv
     mark = f"{url.partition('prefix=')[2]}:meta"
     redis_server.command("SET", mark, '{"program":"lightning","schema":6,"id":"x"}')
     for act in (keeper_of(url).status, keeper_of(url).check, RedisStore.from_url(url).open):
-        with pytest.raises(SchemaError, match="has schema 6, but this version of lightning works with schema 1 only"):
+        with pytest.raises(
+            SchemaError, match=f"has schema 6, but this version of lightning works with schema {SCHEMA} only"
+        ):
             await act()
 
 
@@ -92,7 +96,7 @@ async def test_pruning(store: RedisStore, url: str) -> None:
     after = await content(store)
     assert after["rollouts"] == before["rollouts"]
     for place, rollout in enumerate(before["rollouts"]):
-        for what in ("calls", "events", "spans"):
+        for what in ("calls", "events", "spans", "extras"):
             kept = before[what][place] if rollout.trained_at_step is not None else []
             assert after[what][place] == kept
     assert await keeper.weigh("run", ["run/0/1", "nobody"]) == [Weight(), Weight()]

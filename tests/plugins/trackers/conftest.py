@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from lightning.config import Config, with_settings
-from lightning.store.exchanges import pack
+from lightning.store.exchanges import TEXTS, pack
 from lightning.store.memory import MemoryStore
 from lightning.tracking import trackers
 from lightning.tracking.trackers import Trackers
@@ -38,8 +38,8 @@ async def ended() -> tuple[MemoryStore, Rollout]:
     await store.lease("run", "w")
     tokens = {"prompt_ids": token_ids([1, 2, 3]), "response_ids": token_ids([4, 5]), "logprobs": logprobs([-1, -1])}
     times = {"started_at": 1_700_000_000.0, "ended_at": 1_700_000_000.5, "finish_reason": "stop"}
-    call = Transition("r", 1, 0, "chat-0", **tokens, caller=Caller("writer"), **times, exchange=exchanged())
-    silent = replace(call, seq=1, id="chat-1", exchange=None)
+    call = Transition("r", 1, 0, "chat-0", **tokens, caller=Caller("writer"), **times, extras={TEXTS: exchanged()})
+    silent = replace(call, seq=1, id="chat-1", extras={})
     await store.append([call, silent])
     tool = ToolEvent("add", "ok", "call-1", {"a": 2}, "4", caller=Caller("writer"), at=1_700_000_001.0)
     return store, await store.complete("r", 1, Outcome(reward=0.5, rewards={"f1": 0.75}, tool_events=(tool,)))

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lightning.batch.trajectory import begins_at
 from lightning.errors import DataError, StoreError
 from lightning.gateway.body_limits import beside
-from lightning.gateway.exchanges import MOST_BODIES, TEXTS, Exchanges, TextsStage
+from lightning.gateway.exchanges import MOST_BODIES, Exchanges, TextsStage
 from lightning.gateway.http import Body, RefusalError, send_bytes, too_deep
 from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.gateway.replay.divergence import diverged
@@ -39,6 +39,7 @@ from lightning.gateway.replay.recorded import (
 from lightning.gateway.replay.streams import stream_of
 from lightning.gateway.stages import CallStage
 from lightning.store import exchanges
+from lightning.store.exchanges import TEXTS
 from lightning.store.protocol import Store
 from lightning.types import BRANCH_VOID, CallStatus, Rollout, ToolEvent, Transition
 

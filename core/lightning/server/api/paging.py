@@ -7,14 +7,15 @@ when others are added before, between or behind them.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from lightning.server.api.table import ApiCall, Paging
 from lightning.store.json_codec import Slice
+from lightning.store.protocol import Attempt
 from lightning.store.rollout_state import no_cursor
-from lightning.types import Transition
+from lightning.types import StepRecord, Transition
 
 T = TypeVar("T")
 PAGE_BYTES = 16 * 1024 * 1024
@@ -62,11 +63,16 @@ def _fitting(items: Sequence[T], start: int, end: int) -> int:
 
 def size_of(item: object) -> int:
     """Bytes of an item of a list, about; what agents tell may be long anywhere."""
+    if isinstance(item, (Attempt, StepRecord)):
+        return _size(item.extras) + len(repr(replace(item, extras={})))
     if isinstance(item, Transition):
         numbers = len(item.prompt_ids) + len(item.response_ids) + len(item.logprobs)
-        said = 0 if item.conversation is None else len(repr(item.conversation))
-        return 4 * numbers + 500 + said + len(item.exchange or b"") + len(item.error)
+        return 4 * numbers + 500 + _size(item.extras) + len(item.error)
     return sum(map(size_of, item)) if isinstance(item, list) else len(repr(item))
+
+
+def _size(extras: Mapping[str, bytes]) -> int:
+    return sum(map(len, extras.values()))
 
 
 async def page_of_attempt(

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import field, make_dataclass, replace
 from typing import Any, Final
 
-from lightning.errors import DataError
+from lightning.errors import DataError, StoreError
+from lightning.gateway.history import CONVERSATION, conversation_in
 from lightning.gateway.redaction import redacted, redacted_span, storable
 from lightning.server.api import paging
 from lightning.server.api.paging import page, page_of_attempt, size_of
@@ -168,8 +169,13 @@ async def _stored(value: Any) -> Any:
 
 
 def _storable(call: Transition) -> Transition:
-    said = call.conversation and storable(call.conversation)
-    return replace(call, conversation=said, error=call.error and redacted(call.error, "error"))
+    try:
+        said = conversation_in(call)
+    except StoreError as error:
+        raise DataError(f"the extra {CONVERSATION!r} of transition {call.key} is none that a gateway wrote") from error
+    kept = said is None or storable(said) is not None
+    extras = {name: brought for name, brought in call.extras.items() if kept or name != CONVERSATION}
+    return replace(call, extras=extras, error=call.error and redacted(call.error, "error"))
 
 
 def _checked(token: Token) -> Token:

@@ -14,14 +14,14 @@ from dataclasses import replace
 from typing import Any, Final, cast
 
 from lightning.errors import DataError, StoreError, UnavailableError
-from lightning.store import json_codec, json_text, messages, rollout_state, rows
+from lightning.store import extras, json_codec, json_text, messages, rollout_state, rows
 from lightning.store.http.long_poll import HttpWatch
 from lightning.store.http.requests import PAGE, Asking, written
 from lightning.store.http.transport import NotFoundError
 from lightning.store.operation import REQUIRED, Operation
 from lightning.store.operations import LEASE_ANSWER, Operations
 from lightning.store.protocol import Page, RunWatch
-from lightning.types import LLM, Lease, Rollout, Span
+from lightning.types import LLM, Lease, Rollout, Span, Transition
 
 BODY_BYTES: Final = 8 * 1024 * 1024
 """Longer lists are sent in several requests; what is one unit is sent in one."""
@@ -223,6 +223,8 @@ def _items(values: Sequence[Any]) -> list[bytes]:
 
 
 def _item(value: Any) -> bytes:
+    if isinstance(value, Transition):  # refused before any part of the list is sent
+        extras.pack(value.extras, f"the extras of transition {value.key}")
     try:
         return json_codec.write(json_codec.codec_of(type(value)).encode(value))
     except DataError:

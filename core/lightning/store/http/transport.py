@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import os
 import random
@@ -56,6 +57,8 @@ AWAY: Final = (502, 503, 504)
 LOOK: Final = "look at the proxy before it, and at whether the server behind that runs"
 LONG_BODY: Final = 64 * 1024
 """Bytes from which on a body may be what a connection was cut off for: proxies that do so take shorter ones."""
+LARGE_BODY: Final = 1 << 20
+"""From this size on aiohttp wants bodies as a stream."""
 CUTS: Final = 4
 """A body that was cut off so often, without an answer, is asked about (`Transport._is_too_long`)."""
 
@@ -255,10 +258,11 @@ class Transport:
             headers["content-type"] = "application/json"
         if request.once:
             headers[ONCE_HEADER] = request.once
+        data = request.body if len(request.body or b"") < LARGE_BODY else io.BytesIO(request.body or b"")
         session = self._fresh if self._cuts[_same(request)] else self._session
         try:
             async with session.request(
-                request.method, url, data=request.body, headers=headers, timeout=timeout, allow_redirects=False
+                request.method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 body = await _whole(response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

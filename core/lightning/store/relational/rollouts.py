@@ -233,6 +233,7 @@ async def complete(
                 end.step_rewards,
                 end.labels,
                 end.step_states,
+                end.extras,
                 rollout,
                 attempt,
             ),

@@ -71,10 +71,11 @@ STATEMENTS: Final = (
         step_rewards TEXT NOT NULL DEFAULT '[]',
         labels TEXT NOT NULL DEFAULT '{}',
         step_states TEXT NOT NULL DEFAULT '[]',
+        extras BLOB,
         UNIQUE (rollout, attempt)
     )""",
     # `rollout` and `parent` hold the `n` of a row, not its text id: that text would be an eighth of a transition.
-    # An `exchange` that is NULL was not recorded.
+    # `extras` are those of plugins, packed; NULL where there are none.
     """CREATE TABLE transitions (
         n INTEGER PRIMARY KEY,
         rollout INTEGER NOT NULL,
@@ -94,11 +95,10 @@ STATEMENTS: Final = (
         digest BLOB NOT NULL,
         tokens BLOB NOT NULL,
         tool_calls TEXT NOT NULL,
-        conversation TEXT NOT NULL,
         error TEXT NOT NULL,
         max_tokens_asked INTEGER NOT NULL,
         requested_model TEXT NOT NULL,
-        exchange BLOB,
+        extras BLOB,
         UNIQUE (rollout, attempt, seq)
     )""",
     "CREATE INDEX transitions_roots ON transitions (rollout) WHERE parent IS NULL",
@@ -132,6 +132,8 @@ STATEMENTS: Final = (
         at REAL NOT NULL,
         group_ids TEXT NOT NULL,
         context TEXT NOT NULL,
+        policy TEXT NOT NULL,
+        extras BLOB,
         PRIMARY KEY (run, step)
     )""",
     # A NULL value is NaN: SQLite has no other way to keep one.

@@ -19,6 +19,7 @@ from lightning.errors import ConfigError, DataError, LightningError, StoreError,
 from lightning.gateway.replay.branches import CHANGES
 from lightning.gateway.replay.recorded import live_tools, prefix_of, recorded_rollout
 from lightning.store.epochs import is_over
+from lightning.store.exchanges import packed_in
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Attempt, Store
 from lightning.trainer.plan import TRAIN
@@ -151,7 +152,7 @@ async def _weights_of(store: Store, parent: Rollout, said: Mapping[str, Json]) -
     attempt, at = said.get("attempt", parent.attempt), said.get("at")
     if not isinstance(attempt, int) or not isinstance(at, int):
         return ""
-    calls = [each for each in await store.transitions(parent.id, attempt) if not each.choice and each.exchange]
+    calls = [each for each in await store.transitions(parent.id, attempt) if not each.choice and packed_in(each)]
     if not 0 < at <= len(calls):
         return ""
     versions = calls[at - 1].versions

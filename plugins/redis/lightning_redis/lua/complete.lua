@@ -1,5 +1,5 @@
 -- keys: standing columns attempts labels uses held pending running succeeded failed leases changes
--- arguments: rollout attempt digest reward rewards fault error seconds tool_events step_rewards named excused step_states
+-- arguments: rollout attempt digest reward rewards fault error seconds tool_events step_rewards named excused step_states extras
 -- The digest of the outcome tells a call that comes again. `excused` is how many attempts may have been given back before this
 -- one is spent.
 
@@ -16,7 +16,7 @@ if not is_running(position, attempt) then return {'refused', text} end
 
 close(attempts, rollout, position, fault ~= '' and fault or 'reward',
   {digest = digest, tool_events = tool_events, step_rewards = step_rewards,
-   step_states = step_states})
+   step_states = step_states, extras = extras})
 if named ~= '{}' then redis.call('HSET', labels, place, named) end
 let_go(leases, held, rollout, position)
 if fault == '' then
