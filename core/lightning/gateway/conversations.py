@@ -22,8 +22,8 @@ from starlette.types import Scope
 from lightning.errors import DataError, StoreError
 from lightning.gateway.http import Body, RefusalError
 from lightning.gateway.identity import NO_RETRY, Claims
-from lightning.gateway.redaction import redacted_json
 from lightning.gateway.stages import CallStage
+from lightning.redaction import redacted_json
 from lightning.store.protocol import Store
 from lightning.types import Json, Rollout, Status, Task
 

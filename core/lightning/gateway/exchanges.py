@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 from lightning.gateway.answers import well_shaped
 from lightning.gateway.body_limits import beside
 from lightning.gateway.http import Body, write_object
-from lightning.gateway.redaction import has_many_texts, may_be_redacted, redacted_json
 from lightning.gateway.stages import CallStage
+from lightning.redaction import has_many_texts, may_be_redacted, redacted_json
 from lightning.store import exchanges
 from lightning.store.exchanges import NOBODY, WHOLE, Flag, Piece, Said
 from lightning.types import CallStatus, Transition

@@ -21,8 +21,8 @@ from lightning.gateway.body_limits import beside
 from lightning.gateway.conversations import rollout_of_answer
 from lightning.gateway.http import JSON_TYPE, Body, ClientGoneError, RefusalError, read_object, send_bytes
 from lightning.gateway.identity import bearer
-from lightning.gateway.redaction import redacted
 from lightning.gateway.request_body import read_body
+from lightning.redaction import redacted
 from lightning.types import Json, Outcome, Rollout
 
 if TYPE_CHECKING:

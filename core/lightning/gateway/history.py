@@ -22,9 +22,9 @@ from weakref import WeakKeyDictionary
 from lightning.errors import StoreError
 from lightning.gateway.answers import well_shaped
 from lightning.gateway.http import Body, RefusalError, read_object, write_object
-from lightning.gateway.redaction import storable
 from lightning.gateway.stages import CallStage
 from lightning.memory_budget import compact
+from lightning.redaction import storable
 from lightning.store.protocol import Store
 from lightning.types import CallStatus, Conversation, Transition
 

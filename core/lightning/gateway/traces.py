@@ -32,8 +32,8 @@ from lightning.gateway.http import (
     send_bytes,
 )
 from lightning.gateway.identity import Claims, Identity, TokenSigner
-from lightning.gateway.redaction import redacted_span
 from lightning.gateway.request_body import RAISE_THE_LIMIT, read_body
+from lightning.redaction import redacted_span
 from lightning.spans import otlp
 from lightning.spans.trace import trace_id_of
 from lightning.store.protocol import MAX_SPANS, Store

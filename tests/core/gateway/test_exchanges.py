@@ -11,8 +11,9 @@ from unittest.mock import AsyncMock
 import anthropic
 import openai
 import pytest
+from lightning import redaction
 from lightning.errors import StoreError
-from lightning.gateway import calls, redaction
+from lightning.gateway import calls
 from lightning.gateway import exchanges as recorded
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims

@@ -16,7 +16,7 @@ from lightning.errors import StoreError
 from lightning.gateway import Gateway, Upstream, history
 from lightning.gateway.history import Entry, History, Known, put_together
 from lightning.gateway.http import RefusalError, write_object
-from lightning.gateway.redaction import storable
+from lightning.redaction import storable
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
 from lightning.testing.fake_vllm import Reply, ToolCall

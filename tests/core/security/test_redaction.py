@@ -16,10 +16,11 @@ import httpx
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from lightning import hookimpl
+from lightning import hookimpl, redaction
 from lightning.config import GatewayConfig
-from lightning.gateway import Gateway, Upstream, redaction
-from lightning.gateway.redaction import (
+from lightning.gateway import Gateway, Upstream
+from lightning.plugins import plugins
+from lightning.redaction import (
     GONE,
     RULES,
     may_be_redacted,
@@ -29,7 +30,6 @@ from lightning.gateway.redaction import (
     redacted_span,
     storable,
 )
-from lightning.plugins import plugins
 from lightning.runner.attempt_completion import report
 from lightning.server.auth import issue_token
 from lightning.store.http import HttpStore

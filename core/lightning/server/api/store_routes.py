@@ -13,7 +13,7 @@ from dataclasses import field, make_dataclass, replace
 from typing import Any, Final
 
 from lightning.errors import DataError
-from lightning.gateway.redaction import redacted, redacted_span, storable
+from lightning.redaction import redacted, redacted_span, storable
 from lightning.server.api import paging
 from lightning.server.api.paging import page, page_of_attempt, size_of
 from lightning.server.api.table import ApiCall, NoQuery, Paging, Route, nothing_there, parsed
