@@ -88,6 +88,13 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.gateway.request_body",
             "lightning.gateway.upstream.client",
         ),
+        "a stage of calls": (
+            "lightning.gateway.answers",
+            "lightning.gateway.call",
+            "lightning.gateway.stages",
+            "lightning.memory_budget",
+            "lightning.redaction",
+        ),
         "a runner": (
             "lightning.instrument.providers",
             "lightning.runner.agent_serialization",

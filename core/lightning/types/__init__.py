@@ -16,7 +16,9 @@ from enum import StrEnum
 from lightning.errors import DataError
 from lightning.types.recorded import (
     BRANCH_VOID,
+    CONVERSATION_ID,
     EXPIRED,
+    SERVED,
     TOO_LONG,
     UNSERVED,
     Caller,
@@ -33,9 +35,11 @@ from lightning.types.values import Json, LogProbs, TokenIds, logprobs, not_json,
 
 __all__ = [
     "BRANCH_VOID",
+    "CONVERSATION_ID",
     "DEFAULT_PROJECT",
     "EXPIRED",
     "LLM",
+    "SERVED",
     "TOO_LONG",
     "UNSERVED",
     "CallStatus",

@@ -42,6 +42,10 @@ EXPIRED = "expired_token"
 
 BRANCH_VOID = "branch_void"
 """The finish reason of a call that was refused because its branch does not begin as its parent did."""
+SERVED = "serve"
+"""The split of rollouts of a served model."""
+CONVERSATION_ID = "served-"
+"""What the ids of those begin with that are conversations."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,6 +245,10 @@ class TextsStage(CallStage):
         self._asked: WeakKeyDictionary[Call, tuple[Asked, WholeReply]] = WeakKeyDictionary()
         self._packed: WeakKeyDictionary[Call, PackedExchange] = WeakKeyDictionary()
 
+    def inherit(self, attempt: Attempt, calls: Sequence[Said]) -> None:
+        """An attempt of a branch begins: see `Exchanges.inherit`."""
+        self.exchanges.inherit(attempt, calls)
+
     async def admitted(self, call: Call, request: Request) -> None:
         """Keep the request as the agent sent it."""
         path, size = call.dialect.path, len(request.payload)

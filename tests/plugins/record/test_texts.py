@@ -14,7 +14,6 @@ import pytest
 from lightning import redaction
 from lightning.errors import StoreError
 from lightning.gateway import calls
-from lightning.gateway import exchanges as recorded
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
 from lightning.gateway.replay.branches import Branches
@@ -22,6 +21,7 @@ from lightning.gateway.routes import spoken
 from lightning.store import exchanges
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus, Rollout, Task, Transition, logprobs, token_ids
+from lightning_record import texts as recorded
 
 BODIES = {
     "chat/completions": {"messages": [{"role": "user", "content": "hi there"}]},
