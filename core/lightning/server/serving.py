@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lightning.asyncio_utils import end
 from lightning.config import Config
-from lightning.errors import ConfigError, PolicyServerError
+from lightning.errors import ConfigError, PluginError, PolicyServerError
 from lightning.gateway import Gateway
 from lightning.gateway.calls import AdminOf
 from lightning.gateway.fleet.records import gateway_secret
@@ -156,7 +156,12 @@ async def serve(
             "elsewhere and send their own: put the text into component(..., prompt=...) there (`lightning resources show "
             "NAME@ALIAS --content` prints it), and serve with --set 'runner.prompts={}'"
         )
-    plugins().call_stage(CONVERSATIONS)
+    try:
+        plugins().call_stage(CONVERSATIONS)
+    except PluginError as error:
+        raise PluginError(
+            f"each conversation with a served model is a rollout, and no plugin is there that tells them apart: {error}"
+        ) from error
     check_gateway(config.gateway)
     database = Path(os.path.abspath(folder / "lightning.db"))  # noqa: ASYNC240, PTH100 — says where, does not look
     async with AsyncExitStack() as resources:
