@@ -28,7 +28,7 @@ import aiohttp
 import psutil
 from lightning.config.sections import GatewayConfig
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.redaction import redacted
+from lightning.redaction import redacted
 from lightning.store import exchanges
 from lightning.store.sqlite import SqliteStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from lightning.gateway.identity import Identity, TokenSigner
 from lightning.gateway.policy import Policy
 from lightning.gateway.policy_registry import Policies
 from lightning.gateway.recorder import Recorder
-from lightning.gateway.routes import OWN_PATHS, build_front, line_of
+from lightning.gateway.routes import OWN_PATHS, build_front, line_of, why_idle
 from lightning.gateway.upstream.client import MODEL, Forwarder
 from lightning.gateway.upstream.servers import Upstream
 from lightning.types import LLM, Lease
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from lightning.policy_server.protocol import Update
     from lightning.store.protocol import Store
 
+log = logging.getLogger(__name__)
 
 DRAIN_LOOK = 0.005
 SURE_SECONDS = 1.5
@@ -93,6 +95,8 @@ class Gateway:
         """Bind and serve on the running loop. Raises `GatewayError` when the address cannot be had."""
         if self._serving is not None:
             return
+        if why := why_idle(self._config, "record_requests"):
+            log.warning("what agents send and get is not kept: %s", why)
         listener = bind(self._config.host, self._config.port)
         self._serving = Serving(self._front, listener, self._config.limits, self._identity.key_of)
         await self._serving.start()

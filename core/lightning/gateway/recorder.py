@@ -21,8 +21,8 @@ from lightning.errors import ConflictError, StaleAttemptError, StoreError
 from lightning.gateway.dialects import Capture, Choice
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
-from lightning.gateway.redaction import redacted, redacted_span
 from lightning.printable import printable
+from lightning.redaction import redacted, redacted_span
 from lightning.spans.attributes import (
     AGENT_NAME,
     ERROR_TYPE,

@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Final
 
 import orjson
 from starlette.applications import Starlette
@@ -20,14 +21,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lightning.errors import GatewayError, StoreError
-from lightning.gateway import exchanges, providers
+from lightning.config.sections import GatewayConfig
+from lightning.errors import ConfigError, GatewayError, PluginError, StoreError
 from lightning.gateway.body_limits import beside
 from lightning.gateway.calls import CallEndpoint, Parts
-from lightning.gateway.conversations import ConversationsStage
 from lightning.gateway.dialects import Chat, Completions, Dialect
-from lightning.gateway.feedback import FEEDBACK_PATH, FeedbackEndpoint
-from lightning.gateway.history import HistoryStage
 from lightning.gateway.http import (
     JSON_TYPE,
     ClientGoneError,
@@ -152,7 +150,6 @@ def build_front(parts: Parts) -> Front:
     """The routes, tied to the parts that serve them."""
     info = Info(parts.identity, parts.policies, parts.forwarder)
     endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect, parts) for dialect in spoken()}
-    endpoints[FEEDBACK_PATH] = FeedbackEndpoint(parts)
     gets: dict[str, ASGIApp] = {"/tool_runs": ToolRuns(parts)}
     for name in plugins().names("routes"):
         method, _, route = name.rpartition(" ")
@@ -211,22 +208,39 @@ class Info:
             raise RefusalError(502, "upstream_failed", message) from error
 
 
+TAKEN: Final = {"providers": "providers", "record_requests": "texts"}
+"""Settings of the gateway that stages of plugins carry out, by the names of these stages."""
+
+
 def line_of(parts: Parts) -> Line:
-    """The stages that plugins register, one of each kind for this gateway. Raises `GatewayError`."""
-    made = [
-        *(("providers", providers.stage(parts)), ("branches", BranchesStage(parts))),
-        *(
-            ("conversations", ConversationsStage(parts)),
-            ("history", HistoryStage(parts)),
-            ("texts", exchanges.stage(parts)),
-        ),
-    ]
-    named = [NamedStage(name, stage) for name, stage in made if stage is not None]
+    """The stages that plugins register, one of each kind for this gateway. Raises `GatewayError`, and `ConfigError` for a
+    setting that is no default and that no stage carries out."""
+    plain = GatewayConfig()
+    for setting in TAKEN:
+        if getattr(parts.config, setting) != getattr(plain, setting) and (why := why_idle(parts.config, setting)):
+            raise ConfigError(why)
+    named = [NamedStage("branches", BranchesStage(parts))]
     for name in plugins().names("call_stages"):
         stage = plugins().call_stage(name)(parts)
         if stage is not None:
             named.append(NamedStage(name, stage, plugins().owner("call_stages", name).version))
     return Line(named, parts.config.stage_order)
+
+
+def why_idle(config: GatewayConfig, setting: str) -> str:
+    """Why a setting does nothing, and the cure: no plugin has the stage that carries it out. Empty where one has, or where the
+    setting is off."""
+    if not getattr(config, setting):
+        return ""
+    try:
+        plugins().call_stage(TAKEN[setting])
+    except PluginError as error:
+        off = "false" if getattr(config, setting) is True else "{}"
+        return (
+            f"gateway.{setting} is set, and no plugin is there that carries it out: {error} Bring it back, or set "
+            f"gateway.{setting} = {off} to go on without it"
+        )
+    return ""
 
 
 def spoken() -> list[Dialect]:

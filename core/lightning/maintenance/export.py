@@ -16,8 +16,8 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, TypeAlias, get_args
 
 from lightning.errors import ParentGoneError, StoreError
-from lightning.gateway.history import CONVERSATION, conversation_in
 from lightning.store import exchanges, rows
+from lightning.store.conversation import CONVERSATION, conversation_in
 from lightning.store.epochs import read_epochs
 from lightning.store.exchanges import TEXTS, Exchange, Parent, packed_in, parents_of
 from lightning.store.pages import each_rollout, each_step

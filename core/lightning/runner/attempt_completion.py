@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning.errors import DataError, StaleAttemptError
-from lightning.gateway.redaction import redacted_outcome
 from lightning.gateway.replay.branches import why_no_branch
 from lightning.instrument.texts import number
+from lightning.redaction import redacted_outcome
 from lightning.runner.policy_faults import cause_in_record, described
 from lightning.spans.derive import with_spans
 from lightning.store.protocol import Store
@@ -117,8 +117,10 @@ def judge(outcome: Outcome, calls: Sequence[Transition], *, branch: bool = False
         return replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=SWALLOWED)
     broken = next(filter(_is_broken, calls), None)
     if broken is not None and outcome.fault in (Fault.AGENT, Fault.POLICY, Fault.TIMEOUT):
-        why = f"a model call failed: {broken.error}" if broken.error else "a model call failed at the policy server"
-        return replace(outcome, fault=Fault.INFRASTRUCTURE, error=f"{why}, then the agent: {outcome.error}")
+        message = f"a model call failed at the policy server, then the agent: {outcome.error}"
+        if broken.error:
+            message = f"a model call failed ({broken.error}), then the agent: {outcome.error}"
+        return replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
     if cause := cause_in_record(outcome, calls):
         return replace(outcome, fault=Fault.POLICY, error=described(cause, outcome.error))
     return outcome

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lightning.asyncio_utils import end
 from lightning.config import Config
-from lightning.errors import ConfigError, PolicyServerError
+from lightning.errors import ConfigError, PluginError, PolicyServerError
 from lightning.gateway import Gateway
 from lightning.gateway.calls import AdminOf
 from lightning.gateway.fleet.records import gateway_secret
@@ -47,8 +47,11 @@ from lightning.store.resource_ref import ResourceReference
 from lightning.store.url import redacted, sqlite_url
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.runs import claim_folder
-from lightning.trainer.stack import check_ports, make_gateway
-from lightning.types import DEFAULT_PROJECT, LLM, Json, Resource, Rollout, Run, Task, new_id
+from lightning.trainer.stack import check_gateway, check_ports, make_gateway
+from lightning.types import DEFAULT_PROJECT, LLM, SERVED, Json, Resource, Rollout, Run, Task, new_id
+
+CONVERSATIONS = "conversations"
+"""The name of the stage that finds the rollout of a call with a key of many conversations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ class Sessions:
     async def _open(self, name: str, ttl: float, project: str, run: str, *, many: bool) -> LLM:
         about = {**self.config, SESSION_OF: run}
         session = await self.store.put_run(Run(new_id("session"), name, about, time.time(), project))
-        rollout = Rollout(f"{session.id}/0", session.id, Task(input=name), session.id, split="serve", max_attempts=1)
+        rollout = Rollout(f"{session.id}/0", session.id, Task(input=name), session.id, split=SERVED, max_attempts=1)
         await self.store.create_rollouts([rollout])
         # A run of its own, so that the lease is of this session and no other.
         (lease,) = await self.store.lease(session.id, f"{session.id}/server", limit=1, ttl=ttl)
@@ -145,7 +148,7 @@ async def serve(
     that was named by an alias, the server follows it.
 
     Raises `ConfigError` for settings that change the agents, which are none of this server's, and for a bind beyond loopback
-    before anybody has made a token; and what the rooms raise.
+    before anybody has made a token; `PluginError` where no plugin tells conversations apart; and what the rooms raise.
     """
     if config.runner.prompts:
         raise ConfigError(
@@ -153,6 +156,13 @@ async def serve(
             "elsewhere and send their own: put the text into component(..., prompt=...) there (`lightning resources show "
             "NAME@ALIAS --content` prints it), and serve with --set 'runner.prompts={}'"
         )
+    try:
+        plugins().call_stage(CONVERSATIONS)
+    except PluginError as error:
+        raise PluginError(
+            f"each conversation with a served model is a rollout, and no plugin is there that tells them apart: {error}"
+        ) from error
+    check_gateway(config.gateway)
     database = Path(os.path.abspath(folder / "lightning.db"))  # noqa: ASYNC240, PTH100 — says where, does not look
     async with AsyncExitStack() as resources:
         resources.enter_context(claim_folder(folder))

@@ -251,7 +251,7 @@ def flags_of(call: Transition) -> Flag:
 def why_not_replayable(calls: Sequence[Transition], tool_events: Sequence[ToolEvent]) -> str:
     """Why an attempt cannot be run again from its record, in words; empty where it can. Does not unpack it."""
     if any(packed_in(call) is None for call in calls if call.status.answered and call.choice == 0):
-        return "requests were not recorded: gateway.record_requests was false"
+        return "requests were not recorded: gateway.record_requests was false, or no plugin kept them"
     flags = WHOLE
     for call in calls:
         flags |= flags_of(call)

@@ -85,9 +85,16 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.gateway.dialects",
             "lightning.gateway.http",
             "lightning.gateway.identity",
-            "lightning.gateway.redaction",
             "lightning.gateway.request_body",
             "lightning.gateway.upstream.client",
+        ),
+        "a stage of calls": (
+            "lightning.gateway.answers",
+            "lightning.gateway.call",
+            "lightning.gateway.stages",
+            "lightning.memory_budget",
+            "lightning.redaction",
+            "lightning.store.conversation",
         ),
         "a runner": (
             "lightning.instrument.providers",

@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Self, TypeAlias, cast
 
 from lightning.config import Config
-from lightning.gateway.redaction import redacted_json
 from lightning.plugins import plugins
+from lightning.redaction import redacted_json
 from lightning.store.exchanges import parents_of
 from lightning.store.protocol import Store
 from lightning.tracking.protocol import AlertTracker, AttemptRecord, RolloutTracker, Tracker

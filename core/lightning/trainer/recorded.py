@@ -19,7 +19,6 @@ import numpy as np
 from lightning.algorithms.protocol import needs_critic
 from lightning.batch.trajectory import Group, is_trained
 from lightning.errors import ConfigError
-from lightning.gateway.conversations import PREFIX, SPLIT
 from lightning.plugins import plugins
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
@@ -31,7 +30,7 @@ from lightning.trainer.rollout_collection import Sampled, TurnSampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import PolicyFault, all_rollouts, load_groups, of_groups
-from lightning.types import Json, Lease, Outcome, Rollout, Run, Task
+from lightning.types import CONVERSATION_ID, SERVED, Json, Lease, Outcome, Rollout, Run, Task
 
 RECORDED = "recorded"
 """The key of a run's configuration that names what it is trained on, where that is a record."""
@@ -99,9 +98,9 @@ async def _read(store: Store, place: str, only: str, pinned: Json, project: str)
     unrated, newest, served = 0, dict[str, int](), list[str]()
     for run in reversed(runs):
         last = await store.last_step(run)
-        mine = [each async for each in each_rollout(store, run) if each.split in (TRAIN, SPLIT) and each.attempt]
+        mine = [each async for each in each_rollout(store, run) if each.split in (TRAIN, SERVED) and each.attempt]
         scored = [rollout for rollout in mine if rollout.reward is not None]
-        unrated += sum(rollout.id.startswith(PREFIX) and rollout.reward is None for rollout in mine)
+        unrated += sum(rollout.id.startswith(CONVERSATION_ID) and rollout.reward is None for rollout in mine)
         found += scored
         if last is None:
             served += [rollout.id for rollout in scored]

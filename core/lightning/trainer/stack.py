@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ from lightning.server.agents import HowToCall
 from lightning.server.auth import check_exposure
 from lightning.server.control import Control, on_server_port, runner_token
 from lightning.server.projects import of_project
+from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.store.rollout_state import EXCUSED
 from lightning.trainer.agents import Agents
@@ -243,6 +245,11 @@ def upstream_of(policy: PolicyServer) -> Upstream:
 def seed_of(config: Config) -> int | None:
     """What the calls of a run are seeded with; None where they are not."""
     return config.trainer.seed if config.gateway.seed_calls else None
+
+
+def check_gateway(config: GatewayConfig) -> None:
+    """Raise what making a gateway with these settings raises (`ConfigError`, `GatewayError`), before anything is started."""
+    Gateway(MemoryStore(), (), config, secret=secrets.token_bytes())
 
 
 async def make_gateway(

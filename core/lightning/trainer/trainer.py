@@ -17,7 +17,6 @@ from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.asyncio_utils import run_to_end
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, DataError
-from lightning.gateway.providers import read_providers
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent
 from lightning.server.control import project_of
@@ -36,6 +35,7 @@ from lightning.trainer.plan import as_tasks
 from lightning.trainer.prompts import resolve_prompts
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.session import Session
+from lightning.trainer.stack import check_gateway
 from lightning.trainer.summary import Reporter, Summary, summarize
 from lightning.trainer.tree_sampling import check_tree, warn_of_credit
 from lightning.types import Json, Run, Task
@@ -60,8 +60,8 @@ class Trainer(RunOpening):
     `#RUN`: of that run alone) whose scored rollouts are trained on in place of new ones; the agent then runs for `val` alone,
     and `trainer.steps` is one pass over the record unless it is set.
 
-    Raises `ConfigError` for impossible settings and for what is no algorithm, and `PluginError` for unknown names, before
-    anything is started.
+    Raises `ConfigError` for impossible settings and for what is no algorithm, `PluginError` for unknown names, and
+    `GatewayError` for plugins that do not go together in the gateway, before anything is started.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Trainer(RunOpening):
         _check_lifetimes(self.config)
         self._project = project_of(self.config)
         self.config.optimizer_model.check()  # settings are kept with the run: none that hold a password get that far
-        read_providers(self.config.gateway.providers)
+        check_gateway(self.config.gateway)
         if resume and out is None:
             raise ConfigError("resume needs the run to go on with: give its folder as `out` (--out runs/NAME)")
         self.model = self._base = resolve_model(model)

@@ -16,8 +16,10 @@ from enum import StrEnum
 from lightning.errors import DataError
 from lightning.types.recorded import (
     BRANCH_VOID,
+    CONVERSATION_ID,
     EXPIRED,
     POLICY,
+    SERVED,
     TOO_LONG,
     UNSERVED,
     Caller,
@@ -34,10 +36,12 @@ from lightning.types.values import Json, LogProbs, TokenIds, logprobs, not_json,
 
 __all__ = [
     "BRANCH_VOID",
+    "CONVERSATION_ID",
     "DEFAULT_PROJECT",
     "EXPIRED",
     "LLM",
     "POLICY",
+    "SERVED",
     "TOO_LONG",
     "UNSERVED",
     "CallStatus",

@@ -42,6 +42,10 @@ EXPIRED = "expired_token"
 
 BRANCH_VOID = "branch_void"
 """The finish reason of a call that was refused because its branch does not begin as its parent did."""
+SERVED = "serve"
+"""The split of rollouts of a served model."""
+CONVERSATION_ID = "served-"
+"""What the ids of those begin with that are conversations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +166,8 @@ class Transition:
 
     The extra `texts` is what the agent sent and got: `lightning.store.exchanges.read` reads it. There is none where it is not
     recorded (`gateway.record_requests`), and for every choice of a call but its first. `conversation` is what
-    `previous_response_id` may go on with: `lightning.gateway.history.conversation_in` reads it. There is none for calls through
-    other APIs, those with `store` false, and those whose text may not be stored.
+    `previous_response_id` may go on with: `lightning.store.conversation.conversation_in` reads it. There is none for calls
+    through other APIs, those with `store` false, and those whose text may not be stored.
     """
 
     rollout: str

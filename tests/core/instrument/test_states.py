@@ -13,9 +13,9 @@ import lightning
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.gateway.redaction import redacted_outcome
 from lightning.instrument import ActiveAttempt, activate, context
 from lightning.instrument.texts import MAX_RESULT, MAX_STATE
+from lightning.redaction import redacted_outcome
 from lightning.runner.outcomes import decode_outcome, encode_outcome, returned
 from lightning.types import LLM, StepState
 

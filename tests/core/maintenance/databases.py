@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from lightning.gateway.history import CONVERSATION, pack
 from lightning.store import exchanges
+from lightning.store.conversation import CONVERSATION, pack
 from lightning.store.exchanges import TEXTS
 from lightning.store.protocol import Store
 from lightning.store.sqlite import SqliteStore

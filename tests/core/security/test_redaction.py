@@ -16,12 +16,12 @@ import httpx
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from lightning import hookimpl
+from lightning import hookimpl, redaction
 from lightning.config import GatewayConfig
 from lightning.errors import DataError
-from lightning.gateway import Gateway, Upstream, redaction
-from lightning.gateway.history import CONVERSATION, conversation_in, pack
-from lightning.gateway.redaction import (
+from lightning.gateway import Gateway, Upstream
+from lightning.plugins import plugins
+from lightning.redaction import (
     GONE,
     RULES,
     may_be_redacted,
@@ -31,9 +31,9 @@ from lightning.gateway.redaction import (
     redacted_span,
     storable,
 )
-from lightning.plugins import plugins
 from lightning.runner.attempt_completion import report
 from lightning.server.auth import issue_token
+from lightning.store.conversation import CONVERSATION, conversation_in, pack
 from lightning.store.http import HttpStore
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore

@@ -9,12 +9,12 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.errors import ConfigError
-from lightning.gateway.conversations import SPLIT
 from lightning.plugins import plugins
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.recorded import Record, ages, check_record, open_record
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import (
+    SERVED,
     Outcome,
     Rollout,
     Run,
@@ -39,7 +39,7 @@ async def conversations(folder: Path, rewards: list[float | None], *, version: i
     try:
         await store.put_run(Run("session", "shell"))
         for number, reward in enumerate(rewards):
-            rollout = Rollout(f"served-{number}", "session", Task(f"ask {number}"), f"g{number}", split=SPLIT)
+            rollout = Rollout(f"served-{number}", "session", Task(f"ask {number}"), f"g{number}", split=SERVED)
             await store.create_rollouts([rollout])
             (lease,) = await store.lease("session", "server")
             ids, lps = token_ids([number + 1, 2, 3]), logprobs([-0.5, -0.25, -1.0])

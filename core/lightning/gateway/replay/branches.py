@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import orjson
@@ -23,7 +23,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lightning.batch.trajectory import begins_at
 from lightning.errors import DataError, StoreError
 from lightning.gateway.body_limits import beside
-from lightning.gateway.exchanges import MOST_BODIES, Exchanges, TextsStage
 from lightning.gateway.http import Body, RefusalError, send_bytes, too_deep
 from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.gateway.replay.divergence import diverged
@@ -53,7 +52,9 @@ PATIENCE: Final = 120.0
 """Seconds that a call waits for those of the prefix, since the last of them was asked again: tools run between them."""
 PARENTS: Final = 8
 """Records of parents that are at hand: the branches of one come together."""
-SAID: Final = 4 * MOST_BODIES
+TOLD: Final = 4
+"""Calls of a parent that those of its branch may be told against to begin with."""
+SAID: Final = 4 * TOLD
 """Calls of each of these whose texts are at hand: groups that are sampled as trees branch at several calls at once."""
 VOID: Final = "This branch is void:"
 """How the error of a void branch begins."""
@@ -70,6 +71,14 @@ EDIT_TAKEN: Final = "edit_taken"
 """Begins the key of a run's state that says that the agent of a branch was given its edited answer, and all before it."""
 
 
+@runtime_checkable
+class Texts(Protocol):
+    """The stage of texts: it stores a call as what it adds to an earlier one."""
+
+    def inherit(self, attempt: tuple[str, int], calls: Sequence[exchanges.Said]) -> None:
+        """The calls of a branch's attempt may be told against these of its parent."""
+
+
 @dataclass(slots=True)
 class _RecordedParent:
     """The record of a parent, and of its calls what those of branches are packed against. Both are forgotten together: a parent
@@ -82,7 +91,7 @@ class _RecordedParent:
         """What the calls of a branch are packed against to begin with: the call at which it branches, which its first call
         mostly asks again, and the last ones before that, as its parent's calls were. Its siblings get the same objects: to
         unpack a long rollout takes milliseconds of the event loop, and its requests may be megabytes."""
-        last = sorted(prefix.answered, key=lambda call: call.transition.ended_at)[1 - MOST_BODIES :]
+        last = sorted(prefix.answered, key=lambda call: call.transition.ended_at)[1 - TOLD :]
         numbers = [call.transition.seq for call in (prefix.at, *last)]
         if unknown := [number for number in numbers if number not in self._said]:
             calls = [call.transition for call in self.recorded.calls]
@@ -296,7 +305,7 @@ class Branches:
     """The branches that this gateway answers, by attempt."""
 
     store: Store
-    exchanges: Exchanges
+    texts: Texts | None
     _known: OrderedDict[tuple[str, int], BranchedAttempt] = field(default_factory=OrderedDict)
     _reading: dict[tuple[str, int], asyncio.Task[BranchedAttempt]] = field(default_factory=dict)
     _parents: OrderedDict[tuple[str, int], asyncio.Task[_RecordedParent]] = field(default_factory=OrderedDict)
@@ -339,7 +348,8 @@ class Branches:
         parent, attempt, seq = rollout.parent
         found = await self._parent(parent, attempt)
         meant, prefix = await meant_changes(self.store, rollout), prefix_of(found.recorded, seq)
-        self.exchanges.inherit((name, number), found.told_against(prefix))
+        if self.texts is not None:
+            self.texts.inherit((name, number), found.told_against(prefix))
         branch = BranchedAttempt(prefix, (parent, attempt), rollout.run, meant)
         branch.goes_on(await self.store.transitions(name, number))
         self._known[name, number] = branch  # before the reading is over: whoever comes then must not read again
@@ -378,9 +388,7 @@ class BranchesStage(CallStage):
     def branches(self) -> Branches:
         """The branches at work. Their texts are told against those of their parents."""
         texts = self._parts.line.named(TEXTS)
-        return Branches(
-            self._parts.store, texts.exchanges if isinstance(texts, TextsStage) else Exchanges(wanted=False)
-        )
+        return Branches(self._parts.store, texts if isinstance(texts, Texts) else None)
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
         """Answer a call of a branch from the record, if that has it."""

@@ -13,12 +13,12 @@ from dataclasses import field, make_dataclass, replace
 from typing import Any, Final
 
 from lightning.errors import DataError, StoreError
-from lightning.gateway.history import CONVERSATION, conversation_in
-from lightning.gateway.redaction import redacted, redacted_span, storable
+from lightning.redaction import redacted, redacted_span, storable
 from lightning.server.api import paging
 from lightning.server.api.paging import page, page_of_attempt, size_of
 from lightning.server.api.table import ApiCall, NoQuery, Paging, Route, nothing_there, parsed
 from lightning.server.auth import check_token
+from lightning.store.conversation import CONVERSATION, conversation_in
 from lightning.store.json_codec import Slice
 from lightning.store.operation import REQUIRED, Argument, Operation
 from lightning.store.protocol import Page

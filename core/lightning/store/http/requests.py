@@ -17,7 +17,7 @@ from urllib.parse import quote
 from lightning.errors import ConfigError, DataError, StoreError
 from lightning.store import json_codec, messages
 from lightning.store.http.address import split_urls, token_or_complain
-from lightning.store.http.transport import NotFoundError, Request, Transport
+from lightning.store.http.transport import NotFoundError, StoreRequest, Transport
 from lightning.store.messages import LeaseRequest
 
 
@@ -128,7 +128,7 @@ class Asking:
         query: Mapping[str, object] | None = None,
         **how: Any,
     ) -> Any:
-        """Ask, and read the answer as an `answer`. `how` are further fields of the `Request`, and `patience`."""
+        """Ask, and read the answer as an `answer`. `how` are further fields of the `StoreRequest`, and `patience`."""
         transport = self._transport
         if transport is None:
             raise StoreError(f"the store at {', '.join(self._urls)} is not open: await store.open() first")
@@ -136,7 +136,7 @@ class Asking:
         if not all(path):
             raise DataError(f"an id or a name in {method} /{'/'.join(path)} is empty")
         asked = {name: _quoted(str(value)) for name, value in (query or {}).items() if value is not None}
-        request = Request(method, "".join(f"/{_quoted(part)}" for part in path), asked, payload, **how)
+        request = StoreRequest(method, "".join(f"/{_quoted(part)}" for part in path), asked, payload, **how)
         body = await transport.send(request, patience)
         what = f"the answer to {method} {request.path}"
         try:

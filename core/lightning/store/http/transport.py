@@ -83,7 +83,7 @@ KINDS: Final[Mapping[str, type[LightningError]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class StoreRequest:
     """What to ask. `path` is percent-encoded below `PREFIX`; `once` is the name of what must not be done twice; `waits` is how
     long the server may take on purpose, `answer_seconds` how long it may send nothing beyond that before it counts as gone, in
     seconds."""
@@ -138,7 +138,7 @@ class Transport:
         """The server that answered last, or is asked next."""
         return self._urls[self._current]
 
-    async def send(self, request: Request, patience: float | None = None) -> bytes:
+    async def send(self, request: StoreRequest, patience: float | None = None) -> bytes:
         """The body of a server's answer. Raises `NotFoundError` and what `KINDS` says, `UnavailableError` when no server
         answered for `patience` seconds (default: the store's)."""
         check_process(f"at {', '.join(self._urls)}", self._process)
@@ -168,7 +168,7 @@ class Transport:
         for session in (self._session, self._fresh):
             await session.close()
 
-    async def _send(self, request: Request, patience: float) -> bytes:
+    async def _send(self, request: StoreRequest, patience: float) -> bytes:
         deadline, delay, tried, warned = time.monotonic() + patience, FIRST_DELAY, 0, False
         while True:
             at, token = self._current, self._token
@@ -233,7 +233,7 @@ class Transport:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _is_too_long(self, at: int, request: Request) -> bool:
+    async def _is_too_long(self, at: int, request: StoreRequest) -> bool:
         """Whether it is because of its length that a request was cut off: a long one, some times, by a server that answers a
         short one."""
         if len(request.body or b"") < LONG_BODY:
@@ -242,12 +242,12 @@ class Transport:
         if self._cuts[_same(request)] < CUTS:
             return False
         try:
-            await self._attempt(self._urls[at], Request("GET", "/version", {}, answer_seconds=LEASE_ANSWER))
+            await self._attempt(self._urls[at], StoreRequest("GET", "/version", {}, answer_seconds=LEASE_ANSWER))
         except _AwayError:
             return False
         return True
 
-    async def _attempt(self, base: str, request: Request) -> bytes:
+    async def _attempt(self, base: str, request: StoreRequest) -> bytes:
         query = "&".join(f"{name}={value}" for name, value in request.query.items())
         url = URL(f"{base}{PREFIX}{request.path}" + (f"?{query}" if query else ""), encoded=True)
         timeout = aiohttp.ClientTimeout(
@@ -276,7 +276,7 @@ class Transport:
             return body
         raise self._refusal(base, request, response.status, response.headers.get("retry-after", ""), body)
 
-    def _refusal(self, base: str, request: Request, status: int, retry_after: str, body: bytes) -> Exception:
+    def _refusal(self, base: str, request: StoreRequest, status: int, retry_after: str, body: bytes) -> Exception:
         problem = _problem(body)
         asked = _asked(request)
         self._met = self._met or problem is not None
@@ -327,16 +327,16 @@ async def _whole(response: aiohttp.ClientResponse) -> bytes:
     return bytes(body)
 
 
-def _asked(request: Request) -> str:
+def _asked(request: StoreRequest) -> str:
     return f"{request.method} {PREFIX}{request.path}"
 
 
-def _same(request: Request) -> tuple[str, int]:
+def _same(request: StoreRequest) -> tuple[str, int]:
     """What a request has in common with one that says the same again."""
     return request.path, len(request.body or b"")
 
 
-def _hung_up(base: str, request: Request) -> str:
+def _hung_up(base: str, request: StoreRequest) -> str:
     return (
         f"{base} hung up {CUTS} times at {_asked(request)} of {len(request.body or b'')} bytes, and answers what is short: a "
         "proxy before it takes no more. Raise the proxy's limit (client_max_body_size in nginx), or send less"

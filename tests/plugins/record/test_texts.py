@@ -11,9 +11,9 @@ from unittest.mock import AsyncMock
 import anthropic
 import openai
 import pytest
+from lightning import redaction
 from lightning.errors import StoreError
-from lightning.gateway import calls, redaction
-from lightning.gateway import exchanges as recorded
+from lightning.gateway import calls
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
 from lightning.gateway.replay.branches import Branches
@@ -22,6 +22,7 @@ from lightning.store import exchanges
 from lightning.store.exchanges import TEXTS
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus, Rollout, Task, Transition, logprobs, token_ids
+from lightning_record import texts as recorded
 
 BODIES = {
     "chat/completions": {"messages": [{"role": "user", "content": "hi there"}]},

@@ -17,15 +17,14 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import orjson
-from starlette.types import Scope
-
 from lightning.errors import DataError, StoreError
 from lightning.gateway.http import Body, RefusalError
 from lightning.gateway.identity import NO_RETRY, Claims
-from lightning.gateway.redaction import redacted_json
 from lightning.gateway.stages import CallStage
+from lightning.redaction import redacted_json
 from lightning.store.protocol import Store
-from lightning.types import Json, Rollout, Status, Task
+from lightning.types import CONVERSATION_ID, SERVED, Json, Rollout, Status, Task
+from starlette.types import Scope
 
 if TYPE_CHECKING:
     from lightning.gateway.call import Call, Request
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 CONVERSATION_HEADER = b"x-lightning-conversation"
 """Names the conversation that a call belongs to: any text of its client's choice."""
 LONGEST_NAME = 512
-SPLIT = "serve"
-"""The split of rollouts that were served."""
-PREFIX = "served-"
 LONGEST_TASK = 65_536
 """Bytes of a request that are kept as the task of a conversation."""
 SAID = ("messages", "system", "instructions", "input", "prompt")
@@ -47,12 +43,12 @@ _OF_ANSWER = re.compile(r"s([0-9a-f]{32})r[0-9a-f]+\Z")
 def rollout_of_answer(response: str) -> str | None:
     """The rollout of the conversation that an answer's id names; None for an id of any other call."""
     found = _OF_ANSWER.search(response)
-    return PREFIX + found.group(1) if found else None
+    return CONVERSATION_ID + found.group(1) if found else None
 
 
 def mark_of(rollout: str) -> str:
     """What begins the ids of a conversation's calls; empty for any other rollout."""
-    return f"s{rollout.removeprefix(PREFIX)}r" if rollout.startswith(PREFIX) else ""
+    return f"s{rollout.removeprefix(CONVERSATION_ID)}r" if rollout.startswith(CONVERSATION_ID) else ""
 
 
 class Conversations:
@@ -95,7 +91,7 @@ class Conversations:
                 return before
         for part in count():
             text = orjson.dumps([claims.session, name, part])
-            rollout = PREFIX + (hashlib.sha256(text).hexdigest()[:32] if name else secrets.token_hex(16))
+            rollout = CONVERSATION_ID + (hashlib.sha256(text).hexdigest()[:32] if name else secrets.token_hex(16))
             known = await self._store.get_rollout(rollout) if name else None
             if known is None or known.status is Status.PENDING:
                 await self._begin(rollout, claims, body, version)
@@ -108,7 +104,7 @@ class Conversations:
         """Create it and take it: its only attempt lasts as long as the key. Others that wait to be taken are taken as well."""
         session, task = claims.session, self._task(body)
         named = {self.resource: version} if self.resource else {}
-        new = Rollout(rollout, session, task, f"{session}/{task.id}", version, SPLIT, max_attempts=1, resources=named)
+        new = Rollout(rollout, session, task, f"{session}/{task.id}", version, SERVED, max_attempts=1, resources=named)
         await self._store.create_rollouts([new])
         ttl = max(1.0, claims.expires_at - time.time())
         taken = await self._store.lease(session, f"{session}/server", limit=64, ttl=ttl)

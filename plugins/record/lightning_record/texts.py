@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 from lightning.gateway.answers import well_shaped
 from lightning.gateway.body_limits import beside
 from lightning.gateway.http import Body, write_object
-from lightning.gateway.redaction import has_many_texts, may_be_redacted, redacted_json
 from lightning.gateway.stages import CallStage
+from lightning.redaction import has_many_texts, may_be_redacted, redacted_json
 from lightning.store import exchanges
 from lightning.store.exchanges import NOBODY, TEXTS, WHOLE, Flag, Piece, Said
 from lightning.types import CallStatus, Transition
@@ -242,6 +242,10 @@ class TextsStage(CallStage):
         self.exchanges = exchanges
         self._asked: WeakKeyDictionary[Call, tuple[Asked, WholeReply]] = WeakKeyDictionary()
         self._packed: WeakKeyDictionary[Call, PackedExchange] = WeakKeyDictionary()
+
+    def inherit(self, attempt: Attempt, calls: Sequence[Said]) -> None:
+        """An attempt of a branch begins: see `Exchanges.inherit`."""
+        self.exchanges.inherit(attempt, calls)
 
     async def admitted(self, call: Call, request: Request) -> None:
         """Keep the request as the agent sent it."""

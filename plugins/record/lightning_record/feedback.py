@@ -11,24 +11,23 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import orjson
-from starlette.types import Receive, Scope, Send
-
 from lightning.errors import StaleAttemptError, StoreError
 from lightning.gateway.body_limits import beside
-from lightning.gateway.conversations import rollout_of_answer
 from lightning.gateway.http import JSON_TYPE, Body, ClientGoneError, RefusalError, read_object, send_bytes
 from lightning.gateway.identity import bearer
-from lightning.gateway.redaction import redacted
 from lightning.gateway.request_body import read_body
+from lightning.redaction import redacted
 from lightning.types import Json, Outcome, Rollout
+from starlette.types import Receive, Scope, Send
+
+from lightning_record.conversations import rollout_of_answer
 
 if TYPE_CHECKING:
     from lightning.gateway.calls import Parts
 
-FEEDBACK_PATH: Final = "/feedback"
 FIELDS = frozenset({"response_id", "reward", "note"})
 LONGEST_NOTE = 4096
 """Characters of a note."""

@@ -16,16 +16,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 from lightning.errors import StoreError
 from lightning.gateway.answers import well_shaped
 from lightning.gateway.http import Body, RefusalError, read_object, write_object
-from lightning.gateway.redaction import storable
 from lightning.gateway.stages import CallStage
 from lightning.memory_budget import compact
-from lightning.store.json_text import as_list, dump
+from lightning.redaction import storable
+from lightning.store.conversation import CONVERSATION, conversation_in, pack
 from lightning.store.protocol import Store
 from lightning.types import CallStatus, Conversation, Transition
 
@@ -46,29 +46,9 @@ MANY_MESSAGES = 1000
 LONGEST_STORED = 1 << 20
 """Bytes of text that a response may add to a stored conversation: looking through more takes seconds of CPU time."""
 
-CONVERSATION: Final = "conversation"
-"""The extra of a call that has what its response adds to a conversation."""
 
 Attempt = tuple[str, int]
 """Rollout and number."""
-
-
-def pack(said: Conversation) -> bytes:
-    """What a response adds to its conversation, as it is stored."""
-    return dump([said.after, said.kept, *said.messages], "a conversation").encode()
-
-
-def conversation_in(call: Transition) -> Conversation | None:
-    """What a call's response adds to its conversation; None where that is not stored. Raises `StoreError` for what `pack` has
-    not written."""
-    packed = call.extras.get(CONVERSATION)
-    if packed is None:
-        return None
-    what = f"the conversation of transition {call.key}"
-    after, kept, *messages = [*as_list(packed.decode(errors="replace"), what), None, None]
-    if not isinstance(after, str) or not isinstance(kept, int):
-        raise StoreError(f"{what} is corrupt in the database. Restore the database from a backup")
-    return Conversation(tuple(messages[:-2]), after, kept)
 
 
 @dataclass(frozen=True, slots=True)

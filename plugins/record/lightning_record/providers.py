@@ -18,11 +18,8 @@ from typing import TYPE_CHECKING
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
-from starlette.types import ASGIApp, Receive, Scope, Send
-from yarl import URL
-
 from lightning.asyncio_utils import end
-from lightning.config.sections import ProviderConfig, check_endpoint
+from lightning.config import ProviderConfig, check_endpoint
 from lightning.errors import ConfigError
 from lightning.gateway.http import JSON_TYPE, Header, RefusalError, send_bytes
 from lightning.gateway.identity import ALIAS
@@ -30,6 +27,8 @@ from lightning.gateway.stages import CallStage, PassOn
 from lightning.gateway.upstream.client import MODEL
 from lightning.instrument.providers import is_policys
 from lightning.memory_budget import bounded
+from starlette.types import ASGIApp, Receive, Scope, Send
+from yarl import URL
 
 if TYPE_CHECKING:
     from lightning.gateway.call import Call, Request

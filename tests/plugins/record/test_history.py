@@ -13,14 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StoreError
-from lightning.gateway import Gateway, Upstream, history
-from lightning.gateway.history import CONVERSATION, Entry, History, Known, conversation_in, pack, put_together
+from lightning.gateway import Gateway, Upstream
 from lightning.gateway.http import RefusalError, write_object
-from lightning.gateway.redaction import storable
+from lightning.redaction import storable
+from lightning.store.conversation import CONVERSATION, conversation_in, pack
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus, Conversation, Transition, logprobs, token_ids
+from lightning_record import history
+from lightning_record.history import Entry, History, Known, put_together
 
 from tests.core.gateway.conftest import SECRET
 

@@ -14,9 +14,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from lightning.config.sections import ProviderConfig
 from lightning.errors import ConfigError
-from lightning.gateway import providers
-from lightning.gateway.providers import read_providers
 from lightning.types import CallStatus
+from lightning_record import providers
+from lightning_record.providers import read_providers
 
 HI = [{"role": "user", "content": "hi there"}]
 KEY = "sk-of-the-provider"

@@ -1,0 +1,1 @@
+"""What is kept of calls besides their tokens, and whose they are: texts, conversations and their feedback, providers."""

@@ -1,0 +1,34 @@
+"""Texts of calls, what `previous_response_id` goes on with, conversations and their feedback, and providers, as a plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from lightning.gateway.calls import Parts
+    from lightning.gateway.stages import CallStage
+    from starlette.types import ASGIApp
+
+
+@hookimpl
+def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | None]], None]) -> None:
+    """`providers`, `conversations`, `history` and `texts`."""
+    from lightning_record import providers, texts
+    from lightning_record.conversations import ConversationsStage
+    from lightning_record.history import HistoryStage
+
+    register("providers", providers.stage)
+    register("conversations", ConversationsStage)
+    register("history", HistoryStage)
+    register("texts", texts.stage)
+
+
+@hookimpl
+def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None]) -> None:
+    """`feedback`."""
+    from lightning_record.feedback import FeedbackEndpoint
+
+    register("feedback", FeedbackEndpoint)

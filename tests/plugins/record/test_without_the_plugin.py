@@ -1,0 +1,75 @@
+"""What is asked for by name and needs the plugin is refused or said where the plugin is not there; all else goes on."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from lightning import Trainer
+from lightning.config import Config, GatewayConfig, ProviderConfig, with_settings
+from lightning.errors import ConfigError, PluginError
+from lightning.gateway import routes
+from lightning.plugins import Plugins
+from lightning.server import serving
+from lightning.trainer.tree_sampling import check_tree
+
+ASK = {"messages": [{"role": "user", "content": "hi there"}]}
+PROVIDERS = {"judge": ProviderConfig(base_url="https://host/v1", models=("gpt-4o*",))}
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "record")
+    found = Plugins()
+    for module in (routes, serving):
+        monkeypatch.setattr(module, "plugins", lambda: found)
+
+
+@pytest.mark.usefixtures("without")
+async def test_a_provider_is_refused_with_the_plugin_that_is_switched_off(build) -> None:
+    with pytest.raises(
+        ConfigError, match=r"gateway\.providers is set, .* plugin 'record' .* is disabled: .*= \{\} to go on"
+    ):
+        await build(providers=PROVIDERS)
+
+
+@pytest.mark.usefixtures("without")
+async def test_a_gateway_that_cannot_keep_texts_says_so_and_answers(build, caplog) -> None:
+    caplog.set_level(logging.WARNING, "lightning.gateway")
+    house = await build()
+    (said,) = [record.message for record in caplog.records if "record_requests" in record.message]
+    assert "no plugin is there that carries it out" in said
+    assert "set gateway.record_requests = false" in said
+    reply = await (await house.http()).post("/chat/completions", json=ASK)
+    assert reply.status_code == 200
+    (call,) = await house.recorded()
+    assert "texts" not in call.extras
+    caplog.clear()
+    await build(record_requests=False)
+    assert not [record for record in caplog.records if "record_requests" in record.message]
+
+
+@pytest.mark.usefixtures("without")
+async def test_nobody_is_served_where_conversations_are_not_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(
+        PluginError, match=r"no plugin is there that tells them apart: .* plugin 'record' .* is disabled"
+    ):
+        async with serving.serve(tmp_path, Config(), tmp_path / "served"):
+            pass
+    assert not (tmp_path / "served").exists()
+
+
+@pytest.mark.usefixtures("without")
+def test_trees_need_texts() -> None:
+    config = with_settings(Config(), {"trainer.sampling": "tree"})
+    with pytest.raises(ConfigError, match=r"trainer\.sampling = tree.*gateway\.record_requests is set, and no plugin"):
+        check_tree(config, [8], recorded=False, searches=False)
+
+
+def test_a_provider_without_its_key_is_refused_before_a_run_starts(tmp_path: Path) -> None:
+    lost = {"judge": ProviderConfig(base_url="https://host/v1", api_key_env="NOT_THERE")}
+    config = Config(gateway=GatewayConfig(providers=lost))
+    with pytest.raises(ConfigError, match=r"gateway\.providers\.judge\.api_key_env names NOT_THERE, which is not set"):
+        Trainer(tmp_path, config=config, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
