@@ -204,5 +204,4 @@ class Gateway:
             self._serving = None
         await self._policies.close()
         await self._forwarder.close()
-        await self.parts.line.close()
         await self._closing.aclose()

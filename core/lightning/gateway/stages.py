@@ -49,7 +49,7 @@ class CallStage:
 
     `api` is the number of the contract that it was written for (`lightning.gateway.stages.API`). `before` and `after` name the
     stages that it stands before and after, whether or not these are there. What it has to remember of a call it keeps in a
-    `weakref.WeakKeyDictionary`.
+    `weakref.WeakKeyDictionary`; what it opens, it pushes on `Parts.closing`.
 
     Each method may raise `RefusalError`: the agent gets that answer, and with a status of 400 to 499 the call is recorded as
     refused. A `StoreError` is answered as the store's failure. Anything else that it raises is a failure of the plugin.
@@ -76,9 +76,6 @@ class CallStage:
 
     def elsewhere(self, route: str, model: object) -> PassOn | None:
         """Who answers a route below `/v1` in the policy's place, for this model (None: not known yet); None for nobody."""
-
-    async def close(self) -> None:
-        """The gateway is being closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +148,6 @@ class Line:
     def elsewhere(self, route: str, model: object = None) -> PassOn | None:
         """The first that answers a route in the policy's place."""
         return next((found for each in self._elsewhere if (found := each.stage.elsewhere(route, model))), None)
-
-    async def close(self) -> None:
-        """Close all stages; one that fails at it is logged."""
-        for each in self.stages:
-            try:
-                await each.stage.close()
-            except Exception:
-                log.exception("the stage %r failed when it was closed", each.name)
 
 
 async def _asked(name: str, point: str, call: Call, asked: Awaitable[Found]) -> Found:

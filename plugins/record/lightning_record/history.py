@@ -214,6 +214,7 @@ class HistoryStage(CallStage):
 
     def __init__(self, parts: Parts) -> None:
         self._history = History(parts.store)
+        parts.closing.callback(self._history.close)
         self._entries: WeakKeyDictionary[Call, Entry] = WeakKeyDictionary()
 
     async def admitted(self, call: Call, request: Request) -> None:
@@ -234,10 +235,6 @@ class HistoryStage(CallStage):
         """Later requests may go on with it."""
         if (entry := self._entries.pop(call, None)) is not None:
             self._history.keep(entry)
-
-    async def close(self) -> None:
-        """Let go of the thread."""
-        self._history.close()
 
 
 def _written(messages: Sequence[Body]) -> tuple[bytes, ...]:

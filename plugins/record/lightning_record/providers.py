@@ -211,16 +211,14 @@ class ProvidersStage(CallStage):
         provider = self._providers.of_model(model) or self._providers.of_route(route, model)
         return None if provider is None else partial(self._providers.pass_on, provider, route)
 
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._providers.close()
-
 
 def stage(parts: Parts) -> ProvidersStage | None:
     """The stage; None where the settings have no provider."""
     if not parts.config.providers:
         return None
-    return ProvidersStage(Providers(read_providers(parts.config.providers), parts.config.upstream_timeout))
+    providers = Providers(read_providers(parts.config.providers), parts.config.upstream_timeout)
+    parts.closing.push_async_callback(providers.close)
+    return ProvidersStage(providers)
 
 
 def _proxy_for(url: URL) -> str | None:

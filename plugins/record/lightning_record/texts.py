@@ -277,14 +277,14 @@ class TextsStage(CallStage):
         if (packed := self._packed.pop(call, None)) is not None:
             self.exchanges.keep(call.attempt, transitions[0].seq, packed)
 
-    async def close(self) -> None:
-        """Let go of the thread."""
-        self.exchanges.close()
-
 
 def stage(parts: Parts) -> TextsStage | None:
     """The stage; None where the settings keep no texts."""
-    return TextsStage(Exchanges()) if parts.config.record_requests else None
+    if not parts.config.record_requests:
+        return None
+    exchanges = Exchanges()
+    parts.closing.callback(exchanges.close)
+    return TextsStage(exchanges)
 
 
 def _shown(call: Call, answer: Answer, streamed: WholeReply) -> Shown:

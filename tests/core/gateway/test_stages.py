@@ -27,6 +27,7 @@ class Stage(CallStage):
 
     def __init__(self, parts):
         self.store = parts.store
+        parts.closing.callback(self.seen.append, ("close",))
 
     async def admitted(self, call, request):
         self.seen.append(("admitted", call.caller.name, request.model))
@@ -47,9 +48,6 @@ class Stage(CallStage):
     async def kept(self, call, transitions):
         assert [each.id for each in await self.store.transitions(call.claims.rollout)] == [call.capture.id]
         self.seen.append(("kept", [each.seq for each in transitions]))
-
-    async def close(self):
-        self.seen.append(("close",))
 
 
 @lightning.hookimpl
