@@ -275,6 +275,10 @@ class TextsStage(CallStage):
         if (packed := self._packed.pop(call, None)) is not None:
             self.exchanges.keep(call.attempt, transitions[0].seq, packed)
 
+    def inherit(self, attempt: Attempt, calls: Sequence[Said]) -> None:
+        """See `Exchanges.inherit`."""
+        self.exchanges.inherit(attempt, calls)
+
     async def close(self) -> None:
         """Let go of the thread."""
         self.exchanges.close()

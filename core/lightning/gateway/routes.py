@@ -36,7 +36,6 @@ from lightning.gateway.http import (
 )
 from lightning.gateway.identity import Claims, Identity
 from lightning.gateway.policy_registry import Policies
-from lightning.gateway.replay.branches import BranchesStage, ToolRuns
 from lightning.gateway.request_body import read_body
 from lightning.gateway.stages import Line, NamedStage
 from lightning.gateway.traces import PATH, TraceEndpoint
@@ -154,7 +153,7 @@ def build_front(parts: Parts, traces: TraceEndpoint) -> Front:
     info = Info(parts.identity, parts.policies, parts.forwarder)
     endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect, parts) for dialect in spoken()}
     endpoints |= {PATH: traces, FEEDBACK_PATH: FeedbackEndpoint(parts)}
-    gets: dict[str, ASGIApp] = {"/tool_runs": ToolRuns(parts)}
+    gets: dict[str, ASGIApp] = {}
     for name in plugins().names("routes"):
         method, _, route = name.rpartition(" ")
         path, posted = f"/{route}", method != GET
@@ -218,7 +217,7 @@ class Info:
 def line_of(parts: Parts) -> Line:
     """The stages that plugins register, one of each kind for this gateway. Raises `GatewayError`."""
     made = [
-        *(("providers", providers.stage(parts)), ("branches", BranchesStage(parts))),
+        ("providers", providers.stage(parts)),
         *(
             ("conversations", ConversationsStage(parts)),
             ("history", HistoryStage(parts)),

@@ -12,9 +12,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lightning.batch.branches import why_no_branch
 from lightning.errors import DataError, StaleAttemptError
 from lightning.gateway.redaction import redacted_outcome
-from lightning.gateway.replay.branches import why_no_branch
 from lightning.instrument.texts import number
 from lightning.runner.policy_faults import cause_in_record, described
 from lightning.spans.derive import with_spans

@@ -88,6 +88,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.gateway.request_body",
             "lightning.gateway.upstream.client",
         ),
+        "a stage of calls": ("lightning.gateway.call", "lightning.gateway.stages"),
         "a runner": (
             "lightning.instrument.providers",
             "lightning.runner.agent_serialization",
@@ -128,11 +129,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.trainer.summary",
         ),
         "a replay of recorded rollouts": (
-            "lightning.gateway.replay.branches",
-            "lightning.gateway.replay.divergence",
-            "lightning.gateway.replay.recorded",
-            "lightning.gateway.replay.streams",
-            "lightning.gateway.replay.whole",
+            "lightning.batch.branches",
             "lightning.gateway.sampling",
             "lightning.instrument.recorded_tools",
             "lightning.runner.seeding",

@@ -8,11 +8,11 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from lightning.batch.branches import recorded_rollout
 from lightning.gateway.exchanges import WholeReply
-from lightning.gateway.replay.recorded import recorded_rollout
 from lightning.testing import Reply, ToolCall, rollout
 from lightning.types import LLM, Task
-from lightning_debug.replay import replay_agent
+from lightning_branching.replay import replay_agent
 
 pytestmark = pytest.mark.framework
 
