@@ -117,14 +117,15 @@ class Line:
         """The names of its stages, in their order, with the versions of their distributions: what a run records."""
         return {each.name: each.version for each in self.stages}
 
-    def why_no_branch(self, rollout: str) -> str:
-        """Why the calls of this branch are not answered here; empty where a stage is there for them."""
+    @property
+    def why_no_branches(self) -> str:
+        """Why branches are not answered here; empty where a stage is there for them."""
         if any(each.stage.answers_branches for each in self.stages):
             return ""
         return (
-            f"the rollout {rollout} is a branch, and no stage of this gateway answers the calls of branches from a record: the "
-            f"stages are {', '.join(self.versions) or 'none'}. Start it with the plugin that brings such a stage: install the "
-            "plugin, or take it out of LIGHTNING_DISABLE_PLUGINS"
+            "no stage of this gateway answers the calls of branches from a record: the stages are "
+            f"{', '.join(self.versions) or 'none'}. Start it with the plugin that brings such a stage: install the plugin, or "
+            "take it out of LIGHTNING_DISABLE_PLUGINS"
         )
 
     def named(self, name: str) -> CallStage | None:
@@ -134,8 +135,9 @@ class Line:
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
         """The answer of the first stage that has one; None for a call that is sent. Raises `RefusalError`, also for a call of
         a branch where no stage answers those."""
-        if call.claims.branch and (why := self.why_no_branch(call.claims.rollout)):
-            raise RefusalError(409, BRANCH_VOID, f"{VOID} {why}", [NO_RETRY])
+        if call.claims.branch and (why := self.why_no_branches):
+            message = f"{VOID} the rollout {call.claims.rollout} is a branch, and {why}"
+            raise RefusalError(409, BRANCH_VOID, message, [NO_RETRY])
         for name, method in self._admitted:
             answer = await _asked(name, "admitted", call, method(call, request))
             if answer is not None:

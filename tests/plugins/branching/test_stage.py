@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from lightning.batch.branches import is_void
-from lightning.errors import GatewayError, StoreError
+from lightning.config import Config, with_settings
+from lightning.errors import ConfigError, GatewayError, StoreError
 from lightning.gateway import routes
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
 from lightning.plugins import Plugins
 from lightning.runner.attempt_completion import report
 from lightning.store import exchanges
+from lightning.trainer.stack import make_gateway
 from lightning.types import CallStatus, Fault, Outcome, Rollout, Task
 from lightning_branching.branches import Branches
 
@@ -82,6 +84,10 @@ async def test_a_gateway_without_the_stage_refuses_branches_by_name(build, monke
     found = Plugins()
     monkeypatch.setattr(routes, "plugins", lambda: found)
     house = await build()
+    policy = Mock(url=house.fake.url, alias="policy", claim="", version=0)
+    tree = with_settings(Config(), {"trainer.sampling": "tree"})
+    with pytest.raises(ConfigError, match="tree samples branches, and no stage of this gateway answers the calls of"):
+        await make_gateway(house.store, policy, tree, "run")
     await (await house.http()).post("/chat/completions", json=ASKED)
     (parent,) = await house.recorded()
     await house.store.create_rollouts([Rollout("b", "run", Task("q"), "g", parent=parent.key)])
