@@ -98,9 +98,9 @@ SECURITY: dict[str, tuple[str, ...]] = {
         "tests/plugins/prompts/test_files.py::test_a_component_writes_its_prompt_in_the_runs_folder_only",
     ),
     "The record of a run configures nothing on your machine.": (
-        "tests/plugins/debug/test_branch.py::test_the_record_of_a_run_names_nothing_that_this_machine_opens_or_runs",
+        "tests/plugins/branching/test_branch.py::test_the_record_of_a_run_names_nothing_that_this_machine_opens_or_runs",
         (
-            "tests/plugins/debug/test_retrain.py::"
+            "tests/plugins/branching/test_retrain.py::"
             "test_the_record_of_a_run_names_no_host_and_no_module_of_the_workers_that_train_it_again"
         ),
     ),
@@ -173,9 +173,9 @@ LAWS: dict[str, tuple[str, ...]] = {
         "core/lightning/testing/adapter_contract.py::test_agent_is_unchanged",
     ),
     "A branch begins as its parent did, or is void.": (
-        "tests/core/gateway/test_branches.py::test_only_what_follows_is_sampled_and_recorded",
-        "tests/core/gateway/test_branches.py::test_a_clock_in_a_prompt_makes_the_branch_void_by_name",
-        "tests/core/gateway/test_branches.py::test_another_chat_template_makes_branches_void",
+        "tests/plugins/branching/test_branches.py::test_only_what_follows_is_sampled_and_recorded",
+        "tests/plugins/branching/test_branches.py::test_a_clock_in_a_prompt_makes_the_branch_void_by_name",
+        "tests/plugins/branching/test_branches.py::test_another_chat_template_makes_branches_void",
         "tests/core/trainer/test_tree_sampling.py::test_void_branches_are_counted_and_never_trained",
         "tests/core/trainer/test_tree_sampling.py::test_the_audit_names_a_branch_that_is_none",
     ),

@@ -12,7 +12,7 @@ from lightning.batch.sample import (
     span_digest,
     transition_digest,
 )
-from lightning.batch.trajectory import Flaw, Group, Trajectory, find_flaw, first_flaw, is_prefix, is_trained
+from lightning.batch.trajectory import Flaw, Group, Trajectory, begins_at, find_flaw, first_flaw, is_prefix, is_trained
 
 __all__ = [
     "Flaw",
@@ -23,6 +23,7 @@ __all__ = [
     "Sample",
     "TokenSpan",
     "Trajectory",
+    "begins_at",
     "build_samples",
     "find_flaw",
     "first_flaw",

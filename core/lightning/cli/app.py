@@ -70,7 +70,8 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
 )
 FROM_PLUGINS = MappingProxyType(
     {"plan": "planner", "console": "console", "deploy": "deploy", "sweep": "deploy"}
-    | dict.fromkeys(("replay", "branch", "reward", "advise", "profile", "eval", "ab"), "debug")
+    | dict.fromkeys(("replay", "branch"), "branching")
+    | dict.fromkeys(("reward", "advise", "profile", "eval", "ab"), "debug")
 )
 """Commands that plugins of this distribution bring, with the extra that installs each."""
 

@@ -124,11 +124,13 @@ class Gateway:
 
     def llm(self, lease: Lease, *, sampling: Mapping[str, float | int] | None = None, run: str = "") -> LLM:
         """What the agent of a leased rollout needs; `run` is whose policy answers it, where that is not its own run's. Raises
-        `GatewayError` before `start`."""
+        `GatewayError` before `start`, and for a branch where no stage answers those."""
         if not self.url:
             raise GatewayError("The gateway has no address yet; await gateway.start() first.")
-        self._recorder.expect(lease.rollout.id, lease.attempt)
         rollout, branch = lease.rollout, lease.rollout.parent is not None
+        if branch and (why := self.parts.line.why_no_branches):
+            raise GatewayError(f"the rollout {rollout.id} is a branch, and {why}")
+        self._recorder.expect(rollout.id, lease.attempt)
         token = self.issue(rollout.id, lease.attempt, sampling=sampling, run=run or rollout.run, branch=branch)
         return LLM(base_url=f"{self.url}/v1", api_key=token, model=MODEL, branch=branch)
 

@@ -34,7 +34,6 @@ from lightning.gateway.http import (
 )
 from lightning.gateway.identity import Claims, Identity
 from lightning.gateway.policy_registry import Policies
-from lightning.gateway.replay.branches import BranchesStage, ToolRuns
 from lightning.gateway.request_body import read_body
 from lightning.gateway.stages import Line, NamedStage
 from lightning.gateway.upstream.client import UNANSWERED, Forwarder
@@ -150,7 +149,7 @@ def build_front(parts: Parts) -> Front:
     """The routes, tied to the parts that serve them."""
     info = Info(parts.identity, parts.policies, parts.forwarder)
     endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect, parts) for dialect in spoken()}
-    gets: dict[str, ASGIApp] = {"/tool_runs": ToolRuns(parts)}
+    gets: dict[str, ASGIApp] = {}
     for name in plugins().names("routes"):
         method, _, route = name.rpartition(" ")
         if method not in ("", GET):
@@ -219,7 +218,7 @@ def line_of(parts: Parts) -> Line:
     for setting in TAKEN:
         if getattr(parts.config, setting) != getattr(plain, setting) and (why := why_idle(parts.config, setting)):
             raise ConfigError(why)
-    named = [NamedStage("branches", BranchesStage(parts))]
+    named: list[NamedStage] = []
     for name in plugins().names("call_stages"):
         stage = plugins().call_stage(name)(parts)
         if stage is not None:

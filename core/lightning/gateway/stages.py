@@ -20,12 +20,14 @@ from typing import ClassVar, Final, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lightning.batch.branches import VOID
 from lightning.errors import DataError, GatewayError, StoreError
 from lightning.gateway.call import Answer, Call, Request
 from lightning.gateway.http import Body, ClientGoneError, RefusalError, UpstreamError
+from lightning.gateway.identity import NO_RETRY
 from lightning.gateway.recorder import refuse_unstored
 from lightning.store import extras
-from lightning.types import Transition
+from lightning.types import BRANCH_VOID, Transition
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,8 @@ class CallStage:
 
     `api` is the number of the contract that it was written for (`lightning.gateway.stages.API`). `before` and `after` name the
     stages that it stands before and after, whether or not these are there. What it has to remember of a call it keeps in a
-    `weakref.WeakKeyDictionary`; what it opens, it pushes on `Parts.closing`.
+    `weakref.WeakKeyDictionary`; what it opens, it pushes on `Parts.closing`. `answers_branches`: it answers the first calls of
+    a branch from the record of the parent. Without such a stage a gateway refuses the calls of branches.
 
     Each method may raise `RefusalError`: the agent gets that answer, and with a status of 400 to 499 the call is recorded as
     refused. A `StoreError` is answered as the store's failure. Anything else that it raises is a failure of the plugin.
@@ -58,6 +61,7 @@ class CallStage:
     api: ClassVar[int] = 0
     before: ClassVar[Collection[str]] = ()
     after: ClassVar[Collection[str]] = ()
+    answers_branches: ClassVar[bool] = False
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
         """The key is good and the body has been read. The answer, an ASGI application (such as Starlette's `JSONResponse`),
@@ -111,12 +115,27 @@ class Line:
         """The names of its stages, in their order, with the versions of their distributions: what a run records."""
         return {each.name: each.version for each in self.stages}
 
+    @property
+    def why_no_branches(self) -> str:
+        """Why branches are not answered here; empty where a stage is there for them."""
+        if any(each.stage.answers_branches for each in self.stages):
+            return ""
+        return (
+            "no stage of this gateway answers the calls of branches from a record: the stages are "
+            f"{', '.join(self.versions) or 'none'}. Start it with the plugin that brings such a stage: install the plugin, or "
+            "take it out of LIGHTNING_DISABLE_PLUGINS"
+        )
+
     def named(self, name: str) -> CallStage | None:
         """The stage of this name, if it stands in the line."""
         return next((each.stage for each in self.stages if each.name == name), None)
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
-        """The answer of the first stage that has one; None for a call that is sent."""
+        """The answer of the first stage that has one; None for a call that is sent. Raises `RefusalError`, also for a call of
+        a branch where no stage answers those."""
+        if call.claims.branch and (why := self.why_no_branches):
+            message = f"{VOID} the rollout {call.claims.rollout} is a branch, and {why}"
+            raise RefusalError(409, BRANCH_VOID, message, [NO_RETRY])
         for name, method in self._admitted:
             answer = await _asked(name, "admitted", call, method(call, request))
             if answer is not None:

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lightning.batch.branches import why_no_branch
 from lightning.errors import DataError, StaleAttemptError
-from lightning.gateway.replay.branches import why_no_branch
 from lightning.instrument.texts import number
 from lightning.redaction import redacted_outcome
 from lightning.runner.policy_faults import cause_in_record, described

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lightning.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from lightning_debug.fixture import replayed
+    from lightning_branching.fixture import replayed
 
     from lightning.testing.adapter_contract import AdapterContract
     from lightning.testing.chat_server import ChatServer
@@ -67,7 +67,7 @@ _HOME = {
     "bifurcation_tasks": "decisions",
     "check_imports": "public_imports",
     "hold_network": "network",
-    "replayed": "lightning_debug.fixture",
+    "replayed": "lightning_branching.fixture",
     "rollout": "one_rollout",
     "score_credit": "credit_score",
     "score_credits": "credit_score",
@@ -84,8 +84,8 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         if error.name == "pytest":
             raise MissingExtraError("testing", "pytest") from error
-        if error.name == "lightning_debug":
-            raise MissingExtraError("debug", "lightning_debug") from error
+        if error.name == "lightning_branching":
+            raise MissingExtraError("branching", "lightning_branching") from error
         raise
     globals()[name] = value
     return value

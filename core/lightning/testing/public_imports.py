@@ -136,11 +136,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.trainer.summary",
         ),
         "a replay of recorded rollouts": (
-            "lightning.gateway.replay.branches",
-            "lightning.gateway.replay.divergence",
-            "lightning.gateway.replay.recorded",
-            "lightning.gateway.replay.streams",
-            "lightning.gateway.replay.whole",
+            "lightning.batch.branches",
             "lightning.gateway.sampling",
             "lightning.instrument.recorded_tools",
             "lightning.runner.seeding",

@@ -27,11 +27,11 @@ from typing import Self
 
 from lightning.algorithms.protocol import Batch
 from lightning.asyncio_utils import in_thread
+from lightning.batch.branches import prefix_of, read_rollout
 from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import Engine, StepResult
 from lightning.errors import DataError
-from lightning.gateway.replay.recorded import prefix_of, read_rollout
 from lightning.losses.protocol import check_updates
 from lightning.store.protocol import Store
 from lightning.trainer.loop import Loop

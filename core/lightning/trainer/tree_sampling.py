@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from lightning.algorithms.protocol import Algorithm
+from lightning.batch.branches import is_void
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.config import Config
 from lightning.config.sections import TrainerConfig
 from lightning.credit import Branched
 from lightning.errors import ConfigError
-from lightning.gateway.replay.branches import is_void
 from lightning.gateway.routes import why_idle
 from lightning.store.exchanges import why_not_replayable
 from lightning.trainer.branch_points import branch_points

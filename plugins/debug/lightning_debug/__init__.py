@@ -1,4 +1,4 @@
-"""Looking into recorded runs: a rollout is run again with its model calls answered from the record.
+"""Looking into recorded runs, and measuring policies: rewards graded again, advice, profiles, evaluations, comparisons.
 
 The invariant: nothing here trains, and nothing here changes what is recorded.
 """

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from lightning.cli.locate import with_store
 from lightning.errors import ConfigError
-from lightning.gateway.replay.divergence import first_difference
 from lightning.server.projects import of_project
 from lightning.store import exchanges
 from lightning.store.protocol import Store
@@ -23,6 +22,7 @@ from lightning.store.url import redacted
 from lightning.trainer.checkpoints import WEIGHTS_NAME, weights_content
 from lightning.trainer.summary import Reporter
 from lightning.types import Fault, Json, Resource, ResourceKind, Rollout, Task
+from lightning_branching.divergence import first_difference
 
 from lightning_debug.evaluate import Evaluator, Setup, Variant, check_any_scored
 from lightning_debug.statistics import SequentialTest

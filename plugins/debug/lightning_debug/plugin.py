@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
     """The commands of this plugin."""
-    register("replay", replay_command)
-    register("branch", branch_command)
     register("reward", reward_command)
     register("advise", advise_command)
     register("profile", profile_command)
@@ -29,20 +27,6 @@ def register_credits(register: Callable[[str, Credit], None]) -> None:
     from lightning_debug.judge import Judge
 
     register("judge", Judge())
-
-
-def replay_command() -> Callable[..., None]:
-    """Run a recorded rollout again, answered from the record."""
-    from lightning_debug.command import replay
-
-    return replay
-
-
-def branch_command() -> Callable[..., None]:
-    """Run a recorded rollout again from one of its calls on, several times."""
-    from lightning_debug.branch_command import branch
-
-    return branch
 
 
 def reward_command() -> Callable[..., None]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning
 import pytest
-from lightning.gateway.replay.recorded import RecordedCall, RecordedRollout, prefix_of
+from lightning.batch.branches import RecordedCall, RecordedRollout, prefix_of
 from lightning.store.exchanges import Exchange
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
@@ -20,13 +20,13 @@ from lightning.types import Fault, Outcome, Rollout, Run, Task
 from lightning_console.places import SERVER, Places
 from lightning_console.queries.branches import inherited
 
+from tests.plugins.branching.test_branch import INLINE, recorded
+from tests.plugins.branching.test_branch import runs as runs
 from tests.plugins.console.made_branches import PROMPTS, TRUNK, write
 from tests.plugins.console.made_rollouts import call
 from tests.plugins.console.reading import places_of, shown, texts, to
 from tests.plugins.debug.evaluating import ScriptedVLLM, said
 from tests.plugins.debug.evaluating import vllm as vllm
-from tests.plugins.debug.test_branch import INLINE, recorded
-from tests.plugins.debug.test_branch import runs as runs
 
 
 @pytest.fixture

@@ -20,12 +20,12 @@ from lightning_console.web.desk import Desk
 from lightning_console.web.forks import Forks
 from lightning_console.web.visitors import VISITOR, Visitor
 
+from tests.plugins.branching.test_branch import recorded
+from tests.plugins.branching.test_branch import runs as runs
+from tests.plugins.branching.test_branch_live import Trainer, trained
 from tests.plugins.console.reading import to
 from tests.plugins.debug.evaluating import ScriptedVLLM
 from tests.plugins.debug.evaluating import vllm as vllm
-from tests.plugins.debug.test_branch import recorded
-from tests.plugins.debug.test_branch import runs as runs
-from tests.plugins.debug.test_branch_live import Trainer, trained
 
 LONG = 3600.0
 """What ends is waited for, however busy the machine is; the test's own time limit is for what does not end."""

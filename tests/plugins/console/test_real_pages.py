@@ -24,14 +24,14 @@ from lightning.types import Outcome, Rollout, Run, Scope, Task
 from lightning_console.export import export_pages
 from lightning_console.places import Places
 
+from tests.plugins.branching.test_branch import recorded
+from tests.plugins.branching.test_branch import runs as runs
+from tests.plugins.branching.test_branch_live import trained
 from tests.plugins.console.made_folder import goes_on, in_store, plot
 from tests.plugins.console.reading import to
 from tests.plugins.console.test_forks import PARENT
 from tests.plugins.debug.evaluating import vllm as vllm
 from tests.plugins.debug.made_runs import Maker
-from tests.plugins.debug.test_branch import recorded
-from tests.plugins.debug.test_branch import runs as runs
-from tests.plugins.debug.test_branch_live import trained
 
 if TYPE_CHECKING:
     from lightning.store.protocol import Store

@@ -25,7 +25,8 @@ from lightning_debug.ab import divergent_call
 from lightning_debug.policies import EvaluatedModel
 from lightning_debug.transcript import with_numbered_ids
 
-from .conftest import AGENT
+from tests.plugins.branching.conftest import AGENT
+
 from .evaluating import FIXED, ScriptedVLLM, asked, said, write_tasks
 from .evaluating import vllm as vllm
 

@@ -35,7 +35,7 @@ from lightning.trainer.teacher import (
     teacher_named,
 )
 from lightning.types import StepRecord
-from lightning_debug.retrain import retrain
+from lightning_branching.retrain import retrain
 
 from tests.core.trainer.test_families import agent
 from tests.core.trainer.test_fork import equal, model

@@ -6,22 +6,17 @@ import asyncio
 import hashlib
 import json
 import threading
-from unittest.mock import AsyncMock
 
 import anthropic
 import openai
 import pytest
 from lightning import redaction
-from lightning.errors import StoreError
 from lightning.gateway import calls
-from lightning.gateway.http import RefusalError
-from lightning.gateway.identity import Claims
-from lightning.gateway.replay.branches import Branches
 from lightning.gateway.routes import spoken
 from lightning.store import exchanges
 from lightning.store.exchanges import TEXTS
 from lightning.testing.fake_vllm import Reply, ToolCall
-from lightning.types import CallStatus, Rollout, Task, Transition, logprobs, token_ids
+from lightning.types import CallStatus, Transition, logprobs, token_ids
 from lightning_record import texts as recorded
 
 BODIES = {
@@ -227,50 +222,6 @@ async def test_what_branches_share_is_remembered_once():
         made.inherit((name, 1), [shared])
     assert all([await told_against_parent(name) for name in names[1:]])
     made.close()
-
-
-async def test_siblings_are_told_against_the_very_same_texts(house, monkeypatch):
-    """They come at once and later, at this call and at the next one: nothing is unpacked again, and nothing is there twice."""
-    http = await house.http()
-    for n in range(4):
-        await http.post("/chat/completions", json={"messages": [{"role": "user", "content": "hi" * (n + 1)}]})
-    await house.recorded(4)
-    rollout = house.leases[0].rollout
-    first = [call.key for call in await house.transitions()]
-    keys = {f"b{n}": first[3] for n in range(4)} | {"late": first[3], "other": first[2]}
-    await house.store.create_rollouts(
-        [Rollout(name, rollout.run, Task("q"), name, parent=at) for name, at in keys.items()]
-    )
-    given, unpacked = {}, []
-    told, said_in_parent = recorded.Exchanges(), exchanges.said_in_parent
-    monkeypatch.setattr(told, "inherit", lambda attempt, calls: given.update({attempt[0]: calls}))
-    monkeypatch.setattr(
-        exchanges, "said_in_parent", lambda calls, numbers: unpacked.extend(numbers) or said_in_parent(calls, numbers)
-    )
-    known = Branches(house.store, told)
-    await asyncio.gather(*(known.of(Claims(f"b{n}", 1, 0.0)) for n in range(4)))
-    await known.of(Claims("late", 1, 0.0))
-    await known.of(Claims("other", 1, 0.0))
-    told.close()
-    assert sorted(unpacked) == [0, 1, 2, 3]
-    assert [said.seq for said in given["b0"]] == [3, 0, 1, 2]
-    for name in ("b1", "b2", "b3", "late"):
-        assert all(one is other for one, other in zip(given[name], given["b0"], strict=True))
-    assert all(said is given["b0"][said.seq + 1] for said in given["other"])
-
-
-async def test_a_parent_that_could_not_be_read_is_asked_for_again(house, monkeypatch):
-    await (await house.http()).post("/chat/completions", json=BODIES["chat/completions"])
-    (call,) = await house.recorded()
-    await house.store.create_rollouts([Rollout("b", "run", Task("q"), "b", parent=call.key)])
-    told = recorded.Exchanges()
-    known = Branches(house.store, told)
-    with monkeypatch.context() as broken:
-        broken.setattr(house.store, "attempts_of", AsyncMock(side_effect=StoreError("the disk is full")))
-        with pytest.raises(RefusalError, match="the disk is full"):
-            await known.of(Claims("b", 1, 0.0))
-    assert (await known.of(Claims("b", 1, 0.0))).prefix.at.transition.key == call.key
-    told.close()
 
 
 async def test_calls_that_overlap_are_read_back_whichever_ends_first(house):

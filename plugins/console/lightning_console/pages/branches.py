@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from lightning.gateway.replay.branches import is_void
+from lightning.batch.branches import is_void
 from lightning.types import Json
 
 from lightning_console.blocks import Action, Actions, Block, Cell, Column, Fact, Notice, Notices, Table

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from typing import Final
 
+from lightning.batch.branches import is_void
 from lightning.errors import DataError
-from lightning.gateway.replay.branches import is_void
 from lightning.trainer.reasons import reason
 from lightning.types import Status
 

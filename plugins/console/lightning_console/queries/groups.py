@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from lightning.batch.branches import is_void
 from lightning.errors import DataError
-from lightning.gateway.replay.branches import is_void
 from lightning.store.exchanges import parents_of
 from lightning.store.protocol import Attempt
 from lightning.trainer.reasons import reason

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from lightning.asyncio_utils import end, end_process
 from lightning.errors import ConfigError, DataError
-from lightning_debug.branching import base_name
+from lightning_branching.branching import base_name
 
 from lightning_console.pages.branches import SAMPLES
 from lightning_console.places import Located, Places

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from lightning.batch.branches import RecordedRollout
 from lightning.cli.locate import load_agent, locate, with_store
 from lightning.cli.output import escape, say
 from lightning.cli.runs import answers
 from lightning.errors import ConfigError, DataError, LightningError
-from lightning.gateway.replay.recorded import RecordedRollout
-from lightning.gateway.replay.whole import read_whole
 from lightning.runner.protocol import Agent
 from lightning.server.agents import HowToCall
 from lightning.server.projects import of_project
@@ -30,8 +29,9 @@ from lightning.store.protocol import Store
 from lightning.store.resource_ref import run_id_of, store_in
 from lightning.types import DEFAULT_PROJECT, Json, Rollout, Run
 
-from lightning_debug.replay import ReplayResult, replay_agent, result_of
-from lightning_debug.replay_server import ReplayServer
+from lightning_branching.recorded import read_whole
+from lightning_branching.replay import ReplayResult, replay_agent, result_of
+from lightning_branching.replay_server import ReplayServer
 
 
 class Tools(StrEnum):
@@ -130,7 +130,7 @@ def replay(
 
 
 def _retrain(run: str, where: str, model: Path | None) -> int:
-    from lightning_debug.retrain import retrain
+    from lightning_branching.retrain import retrain
 
     place = Path(where)
     folder = next((each for each in (Path(run), place / run) if store_in(each)), place)

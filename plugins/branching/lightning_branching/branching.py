@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning.asyncio_utils import outside_of_loops, run_to_end
+from lightning.batch.branches import CHANGES, is_void
 from lightning.cli.locate import load_agent, name_of, with_store
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
-from lightning.gateway.replay.branches import CHANGES, is_void
 from lightning.maintenance import check_store
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent
@@ -38,10 +38,11 @@ from lightning.trainer.stack import Stack, open_stack, why_not_served
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Json, Rollout, Run
-
 from lightning_debug.ab import longest_literal, texts_in
-from lightning_debug.branch_live import LiveAgents, open_live
-from lightning_debug.branch_parent import (
+from lightning_debug.policies import EvaluatedModel, find_model, model_of_run
+
+from lightning_branching.branch_live import LiveAgents, open_live
+from lightning_branching.branch_parent import (
     INSTEAD,
     Parent,
     check_edit,
@@ -52,7 +53,6 @@ from lightning_debug.branch_parent import (
     remarks,
     unused,
 )
-from lightning_debug.policies import EvaluatedModel, find_model, model_of_run
 
 SPLIT: Final = "branch"
 """The split of branches: they are neither trained on nor a held-out evaluation."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
-from lightning.gateway.replay.recorded import RecordedCall
+from lightning.batch.branches import RecordedCall
 from lightning.store.exchanges import shared, written
 
 MOST_VALUES: Final = 20_000

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from aiohttp import web
+from lightning.batch.branches import RecordedCall, RecordedRollout
 from lightning.errors import ConfigError
-from lightning.gateway.replay.divergence import Divergence, diverged
-from lightning.gateway.replay.recorded import RecordedCall, RecordedCalls, RecordedRollout
-from lightning.gateway.replay.streams import STREAMS, stream_of
 from lightning.store import exchanges
 from lightning.types import LLM, Caller, CallStatus, Transition
+
+from lightning_branching.divergence import Divergence, diverged
+from lightning_branching.recorded import RecordedCalls
+from lightning_branching.streams import STREAMS, stream_of
 
 MODEL: Final = "policy"
 CALLER: Final = "x-lightning-caller"

@@ -8,10 +8,10 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from lightning.gateway.replay.recorded import recorded_rollout
+from lightning.batch.branches import recorded_rollout
 from lightning.testing import Reply, ToolCall, rollout
 from lightning.types import LLM, Task
-from lightning_debug.replay import replay_agent
+from lightning_branching.replay import replay_agent
 from lightning_record.texts import WholeReply
 
 pytestmark = pytest.mark.framework

@@ -11,11 +11,11 @@ from typing import Annotated, Any, TypedDict
 
 import httpx
 import pytest
-from lightning.gateway.replay.branches import is_void
+from lightning.batch.branches import is_void
 from lightning.testing import Reply, ToolCall
 from lightning.types import LLM, Task
 
-from tests.core.gateway.branching import brancher
+from tests.plugins.branching.branching import brancher
 
 pytestmark = pytest.mark.framework
 

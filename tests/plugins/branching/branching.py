@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.asyncio_utils import outside_of_loops
-from lightning.gateway.replay.recorded import RecordedRollout
-from lightning.gateway.replay.whole import read_whole
+from lightning.batch.branches import RecordedRollout
 from lightning.instrument import emit, install_tap
 from lightning.plugins import plugins
 from lightning.runner.worker import run_agent
@@ -18,6 +17,7 @@ from lightning.store.protocol import Attempt
 from lightning.testing.contract_house import House
 from lightning.testing.fake_vllm import FakeVLLM, Reply, Script
 from lightning.types import Json, Rollout, Task, Transition
+from lightning_branching.recorded import read_whole
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from lightning.asyncio_utils import outside_of_loops
+from lightning.batch.branches import RecordedRollout
 from lightning.errors import DataError
-from lightning.gateway.replay.divergence import Divergence
-from lightning.gateway.replay.recorded import RecordedRollout
 from lightning.instrument import emit, install_tap
 from lightning.instrument.recorded_tools import RecordedRuns, answer_tools
 from lightning.plugins import plugins
@@ -25,7 +24,8 @@ from lightning.runner.seeding import seed_process
 from lightning.runner.worker import run_agent
 from lightning.types import Fault, Json, Outcome, ToolEvent
 
-from lightning_debug.replay_server import ReplayServer
+from lightning_branching.divergence import Divergence
+from lightning_branching.replay_server import ReplayServer
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,19 +15,21 @@ from typing import Any
 import httpx
 import lightning
 import pytest
+from lightning.batch.branches import recorded_rollout
 from lightning.errors import StoreError
 from lightning.gateway import answers
-from lightning.gateway.replay import branches
-from lightning.gateway.replay.branches import BranchedAttempt
-from lightning.gateway.replay.divergence import diverged
-from lightning.gateway.replay.recorded import recorded_rollout
 from lightning.server.agents import HowToCall
 from lightning.store import exchanges
 from lightning.store.exchanges import Parent
 from lightning.testing import Reply, vllm_shapes
 from lightning.types import LLM, CallStatus, Fault, Rollout, Status, Task, Transition
+from lightning_branching import branched_attempt
+from lightning_branching.branched_attempt import BranchedAttempt
+from lightning_branching.branches import Branches
+from lightning_branching.divergence import diverged
+from lightning_branching.stage import BranchesStage
 
-from tests.core.gateway.branching import Brancher, brancher, numbered
+from tests.plugins.branching.branching import Brancher, brancher, numbered
 
 
 @pytest.fixture
@@ -164,7 +166,7 @@ def test_of_parallel_calls_with_a_clock_the_one_that_was_meant_is_compared(made:
 
 
 def test_an_agent_that_leaves_a_call_out_is_void(made: Brancher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(branches, "PATIENCE", 0.2)
+    monkeypatch.setattr(branched_attempt, "PATIENCE", 0.2)
     turns = itertools.count()
 
     def agent(task: Task, llm: LLM) -> float:
@@ -559,9 +561,9 @@ def test_what_a_branch_kept_of_its_parent_is_gone_once_it_has_begun(made: Branch
     assert not branch._calls._left
 
 
-def _branches(gateway: Any) -> branches.Branches:
+def _branches(gateway: Any) -> Branches:
     stage = gateway.parts.line.named("branches")
-    assert isinstance(stage, branches.BranchesStage)
+    assert isinstance(stage, BranchesStage)
     return stage.branches
 
 

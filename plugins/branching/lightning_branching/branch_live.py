@@ -21,7 +21,7 @@ from lightning.trainer.prompts import Prompts
 from lightning.trainer.stack import join_gateway
 from lightning.types import LLM, Lease, Rollout, Run
 
-from lightning_debug.branch_parent import INSTEAD
+from lightning_branching.branch_parent import INSTEAD
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from typing import Annotated, Any, TypedDict
 import agents
 import httpx
 import pytest
-from lightning.gateway.replay.recorded import recorded_rollout
+from lightning.batch.branches import recorded_rollout
 from lightning.testing import Reply, ToolCall, rollout
 from lightning.types import LLM, Task
-from lightning_debug.replay import ReplayResult, replay_agent
+from lightning_branching.replay import ReplayResult, replay_agent
 
 pytestmark = pytest.mark.framework
 

@@ -10,8 +10,8 @@ import pytest
 from lightning.asyncio_utils import outside_of_loops
 from lightning.runner.protocol import Agent
 
-from lightning_debug.command import find
-from lightning_debug.replay import ReplayResult
+from lightning_branching.replay import ReplayResult
+from lightning_branching.replay_command import find
 
 
 @pytest.fixture

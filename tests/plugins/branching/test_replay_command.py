@@ -19,7 +19,7 @@ from lightning.testing import replayed as replayed
 from lightning.testing import rollout
 from lightning.types import Task
 
-from tests.plugins.debug.conftest import store_record
+from tests.plugins.branching.conftest import store_record
 
 LIGHTNING = [sys.executable, "-m", "lightning"]
 ROLLOUT = "contract-0"

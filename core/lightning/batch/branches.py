@@ -1,21 +1,34 @@
-"""A rollout as it was recorded: what its agent sent and got in each call, how its tools fared, and what of that comes again in
-its branches.
+"""A branch as the store has it: what of its parent's record comes again in it, what is meant to be another, and whether it
+began as its parent did.
 
-The invariant: a rollout whose record is not whole is refused with the reason, never replayed in part.
+The invariant: a rollout whose record is not whole is refused with the reason, never replayed in part. Nothing is answered from
+a record here: that is the work of whoever stands in the line of calls for branches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Final
 
-from lightning.batch.trajectory import is_prefix
+from lightning.batch.trajectory import begins_at, is_prefix
 from lightning.errors import DataError
 from lightning.store import exchanges
 from lightning.store.exchanges import Exchange, Parent, parents_of
 from lightning.store.protocol import Store
 from lightning.types import CallStatus, Rollout, StepReward, ToolEvent, Transition
+
+VOID: Final = "This branch is void:"
+"""How the error of a void branch begins."""
+NEVER_BRANCHED: Final = (
+    f"{VOID} the agent ended without an answer to the call at which it branches. It has to run as it did: give it the time and "
+    "random numbers with its task"
+)
+CHANGES: Final = "branch"
+"""Where the configuration of a run says what its branches change: `{"edit": text, "prompts": true}`; and with `{"live":
+version}` that the policy of the parent's run answers them, while it has that version."""
+EDIT_TAKEN: Final = "edit_taken"
+"""Begins the key of a run's state that says that the agent of a branch was given its edited answer, and all before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,35 +64,10 @@ class RecordedRollout:
     has_outcome: bool = True
 
 
-class RecordedCalls:
-    """The recorded calls that have not been asked for yet: each is given once, equal ones in their order."""
-
-    def __init__(self, calls: Iterable[RecordedCall]) -> None:
-        self._left: dict[tuple[str, bytes], list[RecordedCall]] = {}
-        for call in calls:
-            self._left.setdefault(call.key, []).append(call)
-
-    def take(self, caller: str, path: str, request: bytes) -> RecordedCall | None:
-        """The recorded call of this request: of the same caller if there is one, else the first; None without one."""
-        same = self._left.get((path, request))
-        if not same:
-            return None
-        found = next((call for call in same if call.caller == caller), same[0])
-        same.remove(found)
-        if not same:
-            del self._left[path, request]
-        return found
-
-    @property
-    def left(self) -> list[RecordedCall]:
-        """Those that have not been asked for, in their order."""
-        return sorted((call for calls in self._left.values() for call in calls), key=lambda call: call.number)
-
-
 async def read_rollout(
     store: Store, rollout: str, attempt: int | None = None, *, with_tools: bool = True, may_be_empty: bool = False
 ) -> RecordedRollout:
-    """What is recorded of a rollout; of a branch its own calls (`lightning.gateway.replay.whole` knows all of them).
+    """What is recorded of a rollout; of a branch its own calls.
 
     `attempt` None is the current one; `with_tools` says that its tools are to be answered as well, `may_be_empty` that it may
     have no call. Raises `DataError` for one that is not there or cannot be replayed, `ParentGoneError` for a branch whose
@@ -178,32 +166,51 @@ def prefix_of(recorded: RecordedRollout, seq: int) -> Prefix:
     return Prefix(answered, at, beside, tuple(events))
 
 
-def live_tools(recorded: RecordedRollout, prefix: Prefix) -> list[str]:
-    """The tools of a rollout that run again in a branch that begins so: those of frameworks, and all from the call on."""
-    answered = {id(event) for event in prefix.tool_events if not event.call_id}
-    return sorted({event.name for event in recorded.tool_events if id(event) not in answered and not event.kind})
-
-
 def _is_before(event: ToolEvent, answered: set[str], sent: float) -> bool:
     """Whether a tool ran before the call that was sent then. Its clock may be another machine's: ids of calls say more."""
     return event.response_id in answered if event.response_id else event.at <= sent
 
 
-def edited(call: RecordedCall, text: str) -> RecordedCall:
-    """The call as if the model had said this text, and called no tool."""
-    path, reply = call.exchange.path, call.exchange.reply
-    if not isinstance(reply, dict):
-        raise DataError(f"call {call.number} has no answer that could be edited")
-    whole: dict[str, Any] = dict(reply)
-    if path == "/messages":
-        whole |= {"content": [{"type": "text", "text": text}], "stop_reason": "end_turn"}
-    elif path == "/responses":
-        part = {"type": "output_text", "text": text, "annotations": []}
-        item = {"type": "message", "id": f"msg_{whole.get('id', '')}", "role": "assistant", "status": "completed"}
-        whole |= {"output": [{**item, "content": [part]}]}
-    else:
-        chat = path == "/chat/completions"
-        said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        kept = {"index": 0, "finish_reason": "stop", "logprobs": None}
-        whole |= {"choices": [{**kept, **said}]}
-    return replace(call, exchange=replace(call.exchange, reply=whole))
+@dataclass(frozen=True, slots=True)
+class MeantChanges:
+    """What is meant to be another than in a branch's parent: the answer to the call at which it branches, and prompts. `live`
+    is the version that the policy of the parent's run has to have when it answers; None where another one answers."""
+
+    edit: str | None = None
+    prompts: bool = False
+    live: int | None = None
+
+
+async def meant_changes(store: Store, rollout: Rollout) -> MeantChanges:
+    """What the run of a branch says of it."""
+    run = await store.get_run(rollout.run)
+    said = run.config.get(CHANGES) if run is not None else None
+    if not isinstance(said, Mapping):
+        return MeantChanges()
+    edit, live = said.get("edit"), said.get("live")
+    return MeantChanges(
+        None if edit is None else str(edit), bool(said.get("prompts")), live if isinstance(live, int) else None
+    )
+
+
+async def why_no_branch(store: Store, rollout: Rollout, calls: Sequence[Transition]) -> str:
+    """Why the calls of a branch's attempt do not show that it branched; empty where they do. An agent whose prompts were
+    changed, or that was given an edited answer, need not have asked what its parent did."""
+    assert rollout.parent is not None, "asked of branches"
+    if await store.get_state(rollout.run, edit_key(rollout.id, rollout.attempt)) is True:
+        return ""
+    if (await meant_changes(store, rollout)).prompts and any(call.status.answered for call in calls):
+        return ""
+    parent, attempt, seq = rollout.parent
+    at = next((call for call in await store.transitions(parent, attempt) if call.seq == seq), None)
+    return "" if at is not None and begins_at(calls, at) else NEVER_BRANCHED
+
+
+def is_void(rollout: Rollout) -> bool:
+    """Whether an ended rollout is a branch that did not begin as its parent did."""
+    return rollout.parent is not None and rollout.error.startswith(VOID)
+
+
+def edit_key(rollout: str, attempt: int) -> str:
+    """Where a branch's run says that its agent was given the edited answer."""
+    return f"{EDIT_TAKEN}/{rollout}/{attempt}"

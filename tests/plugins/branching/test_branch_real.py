@@ -17,7 +17,7 @@ from lightning.store import exchanges
 from lightning.store.url import sqlite_url
 from lightning.types import Transition
 
-from .evaluating import said
+from tests.plugins.debug.evaluating import said
 
 pytestmark = pytest.mark.slow
 

@@ -16,15 +16,15 @@ from typing import Any
 import httpx
 import lightning
 import pytest
-from lightning.gateway.replay.recorded import RecordedRollout, recorded_rollout
+from lightning.batch.branches import RecordedRollout, recorded_rollout
 from lightning.instrument import emit, recorded_tools
 from lightning.testing import Reply, ToolCall, rollout
 from lightning.types import LLM, Task, ToolEvent
-from lightning_debug.replay import ReplayResult, replay_agent, result_of
-from lightning_debug.replay_server import ReplayServer
+from lightning_branching.replay import ReplayResult, replay_agent, result_of
+from lightning_branching.replay_server import ReplayServer
 
-from tests.core.gateway.branching import brancher, numbered
-from tests.core.gateway.test_branches import chain
+from tests.plugins.branching.branching import brancher, numbered
+from tests.plugins.branching.test_branches import chain
 
 SCRIPT = ("first", "second", "third", "fourth")
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from lightning.batch.branches import Prefix, RecordedCall, prefix_of
 from lightning.cli.runs import answers
 from lightning.config import Config, with_settings
 from lightning.config.fields import did_you_mean, find
 from lightning.errors import ConfigError, DataError, LightningError
-from lightning.gateway.replay.recorded import Prefix, RecordedCall, edited, live_tools, prefix_of
 from lightning.gateway.sampling import ALIASES, NEUTRAL, TOKEN_LIMITS
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import run_id_of, store_in
@@ -25,7 +25,8 @@ from lightning.trainer.replay import MACHINE_SETTINGS
 from lightning.types import Json, Rollout, Run
 from pydantic import ValidationError
 
-from lightning_debug.command import Found, found_in
+from lightning_branching.recorded import edited, live_tools
+from lightning_branching.replay_command import Found, found_in
 
 SAMPLING: Final = ("temperature", *NEUTRAL, *TOKEN_LIMITS, "seed")
 """Sampling parameters of a call that may be given other values."""

@@ -26,16 +26,15 @@ from lightning.store.url import sqlite_url
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.runs import claim_folder
 from lightning.types import Outcome, Rollout, Run, Status, Transition
+from lightning_branching.branch_parent import RECORDED, config_of, find_parent
+from lightning_branching.branching import BranchReport, branch
 from lightning_debug import policies
-from lightning_debug.branch_parent import RECORDED, config_of, find_parent
-from lightning_debug.branching import BranchReport, branch
 from lightning_debug.policies import EvaluatedModel, model_of_run
 
 from tests.core.trainer.test_fork import equal, model
 from tests.core.trainer.test_fork import train as train
-
-from .evaluating import FIXED, ScriptedVLLM, asked, said
-from .evaluating import vllm as vllm
+from tests.plugins.debug.evaluating import FIXED, ScriptedVLLM, asked, said
+from tests.plugins.debug.evaluating import vllm as vllm
 
 AGENT = """
 import random

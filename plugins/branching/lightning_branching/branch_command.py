@@ -16,12 +16,12 @@ from lightning.cli.output import AsJson, escape, fail, print_json, print_table, 
 from lightning.config import Config, load_config
 from lightning.errors import ConfigError
 from lightning.store.url import redacted
-
 from lightning_debug.ab_command import read_prompt, warn_of_name
-from lightning_debug.branch_parent import unused
-from lightning_debug.branching import BranchOutcome, BranchReport
-from lightning_debug.branching import branch as run_branches
 from lightning_debug.eval_command import ConfigFile, Runner
+
+from lightning_branching.branch_parent import unused
+from lightning_branching.branching import BranchOutcome, BranchReport
+from lightning_branching.branching import branch as run_branches
 
 
 def branch(

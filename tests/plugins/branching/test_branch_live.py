@@ -22,10 +22,11 @@ from lightning.testing import FakeVLLM, Reply
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.stack import why_not_served
 from lightning.types import Rollout
-from lightning_debug.branching import BranchReport, branch
+from lightning_branching.branching import BranchReport, branch
 
-from .evaluating import ScriptedVLLM, said
-from .evaluating import vllm as vllm
+from tests.plugins.debug.evaluating import ScriptedVLLM, said
+from tests.plugins.debug.evaluating import vllm as vllm
+
 from .test_branch import INLINE, calls_of, in_store, recorded, run_of, words
 from .test_branch import runs as runs
 

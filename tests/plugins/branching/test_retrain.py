@@ -14,7 +14,7 @@ from lightning.cli.locate import locate, with_store
 from lightning.config import Config
 from lightning.trainer.replay import Rewinder
 from lightning.types import StepRecord
-from lightning_debug.retrain import Retraining, retrain
+from lightning_branching.retrain import Retraining, retrain
 from safetensors.torch import load_file, save_file
 
 from tests.core.trainer import test_fork

@@ -1,0 +1,50 @@
+"""Branches and replays of recorded rollouts, as a plugin: a stage of calls, the route of a branch's tools, and two commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from lightning.gateway.calls import Parts
+    from lightning.gateway.stages import CallStage
+    from starlette.types import ASGIApp
+
+
+@hookimpl
+def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | None]], None]) -> None:
+    """`branches`."""
+    from lightning_branching.stage import BRANCHES, BranchesStage
+
+    register(BRANCHES, BranchesStage)
+
+
+@hookimpl
+def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None]) -> None:
+    """`GET tool_runs`."""
+    from lightning_branching.stage import ToolRuns
+
+    register("GET tool_runs", ToolRuns)
+
+
+@hookimpl
+def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
+    """The commands of this plugin."""
+    register("replay", replay_command)
+    register("branch", branch_command)
+
+
+def replay_command() -> Callable[..., None]:
+    """Run a recorded rollout again, answered from the record."""
+    from lightning_branching.replay_command import replay
+
+    return replay
+
+
+def branch_command() -> Callable[..., None]:
+    """Run a recorded rollout again from one of its calls on, several times."""
+    from lightning_branching.branch_command import branch
+
+    return branch

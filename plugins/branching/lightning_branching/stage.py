@@ -1,0 +1,114 @@
+"""Where branches stand in the line of calls: the first calls of a branch are answered from its parent's record.
+
+The invariant: a branch that asks anything else than its parent did is void: its calls are refused with where they differ, and
+the store is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+import orjson
+from lightning.batch.branches import RecordedCall
+from lightning.gateway.body_limits import beside
+from lightning.gateway.http import Body, send_bytes, too_deep
+from lightning.gateway.stages import CallStage
+from lightning.store import exchanges
+from lightning.types import CallStatus
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lightning_branching.branched_attempt import BranchedAttempt
+from lightning_branching.branches import Branches, Inherits
+from lightning_branching.streams import stream_of
+
+if TYPE_CHECKING:
+    from lightning.gateway.call import Answer, Call, Request
+    from lightning.gateway.calls import Parts
+
+BRANCHES: Final = "branches"
+"""The name of the stage."""
+TEXTS: Final = "texts"
+"""The name of the stage that keeps the texts of calls."""
+
+
+class BranchesStage(CallStage):
+    """The first calls of a branch are answered from its parent's record, and the others are held to it."""
+
+    api, after, before = 1, ("providers",), ("conversations",)
+    answers_branches = True
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._calls: WeakKeyDictionary[Call, tuple[BranchedAttempt, bool]] = WeakKeyDictionary()
+
+    @cached_property
+    def branches(self) -> Branches:
+        """The branches at work. Their texts are told against those of their parents."""
+        texts = self._parts.line.named(TEXTS)
+        return Branches(self._parts.store, texts if isinstance(texts, Inherits) else None)
+
+    async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
+        """Answer a call of a branch from the record, if that has it."""
+        if not call.claims.branch:
+            return None
+        branch, path = await self.branches.of(call.claims), call.dialect.path
+        try:
+            asked = await beside(request.scope, partial(exchanges.canonical, request.body))
+        except RecursionError:
+            raise too_deep() from None
+        found = await branch.answer(call.caller.name, path, request.body, asked)
+        if found is not None:
+            if branch.has_edit:
+                await self.branches.keep_edit(branch, call.claims)
+            return recorded_answer(found, request.body)
+        self._calls[call] = branch, branch.prefix.at.key == (path, asked)
+        # An agent acts upon what it has read, and it is not known before the end whether that is of the right version.
+        call.withheld = "a branch" if branch.is_live else ""
+        if call.dialect.continues(request.body) in branch.recorded_ids:
+            call.lineage = branch.owner
+        return None
+
+    async def sending(self, call: Call, body: Body) -> None:
+        """Give a call that brings the seed of its parent's one of its own."""
+        if call in self._calls and isinstance(body.get("seed"), int):
+            body["seed"] = BranchedAttempt.own_seed(call.claims, body["seed"])
+
+    async def settled(self, call: Call, answer: Answer) -> None:
+        """Void the branch where its parent's prompt or version is not what was answered."""
+        if (known := self._calls.get(call)) is None or not answer.status:
+            return
+        branch, is_branching = known
+        if is_branching and answer.outcome is CallStatus.OK:
+            branch.check_prompt(call.capture.choice(0).prompt_ids or call.capture.prompt_ids or ())
+        if call.capture.choices:
+            branch.check_version(call.live.sampled_by)
+
+
+class ToolRuns:
+    """`GET /v1/tool_runs`: the runs of tools that are answered in a branch, for whoever runs its agent; of another attempt
+    none."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._identity, self._line = parts.identity, parts.line
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        claims, stage = self._identity.claims(scope), self._line.named(BRANCHES)
+        runs = await stage.branches.tool_runs(claims) if claims.branch and isinstance(stage, BranchesStage) else []
+        await send_bytes(send, 200, orjson.dumps({"tool_runs": [asdict(run) for run in runs]}))
+
+
+def recorded_answer(call: RecordedCall, body: Mapping[str, Any]) -> Response:
+    """A recorded answer, as a stream where one is asked for."""
+    reply: Any = call.exchange.reply
+    status, kind, content = call.exchange.status, "application/json", b""
+    if body.get("stream") is True and status == 200:
+        kind, content = "text/event-stream; charset=utf-8", b"".join(stream_of(call.exchange.path, reply, body))
+    else:
+        content = orjson.dumps(reply)
+    return Response(content, status, {"content-type": kind, "x-request-id": call.transition.id})
