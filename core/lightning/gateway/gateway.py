@@ -128,7 +128,7 @@ class Gateway:
         if not self.url:
             raise GatewayError("The gateway has no address yet; await gateway.start() first.")
         rollout, branch = lease.rollout, lease.rollout.parent is not None
-        if branch and (why := self.parts.line.why_no_branches):
+        if branch and (why := self.parts.line.why_not("branch")):
             raise GatewayError(f"the rollout {rollout.id} is a branch, and {why}")
         self._recorder.expect(rollout.id, lease.attempt)
         token = self.issue(rollout.id, lease.attempt, sampling=sampling, run=run or rollout.run, branch=branch)

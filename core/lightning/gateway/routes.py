@@ -222,7 +222,8 @@ def line_of(parts: Parts) -> Line:
     for name in plugins().names("call_stages"):
         stage = plugins().call_stage(name)(parts)
         if stage is not None:
-            named.append(NamedStage(name, stage, plugins().owner("call_stages", name).version))
+            owner = plugins().owner("call_stages", name)
+            named.append(NamedStage(name, stage, owner.version, owner.name))
     return Line(named, parts.config.stage_order)
 
 

@@ -37,6 +37,8 @@ it did, and the change log says what to change in a stage."""
 FAILED: Final = "stage_failed"
 """The code of the refusal of a call on which a stage failed."""
 POINTS: Final = ("admitted", "sending", "settled", "kept")
+KEYS: Final = {"branch": "branches from a record", "session": "conversations"}
+"""What a key may be of besides an attempt, with what its calls are, for people."""
 OUTSIDE: Final = (RefusalError, UpstreamError, ClientGoneError)
 """What a stage raises without having failed."""
 
@@ -51,8 +53,8 @@ class CallStage:
 
     `api` is the number of the contract that it was written for (`lightning.gateway.stages.API`). `before` and `after` name the
     stages that it stands before and after, whether or not these are there. What it has to remember of a call it keeps in a
-    `weakref.WeakKeyDictionary`; what it opens, it pushes on `Parts.closing`. `answers_branches`: it answers the first calls of
-    a branch from the record of the parent. Without such a stage a gateway refuses the calls of branches.
+    `weakref.WeakKeyDictionary`; what it opens, it pushes on `Parts.closing`. `answers` says for which keys, besides
+    those of an attempt, it knows what their calls are: `branch`, `session`. A gateway without such a stage refuses these keys.
 
     Each method may raise `RefusalError`: the agent gets that answer, and with a status of 400 to 499 the call is recorded as
     refused. A `StoreError` is answered as the store's failure. Anything else that it raises is a failure of the plugin.
@@ -61,7 +63,7 @@ class CallStage:
     api: ClassVar[int] = 0
     before: ClassVar[Collection[str]] = ()
     after: ClassVar[Collection[str]] = ()
-    answers_branches: ClassVar[bool] = False
+    answers: ClassVar[Collection[str]] = ()
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
         """The key is good and the body has been read. The answer, an ASGI application (such as Starlette's `JSONResponse`),
@@ -84,11 +86,22 @@ class CallStage:
 
 @dataclass(frozen=True, slots=True)
 class NamedStage:
-    """A stage under the name that it is registered with; `version` is that of its distribution."""
+    """A stage under the name that it is registered with, by this plugin; `version` is that of its distribution."""
 
     name: str
     stage: CallStage
     version: str = ""
+    plugin: str = ""
+
+    @property
+    def said(self) -> str:
+        """Its name for people, with its plugin's."""
+        return f"{self.name!r} of the plugin {self.plugin or self.name!r}"
+
+    @property
+    def off(self) -> str:
+        """What starts a process without it."""
+        return f"LIGHTNING_DISABLE_PLUGINS={self.plugin or self.name}"
 
     def stands_at(self, point: str) -> bool:
         """Whether it overrides this method."""
@@ -104,10 +117,10 @@ class Line:
             _check_api(each)
         self.stages = in_order(stages, order)
         standing = {point: [each for each in self.stages if each.stands_at(point)] for point in POINTS}
-        self._admitted = [(each.name, each.stage.admitted) for each in standing["admitted"]]
-        self._sending = [(each.name, each.stage.sending) for each in standing["sending"]]
-        self._settled = [(each.name, each.stage.settled) for each in standing["settled"]]
-        self._kept = [(each.name, each.stage.kept) for each in standing["kept"]]
+        self._admitted = [(each, each.stage.admitted) for each in standing["admitted"]]
+        self._sending = [(each, each.stage.sending) for each in standing["sending"]]
+        self._settled = [(each, each.stage.settled) for each in standing["settled"]]
+        self._kept = [(each, each.stage.kept) for each in standing["kept"]]
         self._elsewhere = [each for each in self.stages if each.stands_at("elsewhere")]
 
     @property
@@ -115,15 +128,13 @@ class Line:
         """The names of its stages, in their order, with the versions of their distributions: what a run records."""
         return {each.name: each.version for each in self.stages}
 
-    @property
-    def why_no_branches(self) -> str:
-        """Why branches are not answered here; empty where a stage is there for them."""
-        if any(each.stage.answers_branches for each in self.stages):
+    def why_not(self, kind: str) -> str:
+        """Why keys of a kind (`CallStage.answers`) are not answered here; empty where a stage is there for them."""
+        if any(kind in each.stage.answers for each in self.stages):
             return ""
         return (
-            "no stage of this gateway answers the calls of branches from a record: the stages are "
-            f"{', '.join(self.versions) or 'none'}. Start it with the plugin that brings such a stage: install the plugin, or "
-            "take it out of LIGHTNING_DISABLE_PLUGINS"
+            f"no stage of this gateway answers the calls of {KEYS[kind]}: the stages are {', '.join(self.versions) or 'none'}. "
+            "Start it with the plugin that brings such a stage: install the plugin, or take it out of LIGHTNING_DISABLE_PLUGINS"
         )
 
     def named(self, name: str) -> CallStage | None:
@@ -131,76 +142,72 @@ class Line:
         return next((each.stage for each in self.stages if each.name == name), None)
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
-        """The answer of the first stage that has one; None for a call that is sent. Raises `RefusalError`, also for a call of
-        a branch where no stage answers those."""
-        if call.claims.branch and (why := self.why_no_branches):
+        """The answer of the first stage that has one; None for a call that is sent. Raises `RefusalError`, also for a key that
+        no stage answers."""
+        if call.claims.branch and (why := self.why_not("branch")):
             message = f"{VOID} the rollout {call.claims.rollout} is a branch, and {why}"
             raise RefusalError(409, BRANCH_VOID, message, [NO_RETRY])
-        for name, method in self._admitted:
-            answer = await _asked(name, "admitted", call, method(call, request))
+        if call.claims.session and (why := self.why_not("session")):
+            raise RefusalError(501, "no_conversations", f"This key is of many conversations, and {why}.", [NO_RETRY])
+        for each, method in self._admitted:
+            answer = await _asked(each, "admitted", call, method(call, request))
             if answer is not None:
                 return answer
         return None
 
     async def sending(self, call: Call, body: Body) -> None:
         """See `CallStage.sending`."""
-        for name, method in self._sending:
-            await _asked(name, "sending", call, method(call, body))
+        for each, method in self._sending:
+            await _asked(each, "sending", call, method(call, body))
 
     async def settled(self, call: Call, answer: Answer) -> None:
         """See `CallStage.settled`."""
-        for name, method in self._settled:
-            await _asked(name, "settled", call, method(call, answer))
+        for each, method in self._settled:
+            await _asked(each, "settled", call, method(call, answer))
         for name, kept in [*call.extras.items()]:
             try:
                 extras.check(name, kept, f"the extras of call {call.capture.id}")
             except DataError as error:
                 call.stopped_by = name
                 del call.extras[name]
-                raise RefusalError(500, FAILED, why_failed(name, "settled", error)) from error
+                raise RefusalError(500, FAILED, f"The call is not answered: {error}.") from error
 
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
         """See `CallStage.kept`."""
-        for name, method in self._kept:
-            await _asked(name, "kept", call, method(call, transitions))
+        for each, method in self._kept:
+            await _asked(each, "kept", call, method(call, transitions))
 
     def elsewhere(self, route: str, model: object = None) -> PassOn | None:
         """The first that answers a route in the policy's place."""
         return next((found for each in self._elsewhere if (found := each.stage.elsewhere(route, model))), None)
 
 
-async def _asked(name: str, point: str, call: Call, asked: Awaitable[Found]) -> Found:
+async def _asked(stage: NamedStage, point: str, call: Call, asked: Awaitable[Found]) -> Found:
     """What a stage says. Raises `RefusalError` (500) naming it where it fails."""
     try:
         return await asked
     except OUTSIDE:
-        call.stopped_by = name
+        call.stopped_by = stage.name
         raise
     except StoreError as error:
-        call.stopped_by = name
+        call.stopped_by = stage.name
         raise refuse_unstored(error) from error
     except Exception as error:
-        call.stopped_by = name
-        log.exception("the stage %r failed on a call of %s (%s)", name, call.claims.rollout, point)
-        raise RefusalError(500, FAILED, why_failed(name, point, error)) from error
-
-
-def why_failed(name: str, point: str, error: Exception) -> str:
-    """What the agent is told, and the record keeps, of a call on which a stage failed."""
-    return (
-        f"The plugin {name!r} stands in the line of calls and failed on this one ({point}: {error!r:.500}), so that it is not "
-        "answered. The gateway's log has the traceback. Mend the plugin, or start without it: "
-        f"LIGHTNING_DISABLE_PLUGINS={name}"
-    )
+        call.stopped_by = stage.name
+        log.exception("the stage %s failed on a call of %s (%s)", stage.said, call.claims.rollout, point)
+        message = (
+            f"The stage {stage.said} failed on this call ({point}: {error!r:.500}), so that it is not answered. The gateway's "
+            f"log has the traceback. Mend the plugin, or start without it: {stage.off}"
+        )
+        raise RefusalError(500, FAILED, message) from error
 
 
 def _check_api(each: NamedStage) -> None:
     if each.stage.api != API:
-        wanted = f"for API {each.stage.api}" if each.stage.api else "without saying for which API it was written"
+        wanted = f"for API {each.stage.api}" if each.stage.api else "without saying for which API (`api = 1`)"
         raise GatewayError(
-            f"the plugin {each.name!r} brings a stage of calls {wanted}; this gateway has API {API} "
-            f"(`lightning.gateway.stages.API`). Install a release of the plugin for it, or set "
-            f"LIGHTNING_DISABLE_PLUGINS={each.name}"
+            f"the stage {each.said} was written {wanted}; this gateway has API {API} (`lightning.gateway.stages.API`). Install "
+            f"a release of the plugin for it, or set {each.off}"
         )
 
 

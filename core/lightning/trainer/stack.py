@@ -260,7 +260,7 @@ async def make_gateway(
     upstreams = [upstream_of(policy)]
     secret, version, seed = await gateway_secret(store), policy.version, seed_of(config)
     made = Gateway(store, upstreams, config.gateway, secret=secret, version=version, run=run, shared=shared, seed=seed)
-    if config.trainer.sampling == "tree" and (why := made.parts.line.why_no_branches):
+    if config.trainer.sampling == "tree" and (why := made.parts.line.why_not("branch")):
         raise ConfigError(f"trainer.sampling = tree samples branches, and {why}")
     return made
 

@@ -40,7 +40,7 @@ class BranchesStage(CallStage):
     """The first calls of a branch are answered from its parent's record, and the others are held to it."""
 
     api, after, before = 1, ("providers",), ("conversations",)
-    answers_branches = True
+    answers = ("branch",)
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts

@@ -130,6 +130,7 @@ class ConversationsStage(CallStage):
     """A call with the key of a session belongs to the rollout of its conversation."""
 
     api, after, before = 1, ("branches",), ("history",)
+    answers = ("session",)
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts

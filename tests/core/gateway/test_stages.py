@@ -131,14 +131,12 @@ async def test_a_stage_that_fails_fails_the_call_by_its_name(stranger, build, wa
     house = await build()
     answer = await (await house.http()).post("/chat/completions", json={**ASKED, "stream": stream})
     assert "stage_failed" in answer.text
-    assert (
-        f"The plugin 'stranger' stands in the line of calls and failed on this one ({point}: KeyError(" in answer.text
-    )
+    assert f"The stage 'stranger' of the plugin 'stranger' failed on this call ({point}: KeyError(" in answer.text
     assert "[DONE]" not in answer.text
-    assert f"the stage 'stranger' failed on a call of rollout-0 ({point})" in warnings_of()
+    assert f"the stage 'stranger' of the plugin 'stranger' failed on a call of rollout-0 ({point})" in warnings_of()
     *before, told = await house.recorded(2 if point == "kept" else 1)
     assert (told.status, told.finish_reason) == (CallStatus.ERROR, UNSERVED)
-    assert "The plugin 'stranger' stands in the line" in told.error
+    assert "The stage 'stranger' of the plugin 'stranger' failed" in told.error
     assert [call.status for call in before] == ([CallStatus.ABORTED] if point == "kept" else [])
 
 
@@ -152,9 +150,7 @@ async def test_a_store_that_fails_a_stage_is_no_fault_of_the_plugin(stranger, bu
 
 async def test_a_stage_for_another_api_is_refused_with_the_cure(stranger, build) -> None:
     stranger(FAILS.replace("api, after = 1,", "api, after = 7,").replace("POINT", "kept"))
-    with pytest.raises(
-        GatewayError, match=r"'stranger' brings a stage of calls for API 7; this gateway has API 1.*DISABLE"
-    ):
+    with pytest.raises(GatewayError, match=r"plugin 'stranger' was written for API 7; this gateway has API 1.*DISABLE"):
         await build()
 
 
@@ -164,8 +160,8 @@ async def test_two_stages_whose_order_is_not_said_are_refused_until_the_settings
     with pytest.raises(GatewayError, match=r"both stand where a call is kept.*gateway.stage_order = \["):
         await build()
     house = await build(stage_order=["other", "stranger"])
-    assert [*house.gateway.parts.line.versions][-2:] == ["other", "stranger"]
-    assert house.gateway.parts.line.versions["stranger"] == "1.0"
+    assert [*house.gateway.stages][-2:] == ["other", "stranger"]
+    assert house.gateway.stages["stranger"] == "1.0"
 
 
 EXTRAS = """

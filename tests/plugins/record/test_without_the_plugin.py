@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import httpx
 import pytest
 from lightning import Trainer
 from lightning.config import Config, GatewayConfig, ProviderConfig, with_settings
@@ -73,3 +74,15 @@ def test_a_provider_without_its_key_is_refused_before_a_run_starts(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"gateway\.providers\.judge\.api_key_env names NOT_THERE, which is not set"):
         Trainer(tmp_path, config=config, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("without")
+async def test_a_key_of_many_conversations_is_refused_where_nobody_tells_them_apart(build) -> None:
+    house = await build(record_requests=False)
+    key = house.gateway.issue("served", 1, session="run")
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=f"{house.gateway.url}/v1", headers=headers) as http:
+        reply = await http.post("/chat/completions", json=ASK)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (501, "no_conversations")
+    assert "no stage of this gateway answers the calls of conversations: the stages are branches" in reply.text
+    assert [asked for asked in house.fake.requests if "completions" in asked.path] == []
