@@ -79,8 +79,8 @@ async def fill(path: Path, names: list[str], rollouts: int, steps: int) -> None:
     with sqlite3.connect(path) as database:
         for name in names:
             database.executemany(
-                "INSERT INTO rollouts (id, run, task, group_id, step, split, idx, max_attempts, status, attempt, reward) "
-                "VALUES (?, ?, ?, ?, ?, ?, 0, 2, 'succeeded', 1, ?)",
+                "INSERT INTO rollouts (id, run, task, group_id, step, split, idx, max_attempts, status, attempt, reward, "
+                "resources, parent) VALUES (?, ?, ?, ?, ?, ?, 0, 2, 'succeeded', 1, ?, '{}', '')",
                 (
                     (
                         *(f"{name}/{n}", name, json.dumps([f"t{n}", "What is 1 + 1? " * 8, 2, {}]), f"{name}/{n // 8}"),
@@ -96,7 +96,7 @@ async def fill(path: Path, names: list[str], rollouts: int, steps: int) -> None:
             pairs, digests = json.dumps([[f"{name}/{n}", 1] for n in range(size)]), json.dumps(["d" * 64] * size)
             database.executemany(
                 "INSERT INTO steps (run, step, policy_version, rollouts, digests, digest, checkpoint, metrics, group_ids, "
-                "context, at) VALUES (?, ?, ?, ?, ?, ?, '', ?, '[]', '{}', ?)",
+                "context, at, policy) VALUES (?, ?, ?, ?, ?, ?, '', ?, '[]', '{}', ?, 'policy')",
                 (
                     (
                         *(name, step, step + 1, pairs, digests, "e" * 64),

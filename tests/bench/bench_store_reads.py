@@ -77,7 +77,7 @@ async def fill(path: Path, rollouts: int, steps: int, members: int) -> None:
         record = (json.dumps([[f"steps/{n}", 1] for n in range(512)]), json.dumps(["d" * 64] * 512), "e" * 64)
         database.executemany(
             "INSERT INTO steps (run, step, policy_version, rollouts, digests, digest, checkpoint, metrics, group_ids, "
-            "context, at) VALUES ('steps', ?, ?, ?, ?, ?, '', '{\"reward\": 0.5}', '[]', '{}', 1.0)",
+            "context, at, policy) VALUES ('steps', ?, ?, ?, ?, ?, '', '{\"reward\": 0.5}', '[]', '{}', 1.0, 'policy')",
             ((step, step + 1, *record) for step in range(steps)),
         )
 

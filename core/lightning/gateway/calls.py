@@ -367,8 +367,7 @@ class CallEndpoint:
         if why is not None:
             call.capture.refused = described(why.error)
         try:
-            if why is None:
-                await self._line.settled(call, Answer(0, outcome=status))
+            await self._line.broken_off(call, Answer(0, outcome=status))
             await self._record(call, status)
         except RefusalError as refusal:
             # Whoever ends an attempt ends its agent's calls: on an interrupt, one for each agent.

@@ -164,13 +164,20 @@ class Line:
         """See `CallStage.settled`."""
         for each, method in self._settled:
             await _asked(each, "settled", call, method(call, answer))
-        for name, kept in [*call.extras.items()]:
-            try:
-                extras.check(name, kept, f"the extras of call {call.capture.id}")
-            except DataError as error:
-                call.stopped_by = name
-                del call.extras[name]
-                raise RefusalError(500, FAILED, f"The call is not answered: {error}.") from error
+        for name, error in _not_storable(call):
+            call.stopped_by = name
+            raise RefusalError(500, FAILED, f"The call is not answered: {error}.") from error
+
+    async def broken_off(self, call: Call, answer: Answer) -> None:
+        """Ask all stages but the one that stopped the call to settle it. It gets no answer, and is stored whatever they say."""
+        for each, method in self._settled:
+            if each.name != call.stopped_by:
+                try:
+                    await method(call, answer)
+                except Exception:
+                    log.exception("call %s broke off and is stored without the stage %s", call.capture.id, each.said)
+        for _, error in _not_storable(call):
+            log.warning("call %s broke off and is stored without some extras: %s", call.capture.id, error)
 
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
         """See `CallStage.kept`."""
@@ -180,6 +187,16 @@ class Line:
     def elsewhere(self, route: str, model: object = None) -> PassOn | None:
         """The first that answers a route in the policy's place."""
         return next((found for each in self._elsewhere if (found := each.stage.elsewhere(route, model))), None)
+
+
+def _not_storable(call: Call) -> Iterator[tuple[str, DataError]]:
+    """Take out the extras that no store takes, each with the reason."""
+    for name, kept in [*call.extras.items()]:
+        try:
+            extras.check(name, kept, f"the extras of call {call.capture.id}")
+        except DataError as error:
+            del call.extras[name]
+            yield name, error
 
 
 async def _asked(stage: NamedStage, point: str, call: Call, asked: Awaitable[Found]) -> Found:

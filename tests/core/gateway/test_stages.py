@@ -12,6 +12,7 @@ from lightning.errors import GatewayError
 from lightning.gateway import routes
 from lightning.gateway.stages import API, POINTS, CallStage, Line, NamedStage, in_order
 from lightning.plugins import Plugins
+from lightning.testing import Reply
 from lightning.types import UNSERVED, CallStatus
 
 ANSWERS = """
@@ -162,6 +163,25 @@ async def test_two_stages_whose_order_is_not_said_are_refused_until_the_settings
     house = await build(stage_order=["other", "stranger"])
     assert [*house.gateway.stages][-2:] == ["other", "stranger"]
     assert house.gateway.stages["stranger"] == "1.0"
+
+
+async def test_a_call_that_a_stage_stops_keeps_its_texts(stranger, build) -> None:
+    stranger(FAILS.replace("POINT", "sending"))
+    house = await build()
+    assert (await (await house.http()).post("/chat/completions", json=ASKED)).status_code == 500
+    (call,) = await house.recorded()
+    assert {**call.extras}.keys() == {"texts"}
+
+
+async def test_a_call_that_broke_off_is_stored_whatever_a_stage_says(stranger, build, warnings_of) -> None:
+    stranger(FAILS.replace("POINT", "settled"))
+    house = await build()
+    house.fake.queue(Reply("hello", die_after=1))
+    answer = await (await house.http()).post("/chat/completions", json=ASKED)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_failed")
+    (call,) = await house.recorded()
+    assert (call.status, {**call.extras}.keys()) == (CallStatus.ERROR, {"texts"})
+    assert f"call {call.id} broke off and is stored without the stage 'stranger'" in " ".join(warnings_of())
 
 
 EXTRAS = """

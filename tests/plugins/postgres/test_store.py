@@ -455,7 +455,7 @@ async def test_connections_on_which_nothing_is_answered_are_given_up_for_new_one
     store: PostgresStore, rollout: RolloutOf
 ) -> None:
     """As after a failover in which the old server said no good-bye. Also those who wait for a connection get one."""
-    store = PostgresStore(replace(store._settings, pool=2, timeout=3))
+    store = PostgresStore(replace(store._settings, pool=2, timeout=6))
     await store.open()
     await asyncio.gather(*(store.list_runs() for _ in range(2)))
     assert store._session is not None
