@@ -17,7 +17,7 @@ import orjson
 from starlette.types import Send
 
 from lightning.gateway.call import Answer, Call
-from lightning.gateway.dialects.base import error_text
+from lightning.gateway.dialects.base import Capture, error_text
 from lightning.gateway.http import (
     JSON_TYPE,
     LONGEST_EVENT,
@@ -57,7 +57,7 @@ def read_whole(call: Call, response: aiohttp.ClientResponse, payload: bytes) -> 
     try:
         reply = orjson.loads(payload)
         call.dialect.read(reply, call.capture)
-        stripped = call.dialect.strip(reply, call.plan) | _named(reply, call)
+        stripped = call.dialect.strip(reply, call.plan) | _named(reply, call.capture)
         if call.translator is not None:
             return Answer(200, write_object(call.translator.whole(reply)), [JSON_TYPE, _id_header(call)])
     except SHAPE_ERRORS as error:
@@ -105,10 +105,11 @@ async def pass_on(call: Call, response: aiohttp.ClientResponse, send: Send) -> b
 
 def _read_event(event: bytes, call: Call) -> tuple[bytes, bool]:
     """What the agent sees of an event, and whether the answer is complete with it."""
-    data, translator = data_of(event), call.translator
+    data, sent = data_of(event), call.sent
+    translator = sent.translator
     if data is None or data == b"[DONE]":
         return event if translator is None else b"", data is not None
-    plan, capture, dialect = call.plan, call.capture, call.dialect
+    plan, capture, dialect = sent.plan, sent.live.capture, call.dialect
     try:
         chunk = orjson.loads(data)
         if capture.failed:
@@ -119,7 +120,7 @@ def _read_event(event: bytes, call: Call) -> tuple[bytes, bool]:
             return event if translator is None else translator.broken(refusal), True
         dialect.read(chunk, capture)
         last = capture.finished(plan.choices)
-        stripped = dialect.strip(chunk, plan) | _named(chunk, call)
+        stripped = dialect.strip(chunk, plan) | _named(chunk, capture)
         if translator is not None:
             return translator.chunk(chunk), last
         if dialect.exists_only_for_us(chunk, plan):
@@ -131,10 +132,10 @@ def _read_event(event: bytes, call: Call) -> tuple[bytes, bool]:
         raise UpstreamError(f"a chunk is not shaped like vLLM's ({error!r})") from error
 
 
-def _named(answer: Body, call: Call) -> bool:
+def _named(answer: Body, capture: Capture) -> bool:
     """Give an answer or a chunk the id under which the call is recorded, which is vLLM's own; return whether it had another."""
-    other = answer.get("id") != call.capture.id
-    answer["id"] = call.capture.id
+    other = answer.get("id") != capture.id
+    answer["id"] = capture.id
     return other
 
 

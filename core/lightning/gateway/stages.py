@@ -16,7 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import ClassVar, Final, TypeVar
+from typing import ClassVar, Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -44,7 +44,6 @@ OUTSIDE: Final = (RefusalError, UpstreamError, ClientGoneError)
 
 PassOn = Callable[[bytes, Scope, Receive, Send], Awaitable[None]]
 """Answers a request whose body has been read."""
-Found = TypeVar("Found")
 
 
 class CallStage:
@@ -150,7 +149,13 @@ class Line:
         if call.claims.session and (why := self.why_not("session")):
             raise RefusalError(501, "no_conversations", f"This key is of many conversations, and {why}.", [NO_RETRY])
         for each, method in self._admitted:
-            answer = await _asked(each, "admitted", call, method(call, request))
+            try:
+                answer = await method(call, request)
+            except OUTSIDE:
+                call.stopped_by = each.name
+                raise
+            except Exception as error:
+                raise _failed(each, "admitted", call, error) from error
             if answer is not None:
                 return answer
         return None
@@ -158,15 +163,27 @@ class Line:
     async def sending(self, call: Call, body: Body) -> None:
         """See `CallStage.sending`."""
         for each, method in self._sending:
-            await _asked(each, "sending", call, method(call, body))
+            try:
+                await method(call, body)
+            except OUTSIDE:
+                call.stopped_by = each.name
+                raise
+            except Exception as error:
+                raise _failed(each, "sending", call, error) from error
 
     async def settled(self, call: Call, answer: Answer) -> None:
         """See `CallStage.settled`."""
         for each, method in self._settled:
-            await _asked(each, "settled", call, method(call, answer))
-        for name, error in _not_storable(call):
+            try:
+                await method(call, answer)
+            except OUTSIDE:
+                call.stopped_by = each.name
+                raise
+            except Exception as error:
+                raise _failed(each, "settled", call, error) from error
+        for name, why in _not_storable(call):
             call.stopped_by = name
-            raise RefusalError(500, FAILED, f"The call is not answered: {error}.") from error
+            raise RefusalError(500, FAILED, f"The call is not answered: {why}.") from why
 
     async def broken_off(self, call: Call, answer: Answer) -> None:
         """Ask all stages but the one that stopped the call to settle it. It gets no answer, and is stored whatever they say."""
@@ -182,7 +199,13 @@ class Line:
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
         """See `CallStage.kept`."""
         for each, method in self._kept:
-            await _asked(each, "kept", call, method(call, transitions))
+            try:
+                await method(call, transitions)
+            except OUTSIDE:
+                call.stopped_by = each.name
+                raise
+            except Exception as error:
+                raise _failed(each, "kept", call, error) from error
 
     def elsewhere(self, route: str, model: object = None) -> PassOn | None:
         """The first that answers a route in the policy's place."""
@@ -199,24 +222,17 @@ def _not_storable(call: Call) -> Iterator[tuple[str, DataError]]:
             yield name, error
 
 
-async def _asked(stage: NamedStage, point: str, call: Call, asked: Awaitable[Found]) -> Found:
-    """What a stage says. Raises `RefusalError` (500) naming it where it fails."""
-    try:
-        return await asked
-    except OUTSIDE:
-        call.stopped_by = stage.name
-        raise
-    except StoreError as error:
-        call.stopped_by = stage.name
-        raise refuse_unstored(error) from error
-    except Exception as error:
-        call.stopped_by = stage.name
-        log.exception("the stage %s failed on a call of %s (%s)", stage.said, call.claims.rollout, point)
-        message = (
-            f"The stage {stage.said} failed on this call ({point}: {error!r:.500}), so that it is not answered. The gateway's "
-            f"log has the traceback. Mend the plugin, or start without it: {stage.off}"
-        )
-        raise RefusalError(500, FAILED, message) from error
+def _failed(stage: NamedStage, point: str, call: Call, error: Exception) -> RefusalError:
+    """The refusal of a call on which a stage failed (500), which names the stage; of one that the store failed (503)."""
+    call.stopped_by = stage.name
+    if isinstance(error, StoreError):
+        return refuse_unstored(error)
+    log.error("the stage %s failed on a call of %s (%s)", stage.said, call.claims.rollout, point, exc_info=error)
+    message = (
+        f"The stage {stage.said} failed on this call ({point}: {error!r:.500}), so that it is not answered. The gateway's log "
+        f"has the traceback. Mend the plugin, or start without it: {stage.off}"
+    )
+    return RefusalError(500, FAILED, message)
 
 
 def _check_api(each: NamedStage) -> None:
