@@ -58,7 +58,7 @@ class Call:
     """One model call.
 
     Known when it is admitted: the `dialect` it is made in, the agent that calls, the attempt it belongs to, the `policy` that
-    answers. A stage may change until it is sent: `claims` (the attempt), `policy`, `before` (the chat messages before those of
+    answers. At `admitted` a stage may set `claims` (the attempt), `policy`, `before` (the chat messages before those of
     the request), `id_mark` (which the id of its answer begins with), `lineage` (the attempt whose earlier responses the request
     may go on with). `withheld` says why a stream is shown to the agent at once, when its versions are settled ("a branch"), and
     not as it comes. `readers` are given each chunk of a stream as the agent sees it. `extras` are stored with the call, by the
@@ -70,7 +70,7 @@ class Call:
     dialect: Dialect
     caller: Caller
     claims: Claims
-    policy: Policy
+    find_policy: Callable[[], Policy]
     headers: list[tuple[str, str]]
     before: Sequence[Body] = ()
     id_mark: str = ""
@@ -80,7 +80,19 @@ class Call:
     extras: dict[str, bytes] = field(default_factory=dict)
     started: bool = False
     stopped_by: str = ""
+    _policy: Policy | None = None
     _sent: Sent | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """Whose servers answer it. A call that a stage answers by itself has none. Raises `RefusalError`."""
+        if self._policy is None:
+            self._policy = self.find_policy()
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._policy = policy
 
     @property
     def attempt(self) -> tuple[str, int]:

@@ -7,6 +7,7 @@ to a call that reached vLLM (the client hangs up, vLLM dies) is recorded as what
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
@@ -51,7 +52,7 @@ from lightning.gateway.sampling import (
     temperature_of,
     without_limit,
 )
-from lightning.gateway.stages import FAILED, Line
+from lightning.gateway.stages import FAILED, NO_STAGE, Line
 from lightning.gateway.upstream.client import Forwarder, Watch, read_answer
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
 from lightning.store.protocol import Store
@@ -150,8 +151,8 @@ class CallEndpoint:
 
     def _admit(self, claims: Claims, request: Request) -> Call:
         caller = self._identity.caller(request.scope, request.model)
-        policy, headers = self._policies.of(claims.run), forwarded_headers(request.scope)
-        return Call(self._dialect, caller, claims, policy, headers)
+        find = partial(self._policies.of, claims.run)
+        return Call(self._dialect, caller, claims, find, forwarded_headers(request.scope))
 
     # sent ----------------------------------------------------------------------------------------------------------
     async def _plan(self, call: Call, request: Request) -> None:
@@ -159,22 +160,20 @@ class CallEndpoint:
         await self._policies.asked.look(call.claims.run, call.policy, request.model)
         request_id = f"{call.id_mark}{PROCESS}{next(NUMBERS):x}"
         capture = Capture(self._dialect.id_prefix + request_id)
-        plan, translator = await beside(request.scope, partial(self._translate, call, request.body, capture))
+        plan, translator = await beside(request.scope, partial(self._translate, call, request.body, capture.id))
         plan.requested_model = request.model[:LONGEST_NAME] if isinstance(request.model, str) else ""
         live = LiveCall(request_id, plan.choices, plan.n, call.policy.book.current, capture)
         ticket = self._recorder.begin(*call.attempt, plan.choices, call.caller)
         call.sent = Sent(plan, translator, ticket, live)
         await self._line.sending(call, plan.body)
+        await beside(request.scope, partial(_note_sampling, plan, capture))
 
-    def _translate(self, call: Call, body: Body, capture: Capture) -> tuple[Plan, Translator | None]:
+    def _translate(self, call: Call, body: Body, answer_id: str) -> tuple[Plan, Translator | None]:
         if self._config.hosted_tools == "drop":
             body = self._without_hosted_tools(body)
-        body, translator = self._dialect.translate(body, call.before, capture.id)
+        body, translator = self._dialect.translate(body, call.before, answer_id)
         apply_sampling(body, self._config.override_sampling, call.claims.sampling)
-        plan = self._dialect.plan(body)
-        capture.offered = offered_tools(body)
-        plan.temperature, plan.constrained, plan.media = temperature_of(body), is_constrained(body), has_media(body)
-        return plan, translator
+        return self._dialect.plan(body), translator
 
     def _without_hosted_tools(self, body: Body) -> Body:
         """The request without tools that nobody here can run; each type of them is said once."""
@@ -274,6 +273,7 @@ class CallEndpoint:
             status = CallStatus.MEDIA
         await self._line.settled(call, answer)
         await self._record(call, status)
+        await self._line.kept(call, call.ticket.appended)
         if answer.outcome is CallStatus.OK:
             call.policy.tools.look(call.plan.body, self._tokenize(call))
 
@@ -305,12 +305,11 @@ class CallEndpoint:
 
     async def _record(self, call: Call, status: CallStatus) -> None:
         try:
-            transitions = await self._recorder.append(call, status)
+            await self._recorder.append(call, status)
         except StaleAttemptError as error:
             raise self._identity.over(call.claims, error) from error
         except StoreError as error:
             raise refuse_unstored(error) from error
-        await self._line.kept(call, transitions)
         if status is CallStatus.OK and (why := why_no_ids(call.plan, call.capture)) and self._is_new(why):
             log.warning("call %s is not trained on: %s (said once for each API)", call.capture.id, why)
         as_text = any(choice.logprobs and not choice.packed for choice in call.capture.choices.values())
@@ -328,13 +327,15 @@ class CallEndpoint:
         self, call: Call | None, claims: Claims | None, refusal: RefusalError, scope: Scope, send: Send
     ) -> None:
         """Record a call that gets no answer, as what it was, and tell the agent."""
-        failed = refusal.code == FAILED
+        failed = refusal.code in (FAILED, NO_STAGE)
         planned = call if call is not None and call.is_planned else None
         is_kept = planned is not None and bool(planned.ticket.appended)
-        if planned is not None and not is_kept and (failed or refusal.code in NO_SERVER):
-            await self._record_failure(planned, CallStatus.ERROR, unserved=True, why=refusal if failed else None)
-        elif claims is not None and (failed or _is_recorded(call, refusal)):
-            await self._record_refused(scope, claims, refusal)
+        of_stage = planned is not None and bool(planned.stopped_by) and refusal.status >= 500
+        if planned is not None and not is_kept and (failed or of_stage or refusal.code in NO_SERVER):
+            why = refusal if failed or of_stage else None
+            await self._record_failure(planned, CallStatus.ERROR, unserved=True, why=why)
+        elif claims is not None and (failed or (not is_kept and _is_recorded(call, refusal))):
+            await self._record_refused(scope, claims if planned is None else planned.claims, refusal)
         await self._refuse(call, send, refusal)
         if planned is not None and is_kept and (planned.stopped_by or refusal.code == STORE_FAILED):
             await self._take_back(planned)  # the store has taken it, or may have, though it did not say so
@@ -374,8 +375,12 @@ class CallEndpoint:
             expected = status is CallStatus.ABORTED and isinstance(refusal.__cause__, StaleAttemptError)
             level = logging.INFO if expected else logging.WARNING
             log.log(level, "call %s (%s) was not recorded: %s", call.capture.id, status, refusal)
+            return
         except Exception:
             log.exception("the gateway failed to record call %s", call.capture.id)
+            return
+        with contextlib.suppress(RefusalError):  # a stage that failed, which is logged; the call is recorded
+            await self._line.kept(call, call.ticket.appended)
 
     async def _record_refused(self, scope: Scope, claims: Claims, refusal: RefusalError) -> None:
         """Record a request that no policy server is asked: an agent that goes on without an answer has made a call, and why it
@@ -389,6 +394,8 @@ class CallEndpoint:
             log.exception("the gateway failed to record that a call of %s was refused", claims.rollout)
 
     async def _refuse(self, call: Call | None, send: Send, refusal: RefusalError) -> None:
+        if call is not None and call.started and not call.is_planned:
+            return  # a stage's own answer broke off: its connection ends without the answer's end
         if call is not None and call.started:
             event = refusal.event if call.translator is None else call.translator.broken(refusal)
             await send({"type": "http.response.body", "body": event, "more_body": False})
@@ -401,6 +408,13 @@ def _is_recorded(call: Call | None, refusal: RefusalError) -> bool:
     """Whether a refusal is one of the request itself, or of a stage."""
     of_request = call is None or not call.is_planned or bool(call.stopped_by)
     return of_request and refusal.status in REQUEST_ERRORS
+
+
+def _note_sampling(plan: Plan, capture: Capture) -> None:
+    """Note how a call is sampled, by the very request that the policy server gets."""
+    body = plan.body
+    capture.offered = offered_tools(body)
+    plan.temperature, plan.constrained, plan.media = temperature_of(body), is_constrained(body), has_media(body)
 
 
 async def _draw_seed(call: Call, seed: int) -> int:

@@ -125,14 +125,13 @@ class Recorder:
                 return
             del self._counters[key]
 
-    async def append(self, call: Call, status: CallStatus) -> Sequence[Transition]:
-        """Make a call's transitions durable, and return them as the store has them. Raises `StoreError`; a number that was
-        taken meanwhile is replaced."""
+    async def append(self, call: Call, status: CallStatus) -> None:
+        """Make a call's transitions durable; its ticket has them then. Raises `StoreError`; a number that was taken meanwhile
+        is replaced."""
         ticket = call.ticket
         await self._append(ticket, build(call, await ticket.counter.first() + ticket.offset, status))
         if status.answered and (spans := invented_tools(ticket, call.capture)):
             await self._store.append_spans(spans)  # now that there is a call that they belong to
-        return ticket.appended
 
     async def take_back(self, ticket: Ticket) -> None:
         """The answer to a call that was appended did not arrive: it was aborted. One that had no answer is what it was; it is
@@ -203,7 +202,7 @@ def build(call: Call, first: int, status: CallStatus) -> list[Transition]:
             started_at=ticket.started_at,
             ended_at=ended_at,
             tool_calls=tuple(choice.tool_calls),
-            extras=call.extras if not offset else {},
+            extras=dict(call.extras) if not offset else {},
             error=capture.refused,
             max_tokens_asked=plan.max_tokens_asked,
             requested_model=plan.requested_model,

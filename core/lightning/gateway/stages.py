@@ -12,22 +12,24 @@ same point is said by one of them, or by `gateway.stage_order`; it never depends
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, pairwise
 from typing import ClassVar, Final
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lightning.batch.branches import VOID
 from lightning.errors import DataError, GatewayError, StoreError
 from lightning.gateway.call import Answer, Call, Request
-from lightning.gateway.http import Body, ClientGoneError, RefusalError, UpstreamError
+from lightning.gateway.http import Body, RefusalError, UpstreamError
 from lightning.gateway.identity import NO_RETRY
 from lightning.gateway.recorder import refuse_unstored
 from lightning.store import extras
-from lightning.types import BRANCH_VOID, Transition
+from lightning.types import Transition
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +39,19 @@ it did, and the change log says what to change in a stage."""
 FAILED: Final = "stage_failed"
 """The code of the refusal of a call on which a stage failed."""
 POINTS: Final = ("admitted", "sending", "settled", "kept")
-KEYS: Final = {"branch": "branches from a record", "session": "conversations"}
-"""What a key may be of besides an attempt, with what its calls are, for people."""
-OUTSIDE: Final = (RefusalError, UpstreamError, ClientGoneError)
-"""What a stage raises without having failed."""
+KEYS: Final = {"branch": "a branch", "session": "many conversations"}
+"""What a key may be of besides an attempt, for people."""
+NO_STAGE: Final = "no_stage"
+"""The code of the refusal of a key that no stage answers."""
+FIXED: Final = ("n", "stream", "logprobs", "top_logprobs", "return_token_ids", "echo")
+"""Fields of the policy server's request that the call was numbered and is read by."""
 
 PassOn = Callable[[bytes, Scope, Receive, Send], Awaitable[None]]
 """Answers a request whose body has been read."""
+
+
+class ChangedFieldError(Exception):
+    """A stage changed what the call was numbered by."""
 
 
 class CallStage:
@@ -113,8 +121,10 @@ class Line:
 
     def __init__(self, stages: Sequence[NamedStage], order: Sequence[str] = ()) -> None:
         for each in stages:
-            _check_api(each)
+            _check(each)
         self.stages = in_order(stages, order)
+        if unknown := sorted(set(order) - {each.name for each in stages}):
+            log.warning("gateway.stage_order names stages that no plugin has here: %s", ", ".join(unknown))
         standing = {point: [each for each in self.stages if each.stands_at(point)] for point in POINTS}
         self._admitted = [(each, each.stage.admitted) for each in standing["admitted"]]
         self._sending = [(each, each.stage.sending) for each in standing["sending"]]
@@ -132,7 +142,7 @@ class Line:
         if any(kind in each.stage.answers for each in self.stages):
             return ""
         return (
-            f"no stage of this gateway answers the calls of {KEYS[kind]}: the stages are {', '.join(self.versions) or 'none'}. "
+            f"no stage of this gateway answers the calls of {KEYS[kind]}: its stages are {', '.join(self.versions) or 'none'}. "
             "Start it with the plugin that brings such a stage: install the plugin, or take it out of LIGHTNING_DISABLE_PLUGINS"
         )
 
@@ -143,50 +153,58 @@ class Line:
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
         """The answer of the first stage that has one; None for a call that is sent. Raises `RefusalError`, also for a key that
         no stage answers."""
-        if call.claims.branch and (why := self.why_not("branch")):
-            message = f"{VOID} the rollout {call.claims.rollout} is a branch, and {why}"
-            raise RefusalError(409, BRANCH_VOID, message, [NO_RETRY])
-        if call.claims.session and (why := self.why_not("session")):
-            raise RefusalError(501, "no_conversations", f"This key is of many conversations, and {why}.", [NO_RETRY])
+        claims = call.claims
+        for kind, is_of in (("branch", claims.branch), ("session", bool(claims.session))):
+            if is_of and (why := self.why_not(kind)):
+                raise RefusalError(501, NO_STAGE, f"This key is of {KEYS[kind]}, and {why}.", [NO_RETRY])
         for each, method in self._admitted:
             try:
                 answer = await method(call, request)
-            except OUTSIDE:
+            except RefusalError:
                 call.stopped_by = each.name
                 raise
             except Exception as error:
                 raise _failed(each, "admitted", call, error) from error
             if answer is not None:
-                return answer
+                return partial(_answer, each, answer, call)
         return None
 
     async def sending(self, call: Call, body: Body) -> None:
         """See `CallStage.sending`."""
+        fixed = [body.get(name) for name in FIXED]
         for each, method in self._sending:
             try:
                 await method(call, body)
-            except OUTSIDE:
+            except RefusalError:
                 call.stopped_by = each.name
                 raise
             except Exception as error:
                 raise _failed(each, "sending", call, error) from error
+            if [body.get(name) for name in FIXED] != fixed:
+                changed = ", ".join(name for name, was in zip(FIXED, fixed, strict=True) if body.get(name) != was)
+                why = ChangedFieldError(f"it changed {changed}, by which the answer is read")
+                raise _failed(each, "sending", call, why)
 
     async def settled(self, call: Call, answer: Answer) -> None:
         """See `CallStage.settled`."""
         for each, method in self._settled:
             try:
                 await method(call, answer)
-            except OUTSIDE:
+            except UpstreamError:  # what was read is not shaped like an answer
+                raise
+            except RefusalError:
                 call.stopped_by = each.name
                 raise
             except Exception as error:
                 raise _failed(each, "settled", call, error) from error
         for name, why in _not_storable(call):
             call.stopped_by = name
+            log.error("a call of %s is not answered: %s", call.claims.rollout, why)
             raise RefusalError(500, FAILED, f"The call is not answered: {why}.") from why
 
     async def broken_off(self, call: Call, answer: Answer) -> None:
         """Ask all stages but the one that stopped the call to settle it. It gets no answer, and is stored whatever they say."""
+        call.extras.clear()  # those of an answer that nobody gets
         for each, method in self._settled:
             if each.name != call.stopped_by:
                 try:
@@ -201,7 +219,7 @@ class Line:
         for each, method in self._kept:
             try:
                 await method(call, transitions)
-            except OUTSIDE:
+            except RefusalError:
                 call.stopped_by = each.name
                 raise
             except Exception as error:
@@ -222,26 +240,59 @@ def _not_storable(call: Call) -> Iterator[tuple[str, DataError]]:
             yield name, error
 
 
+async def _answer(stage: NamedStage, app: ASGIApp, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
+    """Have a stage's own answer sent. Raises `RefusalError` where that fails."""
+
+    async def passed(message: Message) -> None:
+        call.started = call.started or message["type"] == "http.response.start"
+        await send(message)
+
+    try:
+        await app(scope, receive, passed)
+    except RefusalError:
+        raise
+    except Exception as error:
+        raise _failed(stage, "admitted", call, error) from error
+
+
 def _failed(stage: NamedStage, point: str, call: Call, error: Exception) -> RefusalError:
     """The refusal of a call on which a stage failed (500), which names the stage; of one that the store failed (503)."""
     call.stopped_by = stage.name
     if isinstance(error, StoreError):
         return refuse_unstored(error)
     log.error("the stage %s failed on a call of %s (%s)", stage.said, call.claims.rollout, point, exc_info=error)
+    told = str(error) if isinstance(error, ChangedFieldError) else type(error).__name__  # others may quote credentials
     message = (
-        f"The stage {stage.said} failed on this call ({point}: {error!r:.500}), so that it is not answered. The gateway's log "
-        f"has the traceback. Mend the plugin, or start without it: {stage.off}"
+        f"The stage {stage.said} failed on this call ({point}: {told}), so that it is not answered. The gateway's log has the "
+        f"reason. Mend the plugin, or start without it: {stage.off}"
     )
     return RefusalError(500, FAILED, message)
 
 
-def _check_api(each: NamedStage) -> None:
-    if each.stage.api != API:
-        wanted = f"for API {each.stage.api}" if each.stage.api else "without saying for which API (`api = 1`)"
+def _check(each: NamedStage) -> None:
+    """Raise `GatewayError` for a stage that cannot stand where it means to."""
+    stage, kind = each.stage, type(each.stage)
+    if not isinstance(stage, CallStage):
+        raise GatewayError(
+            f"the stage {each.said} is a {kind.__name__}: derive it from `lightning.gateway.stages.CallStage`"
+        )
+    if stage.api != API:
+        wanted = f"for API {stage.api}" if stage.api else "without saying for which API (its author writes `api = 1`)"
         raise GatewayError(
             f"the stage {each.said} was written {wanted}; this gateway has API {API} (`lightning.gateway.stages.API`). Install "
             f"a release of the plugin for it, or set {each.off}"
         )
+    for field in ("before", "after", "answers"):
+        if isinstance(getattr(stage, field), str):
+            raise GatewayError(
+                f"`{field}` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)"
+            )
+    for name in (name for name in vars(kind) if not name.startswith("_") and not hasattr(CallStage, name)):
+        if meant := difflib.get_close_matches(name, (*POINTS, "elsewhere"), 1, 0.8):
+            raise GatewayError(f"the stage {each.said} has {name!r}, which is never asked: did you mean {meant[0]!r}?")
+    for point in filter(each.stands_at, POINTS):
+        if not inspect.iscoroutinefunction(getattr(stage, point)):
+            raise GatewayError(f"{point!r} of the stage {each.said} is awaited: begin it with `async def`")
 
 
 def in_order(stages: Sequence[NamedStage], order: Sequence[str]) -> list[NamedStage]:
@@ -261,10 +312,10 @@ def in_order(stages: Sequence[NamedStage], order: Sequence[str]) -> list[NamedSt
             circle = " and ".join(repr(other) for other in sorted({name, *found}) if name in behind.get(other, ()))
             raise GatewayError(f"the order of the stages of calls goes round: {circle} each stand before the other")
     for one, other in combinations(stages, 2):
-        shared = [point for point in POINTS if one.stands_at(point) and other.stands_at(point)]
+        shared = [point for point in (*POINTS, "elsewhere") if one.stands_at(point) and other.stands_at(point)]
         if shared and other.name not in behind[one.name] and one.name not in behind[other.name]:
             raise GatewayError(
-                f"the stages {one.name!r} and {other.name!r} both stand where a call is {shared[0]}, and neither says which "
+                f"the stages {one.name!r} and {other.name!r} both stand at {shared[0]!r}, and neither says which "
                 f'comes first: set gateway.stage_order = ["{one.name}", "{other.name}"], or the other way round'
             )
     return sorted(sorted(stages, key=lambda each: each.name), key=lambda each: -len(behind[each.name]))

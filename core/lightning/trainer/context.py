@@ -48,6 +48,8 @@ def _is_pair(said: Json) -> TypeGuard[Sequence[Json]]:
 
 def other_stages(context: Mapping[str, Json], now: Mapping[str, str]) -> str:
     """How the stages of a later time differ from those that a step's context says; empty where they are the same ones."""
+    if STAGES not in context:
+        return ""  # a step that does not say which there were
     then = stages_of(context)
     told = [
         *(f"{name!r} ({then[name] or 'no version'}) is missing" for name in then if name not in now),

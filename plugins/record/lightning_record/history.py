@@ -224,6 +224,7 @@ class HistoryStage(CallStage):
 
     async def settled(self, call: Call, answer: Answer) -> None:
         """What later requests may go on with is stored with the call."""
+        self._entries.pop(call, None)
         is_answered = answer.status and answer.outcome is CallStatus.OK
         said = well_shaped(call.translator.conversation) if call.translator is not None and is_answered else None
         if said is not None:

@@ -208,7 +208,8 @@ class ProvidersStage(CallStage):
 
     def elsewhere(self, route: str, model: object) -> PassOn | None:
         """The provider of the model, else of the route."""
-        provider = self._providers.of_model(model) or self._providers.of_route(route, model)
+        found = self._providers
+        provider = found.of_model(model) if is_policys(route) else found.of_route(route, model)
         return None if provider is None else partial(self._providers.pass_on, provider, route)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -132,7 +133,7 @@ async def test_a_stage_that_fails_fails_the_call_by_its_name(stranger, build, wa
     house = await build()
     answer = await (await house.http()).post("/chat/completions", json={**ASKED, "stream": stream})
     assert "stage_failed" in answer.text
-    assert f"The stage 'stranger' of the plugin 'stranger' failed on this call ({point}: KeyError(" in answer.text
+    assert f"The stage 'stranger' of the plugin 'stranger' failed on this call ({point}: KeyError)" in answer.text
     assert "[DONE]" not in answer.text
     assert f"the stage 'stranger' of the plugin 'stranger' failed on a call of rollout-0 ({point})" in warnings_of()
     *before, told = await house.recorded(2 if point == "kept" else 1)
@@ -155,10 +156,25 @@ async def test_a_stage_for_another_api_is_refused_with_the_cure(stranger, build)
         await build()
 
 
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("async def setteld(self, call, answer): ...", "has 'setteld', which is never asked: did you mean 'settled'"),
+        ("def settled(self, call, answer): ...", "'settled' of the stage .* is awaited: begin it with `async def`"),
+        ('after = ("texts")', "`after` of the stage .* is a text: make it a tuple"),
+    ],
+)
+async def test_what_is_written_wrongly_is_refused_at_the_start(stranger, build, written: str, said: str) -> None:
+    source = doing("kept", "pass").replace("    async def kept(self, call, given):\n        pass", f"    {written}")
+    stranger(source)
+    with pytest.raises(GatewayError, match=said):
+        await build()
+
+
 async def test_two_stages_whose_order_is_not_said_are_refused_until_the_settings_say_it(stranger, build) -> None:
     stranger(FAILS.replace("POINT", "kept"))
     stranger(FAILS.replace("POINT", "kept").replace('"stranger"', '"other"'), "other")
-    with pytest.raises(GatewayError, match=r"both stand where a call is kept.*gateway.stage_order = \["):
+    with pytest.raises(GatewayError, match=r"both stand at 'kept'.*gateway.stage_order = \["):
         await build()
     house = await build(stage_order=["other", "stranger"])
     assert [*house.gateway.stages][-2:] == ["other", "stranger"]
@@ -182,6 +198,83 @@ async def test_a_call_that_broke_off_is_stored_whatever_a_stage_says(stranger, b
     (call,) = await house.recorded()
     assert (call.status, {**call.extras}.keys()) == (CallStatus.ERROR, {"texts"})
     assert f"call {call.id} broke off and is stored without the stage 'stranger'" in " ".join(warnings_of())
+
+
+BODY = """
+import lightning
+from lightning.errors import StoreError
+from lightning.gateway.http import RefusalError
+from lightning.gateway.stages import CallStage
+
+
+class Stage(CallStage):
+    api, after = 1, ("texts",)
+
+    async def POINT(self, call, given):
+        CODE
+
+
+@lightning.hookimpl
+def register_call_stages(register):
+    register("stranger", lambda parts: Stage())
+"""
+
+
+def doing(point: str, code: str) -> str:
+    return BODY.replace("POINT", point).replace("CODE", code)
+
+
+async def test_what_a_stage_changes_of_the_sampling_is_what_is_recorded(stranger, build) -> None:
+    stranger(doing("sending", 'given |= {"temperature": 0.5, "response_format": {"type": "json_object"}}'))
+    house = await build()
+    assert (await (await house.http()).post("/chat/completions", json=ASKED)).status_code == 200
+    (call,) = await house.recorded()
+    assert (call.temperature, call.constrained) == (0.5, True)
+
+
+async def test_a_stage_may_not_change_what_the_answer_is_read_by(stranger, build) -> None:
+    stranger(doing("sending", 'given["n"] = 2'))
+    house = await build()
+    answer = await (await house.http()).post("/chat/completions", json=ASKED)
+    assert answer.json()["error"]["code"] == "stage_failed"
+    assert "it changed n, by which the answer is read" in answer.text
+    (call,) = await house.recorded()
+    assert (call.status, call.finish_reason) == (CallStatus.ERROR, UNSERVED)
+
+
+@pytest.mark.parametrize("raised", ['StoreError("gone")', 'RefusalError(503, "later", "Ask again.")'])
+async def test_a_call_that_was_sampled_is_recorded_whatever_a_stage_raises(stranger, build, raised: str) -> None:
+    stranger(doing("settled", f"raise {raised}"))
+    house = await build()
+    assert (await (await house.http()).post("/chat/completions", json=ASKED)).status_code == 503
+    (call,) = await house.recorded()
+    assert (call.status, call.finish_reason, len(call.response_ids) > 0) == (CallStatus.ERROR, UNSERVED, True)
+
+
+async def test_what_a_stage_adds_too_late_is_not_in_the_record(stranger, build) -> None:
+    stranger(doing("kept", 'call.extras["late"] = b"1"; raise KeyError("late")'))
+    house = await build()
+    assert (await (await house.http()).post("/chat/completions", json=ASKED)).status_code == 500
+    taken_back, told = await house.recorded(2)
+    assert (taken_back.status, {**taken_back.extras}.keys()) == (CallStatus.ABORTED, {"texts"})
+    assert told.finish_reason == UNSERVED
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_stages_own_answer_that_fails_is_the_stages_failure(stranger, build, begun: bool) -> None:
+    start = 'await send({"type": "http.response.start", "status": 200, "headers": []}); ' if begun else ""
+    body = f"async def app(scope, receive, send):\n            {start}raise KeyError('x')\n        return app"
+    stranger(doing("admitted", body))
+    house = await build()
+    http = await house.http()
+    if begun:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await http.post("/chat/completions", json=ASKED)
+    else:
+        answer = await http.post("/chat/completions", json=ASKED)
+        assert "The stage 'stranger' of the plugin 'stranger' failed on this call (admitted: KeyError)" in answer.text
+    (told,) = await house.recorded()
+    assert (told.finish_reason, "'stranger'" in told.error) == (UNSERVED, True)
 
 
 EXTRAS = """

@@ -18,7 +18,7 @@ from lightning.plugins import Plugins
 from lightning.runner.attempt_completion import report
 from lightning.store import exchanges
 from lightning.trainer.stack import make_gateway
-from lightning.types import CallStatus, Fault, Outcome, Rollout, Task
+from lightning.types import UNSERVED, CallStatus, Fault, Outcome, Rollout, Task
 from lightning_branching.branches import Branches
 
 from tests.core.gateway.conftest import build as build
@@ -97,10 +97,10 @@ async def test_a_gateway_without_the_stage_refuses_branches_by_name(build, monke
     llm = replace(await house.llm(), api_key=house.gateway.issue("b", 1, branch=True))
     answer = await (await house.http(llm)).post("/chat/completions", json=ASKED)
     said = answer.json()["error"]
-    assert (answer.status_code, said["code"]) == (409, "branch_void")
-    assert said["message"].startswith("This branch is void: the rollout b is a branch, and no stage of this gateway ")
+    assert (answer.status_code, said["code"]) == (501, "no_stage")
+    assert said["message"].startswith("This key is of a branch, and no stage of this gateway ")
     assert "LIGHTNING_DISABLE_PLUGINS" in said["message"]
     (call,) = await house.store.transitions("b")
-    assert (call.status, call.error) == (CallStatus.REFUSED, said["message"])
-    ended = await report(house.store, "b", 1, Outcome(reward=1.0))
-    assert (ended.reward, ended.fault, is_void(ended)) == (None, Fault.AGENT, True)
+    assert (call.status, call.finish_reason, call.error) == (CallStatus.ERROR, UNSERVED, said["message"])
+    ended = await report(house.store, "b", 1, Outcome(error="no answer", fault=Fault.AGENT))
+    assert (ended.fault, is_void(ended)) == (Fault.INFRASTRUCTURE, False), "another server may have the stage"

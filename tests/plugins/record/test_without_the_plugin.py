@@ -83,6 +83,6 @@ async def test_a_key_of_many_conversations_is_refused_where_nobody_tells_them_ap
     headers = {"authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=f"{house.gateway.url}/v1", headers=headers) as http:
         reply = await http.post("/chat/completions", json=ASK)
-    assert (reply.status_code, reply.json()["error"]["code"]) == (501, "no_conversations")
-    assert "no stage of this gateway answers the calls of conversations: the stages are branches" in reply.text
+    assert (reply.status_code, reply.json()["error"]["code"]) == (501, "no_stage")
+    assert "no stage of this gateway answers the calls of many conversations: its stages are branches" in reply.text
     assert [asked for asked in house.fake.requests if "completions" in asked.path] == []
