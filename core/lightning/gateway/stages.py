@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightning.errors import DataError, GatewayError, StoreError
 from lightning.gateway.call import Answer, Call, Request
-from lightning.gateway.http import Body, RefusalError, UpstreamError
+from lightning.gateway.http import Body, ClientGoneError, RefusalError, UpstreamError
 from lightning.gateway.identity import NO_RETRY
 from lightning.gateway.recorder import refuse_unstored
 from lightning.store import extras
@@ -249,7 +249,7 @@ async def _answer(stage: NamedStage, app: ASGIApp, call: Call, scope: Scope, rec
 
     try:
         await app(scope, receive, passed)
-    except RefusalError:
+    except (RefusalError, ClientGoneError):  # an agent that has hung up is no failure of the stage
         raise
     except Exception as error:
         raise _failed(stage, "admitted", call, error) from error
