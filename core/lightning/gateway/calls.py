@@ -162,7 +162,7 @@ class CallEndpoint:
         capture = Capture(self._dialect.id_prefix + request_id)
         plan, translator = await beside(request.scope, partial(self._translate, call, request.body, capture.id))
         plan.requested_model = request.model[:LONGEST_NAME] if isinstance(request.model, str) else ""
-        live = LiveCall(request_id, plan.choices, plan.n, call.policy.book.current, capture)
+        live = LiveCall(request_id, plan.choices, plan.n, call.policy.version, capture)
         ticket = self._recorder.begin(*call.attempt, plan.choices, call.caller)
         call.sent = Sent(plan, translator, ticket, live)
         await self._line.sending(call, plan.body)
@@ -189,7 +189,7 @@ class CallEndpoint:
         return self._dialect.without_hosted_tools(body)
 
     async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
-        call.policy.book.follow(call.live)
+        call.policy.calls.add(call.live)
         watch = Watch(
             receive, call.live, self._config.upstream_timeout, partial(self._forwarder.works, call.policy, call.live)
         )
@@ -199,7 +199,7 @@ class CallEndpoint:
                 answer = await self._ask(call, send)
                 refuse_unsound(call)
                 await self._forwarder.settle(call.policy, call.live)
-            call.policy.book.forget(call.live)
+            call.policy.calls.discard(call.live)  # no update concerns it any more
             # A server that answers 500 is there still, but its engine may have died.
             if answer.outcome is CallStatus.ERROR:
                 call.live.unserved = await self._forwarder.is_gone(call.policy, call.live)
@@ -213,7 +213,7 @@ class CallEndpoint:
             message = f"The policy server broke off: {error}. The call was not trained on; send it again."
             raise RefusalError(502, "upstream_failed", message) from error
         finally:
-            call.policy.book.forget(call.live)
+            call.policy.calls.discard(call.live)
             watch.close()
 
     # answered ------------------------------------------------------------------------------------------------------

@@ -154,26 +154,28 @@ class Gateway:
         Gateways elsewhere that serve the run, too, are held by `lightning.gateway.fleet.coordinator.Owner`.
         """
         with self._own.gate.hold():
-            self._own.book.freeze()
+            self._own.freeze()
             yield
 
     async def drain(self, seconds: float) -> bool:
         """Call it inside the hold: wait until vLLM has answered every call that was sent, so that its tokens are all of the
         present version. Whether it has in time."""
-        book = self._own.book
+        own = self._own
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while book.sampling:  # noqa: ASYNC110 — each call tells by itself, once an update
+                while own.sampling:  # noqa: ASYNC110 — each call tells by itself, once an update
                     await asyncio.sleep(DRAIN_LOOK)
-        book.freeze()
-        return not book.sampling
+        own.freeze()
+        return not own.sampling
 
-    def policy_updated(self, update: Update) -> None:
+    def policy_updated(self, update: Update, server: Upstream | None = None) -> None:
         """Call it inside the hold, after the update: calls in flight are split at the tokens of the old version.
 
-        With several policy servers, update all of them in one hold and pass one `Update` with their `in_flight` merged.
+        Several policy servers may be updated one after another, each in a hold of its own: name the `server` then. Whoever
+        updates all of them in one hold passes one `Update` with their `in_flight` merged. Raises `GatewayError` for a server
+        that is none of its own.
         """
-        self._own.book.update(update)
+        self._own.update(update, server)
 
     def policy_lost(self) -> None:
         """Call it inside the hold when an update broke off, so that nobody knows what sampled the calls in flight."""

@@ -4,9 +4,9 @@ The invariant: what is dispatched goes to the run's own servers, while the gate 
 a hold is active nothing new is sent, and no call that ends meanwhile is recorded before its tokens' versions are known; when
 the last hold ends everything that waited goes on, in the order it came.
 
-A token belongs to the version that was loaded when vLLM sampled it. A call starts with the version current when it was sent;
-each update splits it at the number of tokens the old weights had sampled when vLLM froze. A call of which that cannot be said
-is never trained on.
+A token belongs to the version that its server had loaded when it sampled the token. A call starts with the version of the
+server that it is sent to; each update of that server splits it at the number of tokens the old weights had sampled when vLLM
+froze. A call of which that cannot be said is never trained on.
 """
 
 from __future__ import annotations
@@ -128,9 +128,10 @@ class LiveCall:
     waits_for_bytes: bool = False
     heard_at: float = 0.0
 
-    def dispatch(self, version: int, now: float) -> None:
-        """It is being sent to a server that has this version."""
-        self.base, self.sent, self.unsure = version, True, False
+    def dispatch(self, slot: Slot, now: float) -> None:
+        """It is being sent to the server in this slot."""
+        self.slot, self.upstream = slot, slot.upstream
+        self.base, self.sent, self.unsure = slot.version, True, False
         self.waits_for_bytes, self.heard_at = True, now
         self.runs.clear()
         self.seen.clear()
@@ -173,65 +174,9 @@ class LiveCall:
         runs.append(VersionRun(tokens if runs else 0, version))
 
 
-class VersionBook:
-    """The current version, and every call that could be touched by the next update."""
-
-    def __init__(self, version: int) -> None:
-        self.current = version
-        self._live: set[LiveCall] = set()
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is no such call."""
-        return not self._live
-
-    @property
-    def sampling(self) -> int:
-        """How many calls a server may be sampling."""
-        return sum(call.waits_for_bytes for call in self._live)
-
-    def follow(self, call: LiveCall) -> None:
-        """From now on updates concern this call."""
-        self._live.add(call)
-
-    def forget(self, call: LiveCall) -> None:
-        """The call's answer has been read, and no update is under way."""
-        self._live.discard(call)
-
-    def freeze(self) -> None:
-        """Note how far every call has come, before an update begins."""
-        for call in self._live:
-            call.seen = {index: len(choice.response_ids) for index, choice in call.capture.choices.items()}
-
-    def keys(self) -> list[str]:
-        """How `Update.in_flight` names every choice that a server may be sampling."""
-        return [call.key(index) for call in self._live if call.sent for index in range(call.choices)]
-
-    def lose(self) -> int:
-        """Weights may have changed unheard of: whatever a server may be sampling is unsure. Return how many calls that are."""
-        lost = [call for call in self._live if call.sent and not call.unsure]
-        for call in lost:
-            call.unsure = True
-        return len(lost)
-
-    def update(self, update: Update) -> None:
-        """Split the calls in flight at the tokens the old weights had sampled.
-
-        A choice that is missing from `in_flight` was never scheduled before the update and is wholly the new version's;
-        unless tokens of it had been seen by then, which a server that does not report finished requests leaves out.
-        """
-        self.current = update.version
-        for call in self._live:
-            if not call.sent:
-                continue
-            for index in range(call.choices):
-                tokens = update.in_flight.get(call.key(index))
-                if tokens is not None or not call.seen.get(index):
-                    call.split(index, tokens or 0, update.version)
-
-
 class Policy:
-    """The parts that every call of a run goes through. `hold_timeout` is in seconds.
+    """The parts that every call of a run goes through, and the calls that the next update could touch. `hold_timeout` is in
+    seconds, `version` that of the weights which its servers have.
 
     `check` is called before anything is taken for known: the member of a fleet looks at its clock there. With a `seed`
     calls that have none are given one. `used` is when the last call came (the loop's clock);
@@ -247,9 +192,9 @@ class Policy:
         seed: int | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.pool = Pool(upstreams, grace=min(GRACE, hold_timeout))
+        self.pool = Pool(upstreams, grace=min(GRACE, hold_timeout), version=version)
         self.gate = Gate(hold_timeout)
-        self.book = VersionBook(version)
+        self.calls: set[LiveCall] = set()
         self.seed, self.check = seed, check
         self.tools, self.template = ShownTools(), ChatTemplate()
         self.used = 0.0
@@ -257,11 +202,48 @@ class Policy:
         self._health: asyncio.Task[None] | None = None
         self.pool.on_other = self.lose
 
+    @property
+    def version(self) -> int:
+        """The newest version of which it was told. While servers are updated one after another some have an older one."""
+        return self.pool.version
+
+    @property
+    def sampling(self) -> int:
+        """How many calls a server may be sampling."""
+        return sum(call.waits_for_bytes for call in self.calls)
+
+    def keys(self) -> list[str]:
+        """How `Update.in_flight` names every choice that a server may be sampling."""
+        return [call.key(index) for call in self.calls if call.sent for index in range(call.choices)]
+
+    def freeze(self) -> None:
+        """Note how far every call has come, before an update begins."""
+        for call in self.calls:
+            call.seen = {index: len(choice.response_ids) for index, choice in call.capture.choices.items()}
+
+    def update(self, update: Update, server: Upstream | None = None) -> None:
+        """A server, or each, has new weights: split its calls in flight at the tokens the old weights had sampled.
+
+        A choice that is missing from `in_flight` was never scheduled before the update and is wholly the new version's;
+        unless tokens of it had been seen by then, which a server that does not report finished requests leaves out.
+        Raises `GatewayError` for a server that is none of the policy's.
+        """
+        self.pool.updated(update.version, server)
+        for call in self.calls:
+            if not call.sent or server not in (None, call.upstream):
+                continue
+            for index in range(call.choices):
+                tokens = update.in_flight.get(call.key(index))
+                if tokens is not None or not call.seen.get(index):
+                    call.split(index, tokens or 0, update.version)
+
     def lose(self) -> int:
-        """Nobody knows what sampled the calls in flight. Returns how many they are."""
-        lost = self.book.lose()
+        """Weights may have changed unheard of: whatever a server may be sampling is unsure. Return how many calls that are."""
+        lost = [call for call in self.calls if call.sent and not call.unsure]
+        for call in lost:
+            call.unsure = True
         self.gate.stir()
-        return lost
+        return len(lost)
 
     def check_health(self, session: aiohttp.ClientSession) -> None:
         """Look after the servers from now on, until `close`."""

@@ -88,7 +88,7 @@ class Policies:
                 await asyncio.wait({following}, timeout=IDLE / 10)
                 if following.done():
                     following.result()
-                if loop.time() - member.policy.used > IDLE and member.policy.book.idle:
+                if loop.time() - member.policy.used > IDLE and not member.policy.calls:
                     return
         finally:
             self._forget(run, member)  # a call that comes while it leaves joins anew

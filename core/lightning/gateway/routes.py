@@ -189,7 +189,7 @@ class Info:
         own = self._policies.own
         said = {
             "status": "ok" if well else "no policy server is up",
-            "policy_version": None if own is None else own.book.current,
+            "policy_version": None if own is None else own.version,
             "policy_servers": {"healthy": healthy, "total": total},
             "server": self._server,
         }

@@ -141,7 +141,7 @@ class ConversationsStage(CallStage):
         if not call.claims.session:
             return
         self._conversations.resource = self._parts.resource
-        previous, version = call.dialect.continues(request.body), call.policy.book.current
+        previous, version = call.dialect.continues(request.body), call.policy.version
         call.claims = await self._conversations.of(call.claims, request.scope, request.body, previous, version)
         call.id_mark = mark_of(call.claims.rollout)
 

@@ -265,8 +265,8 @@ class Gateway:
         loop, policy = self._world.loop, self.member.policy
         call = Call(loop.time())
         self._world.calls.append(call)
-        live = LiveCall(f"{self.name}x{next(self._numbers)}", 1, 1, policy.book.current, Capture("c"))
-        policy.book.follow(live)
+        live = LiveCall(f"{self.name}x{next(self._numbers)}", 1, 1, policy.version, Capture("c"))
+        policy.calls.add(live)
         try:
             request = await self._forwarder.send(
                 policy, "rollout", "/chat", {"length": length, "seed": 0}, [], live, _no_seed
@@ -278,7 +278,7 @@ class Gateway:
             call.refused, call.ended = refusal.code, loop.time()
             return call
         finally:
-            policy.book.forget(live)
+            policy.calls.discard(live)
         call.truth = list(request.truth)
         call.versions = live.versions(0, len(call.truth))
         call.clean = not live.unsure

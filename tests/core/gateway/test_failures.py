@@ -606,7 +606,7 @@ async def test_closing_lets_calls_end(build):
 async def test_nothing_is_kept_for_finished_calls(house):
     client = await house.client()
     await asyncio.gather(*(client.chat.completions.create(model="policy", messages=HI) for _ in range(20)))
-    await house.until(lambda: not house.gateway._own.book._live)
+    await house.until(lambda: not house.gateway._own.calls)
 
 
 @pytest.mark.slow
@@ -628,7 +628,7 @@ async def test_a_thousand_calls_at_once(build):
             calls = [asyncio.create_task(ask(http)) for _ in range(1000)]
             await house.until(lambda: house.gateway._own.gate.waiting == 1000)
         await house.until(lambda: len(house.fake.in_flight()) == 1000)
-        assert len(house.gateway._own.book._live) == 1000
+        assert len(house.gateway._own.calls) == 1000
         house.fake.resume()
         assert set(await asyncio.gather(*calls)) == {200}
     assert [step.seq for step in await house.transitions()] == list(range(1000))

@@ -8,11 +8,13 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.errors import GatewayError
 from lightning.gateway.dialects import Capture
-from lightning.gateway.policy import LiveCall, VersionBook
+from lightning.gateway.policy import LiveCall, Policy
+from lightning.gateway.upstream.servers import Upstream
 from lightning.policy_server.control import client_key
 from lightning.policy_server.protocol import Update
-from lightning.testing.fake_vllm import Reply
+from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.types import UNSERVED, CallStatus, VersionRun
 
 HI = [{"role": "user", "content": "hi there"}]
@@ -168,6 +170,48 @@ async def test_finished_calls_keep_their_version(house):
     assert [step.version for step in await house.transitions()] == [0, 1]
 
 
+async def test_servers_are_updated_one_after_another(build):
+    """An update of one server splits that server's calls alone, and new calls have the version of the server they go to."""
+    async with FakeVLLM() as first, FakeVLLM() as second:
+        upstreams = [Upstream(fake.url, fake.model) for fake in (first, second)]
+        house = await build(upstreams=upstreams)
+        slots = house.gateway._own.pool.slots
+        clients = {}
+        while len(clients) < 2:  # one rollout that stays with each server
+            client = await house.client()
+            lease = house.leases[-1]
+            clients.setdefault(slots.index(house.gateway._own.pool._choose(lease.rollout.id, ())), (client, lease))
+
+        async def ask(number):
+            return await clients[number][0].chat.completions.create(model="policy", messages=HI)
+
+        for fake in (first, second):
+            fake.queue(TEN)
+        asking = [asyncio.create_task(ask(number)) for number in (0, 1)]
+        await house.until(lambda: all(max([0, *fake.in_flight().values()]) >= 3 for fake in (first, second)))
+        async with house.gateway.hold():
+            for fake in (first, second):
+                fake.pause()
+            await asyncio.sleep(0.02)
+            done = Update(1, first.in_flight())
+            for fake in (first, second):
+                fake.resume()
+            house.gateway.policy_updated(done, upstreams[0])
+        await asyncio.gather(*asking)
+        for number in (0, 1):
+            await ask(number)
+        async with house.gateway.hold():
+            house.gateway.policy_updated(Update(1), upstreams[1])
+        await ask(1)
+        found = [await house.store.transitions(clients[number][1].rollout.id) for number in (0, 1)]
+        (tokens,) = done.in_flight.values()
+        assert [step.versions for step in found[0]] == [(VersionRun(0, 0), VersionRun(tokens, 1)), (VersionRun(0, 1),)]
+        assert [step.versions for step in found[1]] == [(VersionRun(0, 0),), (VersionRun(0, 0),), (VersionRun(0, 1),)]
+        with pytest.raises(GatewayError, match="is not one of the gateway's upstreams"):
+            house.gateway.policy_updated(Update(2), Upstream("http://127.0.0.1:1", "m"))
+        assert house.gateway._own.version == 1
+
+
 @given(
     length=st.integers(0, 30),
     cuts=st.lists(st.integers(0, 40), max_size=6),
@@ -175,12 +219,12 @@ async def test_finished_calls_keep_their_version(house):
 def test_runs_say_for_each_token_who_sampled_it(length, cuts):
     """Against the plain definition: update k, frozen at n tokens, owns every token from n on until a later one does."""
     cuts = sorted(cuts)
-    book = VersionBook(0)
+    policy = Policy([Upstream("http://127.0.0.1:1", "m")], 1.0)
     call = LiveCall("x", 1, 1, 0, Capture("chatcmpl-x"))
-    book.follow(call)
-    call.dispatch(0, now=0.0)
+    policy.calls.add(call)
+    call.dispatch(policy.pool.slots[0], now=0.0)
     for number, tokens in enumerate(cuts, 1):
-        book.update(Update(number, {"x": tokens}))
+        policy.update(Update(number, {"x": tokens}))
     runs = call.versions(0, length)
     owner = [max([0, *(number for number, tokens in enumerate(cuts, 1) if tokens <= place)]) for place in range(length)]
     said = [[run.version for run in runs if run.start <= place][-1] for place in range(length)]

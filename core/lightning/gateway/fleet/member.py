@@ -203,14 +203,13 @@ class Member:
         if notice.stance is Stance.PAUSED:
             self.policy.pool.vacate()
         if notice.stance is Stance.HELD and self._seat.ack != notice.epoch:
-            self.policy.book.freeze()
-            self._seat = replace(self._seat, ack=notice.epoch, keys=tuple(self.policy.book.keys()))
+            self.policy.freeze()
+            self._seat = replace(self._seat, ack=notice.epoch, keys=tuple(self.policy.keys()))
             await self._beat()
         await self._listen(notice)
 
     def _account(self, notice: Notice) -> bool:
         """Bring the versions of the calls in flight up to date; False when the owner has given this gateway up."""
-        book = self.policy.book
         if self._number < notice.first:  # gone; it may have been pruned since, and taken anew by one that came late
             self.lapse("its seat is gone")
             return False
@@ -219,7 +218,7 @@ class Member:
                 self.policy.lose()  # whatever the new owner did, it did not ask about these
             self._owner, self._since, self._updated = notice.owner, notice.epoch, notice.updated
             self._orphaned, self._heard = False, (None, 0.0)
-            book.current = notice.version
+            self.policy.pool.updated(notice.version)
         elif notice.ended > self._since and self._number not in notice.taken:
             self.lapse("the trainer went on without it")
             return False
@@ -227,7 +226,7 @@ class Member:
             self._updated = notice.updated
             if notice.version == UNKNOWN:
                 self.policy.lose()
-            book.update(Update(notice.version, notice.counts))
+            self.policy.update(Update(notice.version, notice.counts))
         self.policy.seed = notice.seed
         return True
 

@@ -1,8 +1,8 @@
 """Sends a call to a policy server: waits out holds, picks the server, fails over while nothing was answered, and ends a call
 that is not worth waiting for any longer.
 
-The invariant: a call is sent with the version that is current at that moment noted on it, to the server that has this version
-and not to another in its place, never during a hold, and never again once a server has begun to work on it. A kept connection
+The invariant: a call is sent with the version noted on it that its server has at that moment, to that server and not to another
+in its place, never during a hold, and never again once a server has begun to work on it. A kept connection
 that ends before a byte of the answer came tells of a server that had just let go of it and never read the call (RFC 9112,
 9.3.1): such a call is sent once more.
 """
@@ -115,8 +115,7 @@ class Forwarder:
             body["model"] = slot.upstream.model
             payload, url, connection = write_object(body), slot.url(f"/v1{path}"), _Connection()
             data = payload if len(payload) < LARGE_BODY else io.BytesIO(payload)
-            live.dispatch(policy.book.current, loop.time())
-            live.slot, live.upstream = slot, slot.upstream
+            live.dispatch(slot, loop.time())
             try:
                 response = await session.post(
                     url, data=data, headers=headers, allow_redirects=False, trace_request_ctx=connection

@@ -109,11 +109,13 @@ class Found(Enum):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A place for a policy server; the server in it may be replaced, the place (and who is sticky to it) stays."""
+    """A place for a policy server; the server in it may be replaced, the place (and who is sticky to it) stays. `version` is
+    that of the weights that the server has."""
 
     number: int
     upstream: Upstream
     base: URL
+    version: int
     healthy: bool = True
     misses: int = 0
     missed_at: float = 0.0  # monotonic seconds: what was asked before then is no further miss
@@ -129,11 +131,15 @@ class Slot:
 class Pool:
     """The slots, with health checks in the background and a way to wait until one is healthy.
 
-    `on_other` is called when another server was found in the place of one of them: calls in flight there may be its own.
+    A server that is named has the weights of `version`. `on_other` is called when another server was found in the place of one
+    of them: calls in flight there may be its own.
     """
 
-    def __init__(self, upstreams: Sequence[Upstream], grace: float = GRACE, check_every: float = CHECK_EVERY) -> None:
-        self.slots = [Slot(number, item, base_url(item)) for number, item in enumerate(upstreams)]
+    def __init__(
+        self, upstreams: Sequence[Upstream], grace: float = GRACE, check_every: float = CHECK_EVERY, version: int = 0
+    ) -> None:
+        self.version = version
+        self.slots = self._places(upstreams)
         self.grace, self.check_every = grace, check_every
         self._changed, self._assigned = asyncio.Event(), asyncio.Event()
         self.on_other: Callable[[], object] = lambda: None
@@ -146,13 +152,26 @@ class Pool:
         """
         if [slot.upstream for slot in self.slots if not slot.vacant] == list(upstreams):
             return
-        slots = [Slot(number, item, base_url(item)) for number, item in enumerate(upstreams)]
+        slots = self._places(upstreams)
         for slot, old in zip(slots, self.slots, strict=False):
             if slot.upstream == old.upstream and not old.vacant:
                 slot.healthy, slot.misses, slot.asked, slot.other = old.healthy, old.misses, old.asked, old.other
+                slot.version = old.version
         self.slots = slots
         self._changed.set()
         self._assigned.set()
+
+    def _places(self, upstreams: Sequence[Upstream]) -> list[Slot]:
+        return [Slot(number, item, base_url(item), self.version) for number, item in enumerate(upstreams)]
+
+    def updated(self, version: int, server: Upstream | None = None) -> None:
+        """This server, or each, has the weights of this version now. Raises `GatewayError` for one that is not there."""
+        slots = [slot for slot in self.slots if server in (None, slot.upstream)]
+        if server is not None and not slots:
+            raise self._unknown(server)
+        self.version = version
+        for slot in slots:
+            slot.version = version
 
     async def pick(self, rollout: str, *, tried: Sequence[Slot] = ()) -> Slot:
         """The rollout's server, by rendezvous hashing over the healthy ones that were not `tried` yet.
@@ -205,7 +224,11 @@ class Pool:
                 slot.upstream, slot.base, slot.misses, slot.vacant = new, base_url(new), 0, False
                 self._mark(slot, healthy=True)
                 return
-        raise GatewayError(f"{old} is not one of the gateway's upstreams: {[slot.upstream for slot in self.slots]}")
+        raise self._unknown(old)
+
+    def _unknown(self, server: Upstream) -> GatewayError:
+        known = [slot.upstream for slot in self.slots]
+        return GatewayError(f"{server} is not one of the gateway's upstreams: {known}")
 
     def unreachable(self, slot: Slot, why: object) -> None:
         """A request could not reach this server."""
