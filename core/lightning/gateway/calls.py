@@ -195,7 +195,7 @@ class CallEndpoint:
         )
         try:
             with watch:
-                await call.dialect.fit(call.plan.body, call.policy.template, self._tokenize(call))
+                await call.dialect.fit(call.plan.body, call.policy, self._tokenize(call))
                 answer = await self._ask(call, send)
                 refuse_unsound(call)
                 await self._forwarder.settle(call.policy, call.live)

@@ -1,17 +1,13 @@
-"""What the policy's chat template does with a request, found out by asking the policy server's own tokenizer.
+"""Whether the policy's chat template shows the model the tools of a request, found out by asking the policy server's tokenizer.
 
-The invariant: nothing is assumed of a template. Each question is asked once for a policy, with prompts that are the same but
-for what is asked about; while there is no answer, the request goes on as it is, and that is said.
+The invariant: nothing is assumed of a template, and what is found out changes no call: it is said.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 
 import aiohttp
 import orjson
@@ -49,17 +45,6 @@ HIDDEN = (
     "the model's chat template does not show the tools that an agent sent as `tools=`: the model has never heard of them; "
     f"{CURE_OF_TEMPLATE}"
 )
-SYSTEM_LATER = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
-A_TOOL = {"type": "function", "function": {"name": "t", "parameters": {"type": "object", "properties": {}}}}
-EFFORTS = ("low", "medium", "high", "xhigh", "max")
-MERGED = (
-    "the model's chat template takes the system's words at the beginning only: those of later messages of /v1/messages are "
-    "joined to them, as vLLM does. Each changes the beginning of the prompt, so that the calls of a conversation share less of "
-    "it; a template that takes them where they stand (policy_server.args: --chat-template FILE) avoids that"
-)
-AS_IT_IS = "requests go on as they are (said once for each policy)"
-ASK_AGAIN = 60.0
-"""Seconds for which a policy server that could not answer is asked no more."""
 
 
 class ShownTools:
@@ -126,85 +111,3 @@ def prompt_of(chat: Body) -> Body:
         thinking = effort_in_template(given["reasoning_effort"]) if "reasoning_effort" in given else {}
         prompt["chat_template_kwargs"] = thinking | (chat.get("chat_template_kwargs") or {}) | given
     return prompt
-
-
-@dataclass(slots=True, eq=False)
-class _Question:
-    """One question about a template: what was found out, or when and how asking failed last."""
-
-    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    found: bool | None = None
-    failed_at: float = -math.inf
-    refusal: RefusalError | None = None
-    told: bool = False
-
-
-class ChatTemplate:
-    """Answers the questions about a chat template that vLLM's own `/v1/messages` asks when it starts. Its methods raise
-    `RefusalError` (503) where no policy server is up.
-
-    Who asks meanwhile waits for the same answer. One that did not come is not waited for again for a minute.
-    """
-
-    def __init__(self) -> None:
-        self._questions: dict[str, _Question] = {}
-
-    async def wants_system_first(self, tokenize: Tokenize) -> bool:
-        """Whether it refuses a system message that is not the first, with tools or without."""
-        return await self._once("takes a system message later on", tokenize, _takes_later_system) is False
-
-    async def can_skip_thinking(self, tokenize: Tokenize) -> bool:
-        """Whether it makes another prompt where no thinking is asked for than where some is."""
-        return await self._once("can do without thinking", tokenize, _heeds_none) is not False
-
-    async def _once(self, what: str, tokenize: Tokenize, find: Callable[[Tokenize], Awaitable[bool]]) -> bool | None:
-        """What `find` finds, for the first who asks; None while nobody knows."""
-        question, began = self._questions.setdefault(what, _Question()), time.monotonic()
-        async with question.asking:
-            if question.refusal is not None and question.failed_at > began:  # of whoever asked while this one waited
-                raise question.refusal
-            if question.found is None and (question.refusal or time.monotonic() - question.failed_at > ASK_AGAIN):
-                await _ask(question, what, tokenize, find)
-            return question.found
-
-
-async def _ask(question: _Question, what: str, tokenize: Tokenize, find: Callable[[Tokenize], Awaitable[bool]]) -> None:
-    """Let `find` answer a question. Raises `RefusalError`."""
-    question.refusal = None
-    try:
-        question.found = await find(tokenize)
-    except RefusalError as refusal:
-        question.failed_at, question.refusal = time.monotonic(), refusal
-        raise
-    except UNKNOWN as error:
-        question.failed_at = time.monotonic()
-        if not question.told:
-            question.told = True
-            log.warning("nobody knows whether the model's chat template %s (%r): %s", what, error, AS_IT_IS)
-
-
-async def _prompt(tokenize: Tokenize, body: Body) -> list[int] | None:
-    """The prompt, or None where the template refuses it. Raises what stands in `UNKNOWN`."""
-    status, payload = await tokenize(body)
-    if status == 400:
-        return None
-    if status != 200:
-        raise UpstreamError(f"/tokenize answered with status {status}")
-    tokens: list[int] = orjson.loads(payload)["tokens"]
-    return tokens
-
-
-async def _takes_later_system(tokenize: Tokenize) -> bool:
-    prompts = [await _prompt(tokenize, {"messages": SYSTEM_LATER} | more) for more in ({}, {"tools": [A_TOOL]})]
-    if refuses := None in prompts:
-        log.warning("%s (said once for each policy)", MERGED)
-    return not refuses
-
-
-async def _heeds_none(tokenize: Tokenize) -> bool:
-    async def prompt(effort: str) -> list[int] | None:
-        hi = [{"role": "user", "content": "Hi"}]
-        return await _prompt(tokenize, {"messages": hi, "chat_template_kwargs": effort_in_template(effort)})
-
-    without = await prompt("none")
-    return without is not None and without not in [await prompt(effort) for effort in EFFORTS]

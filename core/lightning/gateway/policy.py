@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from lightning.asyncio_utils import end
-from lightning.gateway.chat_template import ChatTemplate, ShownTools
+from lightning.gateway.chat_template import ShownTools
 from lightning.gateway.dialects import Capture
 from lightning.gateway.http import RefusalError
 from lightning.gateway.upstream.servers import GRACE, Pool, Slot, Upstream
@@ -196,7 +196,7 @@ class Policy:
         self.gate = Gate(hold_timeout)
         self.calls: set[LiveCall] = set()
         self.seed, self.check = seed, check
-        self.tools, self.template = ShownTools(), ChatTemplate()
+        self.tools = ShownTools()
         self.used = 0.0
         self.told = bool(upstreams)
         self._health: asyncio.Task[None] | None = None

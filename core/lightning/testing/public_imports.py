@@ -85,6 +85,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.gateway.dialects",
             "lightning.gateway.http",
             "lightning.gateway.identity",
+            "lightning.gateway.policy",
             "lightning.gateway.request_body",
             "lightning.gateway.upstream.client",
         ),

@@ -58,7 +58,7 @@ class CountTokens:
         policy = self._policies.of(claims.run)
         tokenize = partial(self._forwarder.tokenize, policy, claims.rollout)
         try:
-            await self._dialect.fit(chat, policy.template, tokenize)
+            await self._dialect.fit(chat, policy, tokenize)
             with readable():
                 prompt = prompt_of(chat)
             status, payload = await tokenize(prompt)

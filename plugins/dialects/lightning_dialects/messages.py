@@ -16,10 +16,12 @@ import json
 from collections.abc import Iterator, Sequence
 
 import orjson
-from lightning.gateway.chat_template import ChatTemplate, Tokenize
+from lightning.gateway.chat_template import Tokenize
 from lightning.gateway.dialects import refuse_parameter
 from lightning.gateway.http import Body, RefusalError
+from lightning.gateway.policy import Policy
 
+from lightning_dialects.chat_template import template_of
 from lightning_dialects.translated import (
     Event,
     Kind,
@@ -312,8 +314,9 @@ class Messages(Translated):
         with readable():
             return chat_request(body), MessageTranslator(response_id)
 
-    async def fit(self, body: Body, template: ChatTemplate, tokenize: Tokenize) -> None:
+    async def fit(self, body: Body, policy: Policy, tokenize: Tokenize) -> None:
         """See `Dialect`."""
+        template = template_of(policy)
         later = any(message["role"] == "system" for message in body["messages"][1:])
         if later and await template.wants_system_first(tokenize):
             body["messages"] = with_system_first(body["messages"])

@@ -7,12 +7,13 @@ import json
 import time
 
 import pytest
-from lightning.gateway import chat_template
-from lightning.gateway.chat_template import ChatTemplate, ShownTools, prompt_of
+from lightning.gateway.chat_template import ShownTools, prompt_of
 from lightning.gateway.dialects.completions import IGNORED, Chat
 from lightning.gateway.http import RefusalError
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus
+from lightning_dialects import chat_template
+from lightning_dialects.chat_template import ChatTemplate
 from lightning_dialects.messages import Messages
 from lightning_dialects.responses import Responses
 

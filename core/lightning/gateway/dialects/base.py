@@ -19,7 +19,8 @@ from lightning.policy_server.packed_logprobs import FIELD, unpack
 from lightning.types import LogProbs, TokenIds, logprobs, token_ids
 
 if TYPE_CHECKING:
-    from lightning.gateway.chat_template import ChatTemplate, Tokenize
+    from lightning.gateway.chat_template import Tokenize
+    from lightning.gateway.policy import Policy
 
 LONGEST_TOOL, LONGEST_ARGUMENTS = 256, 4096
 """Characters kept of the name and the arguments of a tool that the model has invented."""
@@ -206,8 +207,9 @@ class Dialect(ABC):
         """The request without them."""
         return body
 
-    async def fit(self, body: Body, template: ChatTemplate, tokenize: Tokenize) -> None:
-        """Change a translated request (in place) to what the policy's chat template takes, where the API itself asks for it."""
+    async def fit(self, body: Body, policy: Policy, tokenize: Tokenize) -> None:
+        """Change a translated request (in place) to what the policy's chat template takes, where the API itself asks for it.
+        `tokenize` asks the policy server. Raises `RefusalError`."""
         return
 
     @abstractmethod
