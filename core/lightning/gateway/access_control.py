@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightning.addresses import is_loopback
 from lightning.config import LimitsConfig
-from lightning.gateway.body_limits import KEY, RequestBody
 from lightning.gateway.http import JSON_TYPE, RefusalError, send_bytes
 from lightning.gateway.identity import KEYS, ROLLOUT_HEADER, bearer, keys_in
+from lightning.gateway.request_body import KEY, RequestBody
 from lightning.memory_budget import Budget, Holder
 
 KeyOf = Callable[[Sequence[str]], str]

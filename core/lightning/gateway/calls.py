@@ -22,7 +22,6 @@ from starlette.types import Receive, Scope, Send
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
 from lightning.gateway.answers import forget_unsound, pass_on, read_whole, refuse_unsound
-from lightning.gateway.body_limits import beside
 from lightning.gateway.call import Answer, Call, Request, Sent
 from lightning.gateway.chat_template import Tokenize
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator, offered_tools
@@ -43,7 +42,7 @@ from lightning.gateway.identity import Claims, ExpiredTokenError, Identity, forw
 from lightning.gateway.policy import LiveCall
 from lightning.gateway.policy_registry import Policies
 from lightning.gateway.recorder import STORE_FAILED, Recorder, described, refuse_unstored
-from lightning.gateway.request_body import read_body
+from lightning.gateway.request_body import beside, read_body
 from lightning.gateway.sampling import (
     apply_sampling,
     call_seed,

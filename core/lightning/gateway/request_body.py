@@ -1,7 +1,8 @@
-"""Reads the body of a request, whatever it was compressed with.
+"""The body of a request: what it may take of the server's memory and time, and how it is read, whatever it was compressed with.
 
-The invariant: every route that takes a body reads it here. Its limit, and what its token may hold, count the bytes that it has
-when it is unpacked, and they are counted as they are unpacked: a small body that becomes a huge one is refused at the limit.
+The invariant: a body is counted as it arrives and as it is unpacked, by its bytes and by the values that it would be parsed
+into, and nothing of it is parsed before that was granted; what was granted is given back when the request has been answered.
+Every route of every port that takes a body reads it here, behind `access_control.Guard`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,24 @@ import asyncio
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypeVar
 
 import zstandard
-from starlette.types import Receive, Scope
+from starlette.types import Message, Receive, Scope
 
-from lightning.gateway.body_limits import KEY, RequestBody
 from lightning.gateway.http import ClientGoneError, RefusalError
+from lightning.memory_budget import LONG, MANY, VALUE_BYTES, Budget, Holder, json_values
 
+T = TypeVar("T")
+
+KEY = "lightning.body"
+"""Under this name the scope of a request has its `RequestBody`."""
+OTHERS_VALUES = 4
+"""A body that is no model call may have so many times the JSON values: of spans, of many rollouts."""
+COPIES = 3
+"""How often a body is there: as it came, as what it was parsed into, and as it is sent on or stored."""
+WAIT = 10.0
+"""Seconds that a body waits for room."""
 LONGEST_LENGTH = 18
 """Digits of a length that is read as one."""
 RAISE_THE_LIMIT = "raise gateway.max_body_bytes"
@@ -30,6 +42,88 @@ ZSTD_STEP = 64
 """Bytes of zstd that are unpacked at a time: they can become 2 MB, and the library knows no limit of its own."""
 ZSTD_WINDOW = 8 << 20
 """The memory that a decoder of zstd needs at most; RFC 9659 allows no more for what is sent over HTTP."""
+
+
+class RequestBody:
+    """What one request holds of its token's share. `most_values` is 0 for no limit."""
+
+    __slots__ = ("_budget", "_bytes", "_held", "_holder", "_most_values", "_receive", "_values")
+
+    def __init__(self, budget: Budget, holder: Holder, most_values: int, receive: Receive) -> None:
+        self._budget, self._holder, self._receive = budget, holder, receive
+        self._most_values = most_values
+        self._held = self._values = self._bytes = 0
+
+    @property
+    def is_large(self) -> bool:
+        """Whether working on it takes long."""
+        return self._bytes > LONG or self._values > MANY
+
+    def is_no_call(self) -> None:
+        """Its route says so before it reads it: it may have more values than a model call."""
+        self._most_values *= OTHERS_VALUES
+
+    async def receive(self) -> Message:
+        """The next message of the request. Raises `RefusalError` (413, 429) for a body that there is no room for."""
+        message = await self._receive()
+        if body := message.get("body"):
+            await self.hold(body)
+        return message
+
+    async def receive_packed(self) -> Message:
+        """The next message of a request whose body is compressed: what it will be is not known, only its bytes. Raises as
+        `receive` does."""
+        message = await self._receive()
+        await self.reserve(len(message.get("body", b"")))
+        return message
+
+    async def hold(self, data: bytes) -> None:
+        """Count a part of a body. Raises `RefusalError`."""
+        values = json_values(data)
+        self._values += values
+        self._bytes += len(data)
+        if self._most_values and self._values > self._most_values:
+            message = (
+                f"The request's body has more than {self._most_values} JSON values, counted by commas and brackets "
+                "(gateway.limits.json_values): send fewer."
+            )
+            raise RefusalError(413, "too_many_values", message)
+        await self.reserve(COPIES * len(data) + VALUE_BYTES * values)
+
+    async def reserve(self, size: int) -> None:
+        """Hold so many bytes until the request has been answered, or `give` them back. Raises `RefusalError`."""
+        if self._held + size > self._budget.largest:
+            message = (
+                f"The request would take {self._held + size} bytes of memory or more, and one may take "
+                f"{self._budget.largest} (half of gateway.limits.body_memory): send less."
+            )
+            raise RefusalError(413, "body_too_large", message)
+        if not await self._holder.wait(size, WAIT):
+            message = (
+                f"The bodies of this token's requests hold {self._holder.held} bytes, and there was no room for more in "
+                f"{WAIT:g} s (gateway.limits.body_memory). Wait and send it again."
+            )
+            raise RefusalError(429, "too_many_bytes", message, [(b"retry-after", b"1")])
+        self._held += size
+
+    def give(self, size: int) -> None:
+        """Let go of what was reserved."""
+        self._held -= size
+        self._holder.give(size)
+
+    def close(self) -> None:
+        """The request has been answered."""
+        self.give(self._held)
+
+    async def work(self, do: Callable[[], T]) -> T:
+        """Do something that takes long beside the event loop (`Holder.work`)."""
+        return await self._holder.work(do)
+
+
+async def beside(scope: Scope, do: Callable[[], T]) -> T:
+    """Do something with a body that was read: here when that is short, else beside the event loop."""
+    body: RequestBody | None = scope.get(KEY)
+    return do() if body is None or not body.is_large else await body.work(do)
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, cure: str = RAISE_THE_LIMIT) -> bytes:

@@ -23,7 +23,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
 from lightning.errors import ConfigError, GatewayError, PluginError, StoreError
-from lightning.gateway.body_limits import beside
 from lightning.gateway.calls import CallEndpoint, Parts
 from lightning.gateway.dialects import Chat, Completions, Dialect
 from lightning.gateway.http import (
@@ -34,7 +33,7 @@ from lightning.gateway.http import (
 )
 from lightning.gateway.identity import Claims, Identity
 from lightning.gateway.policy_registry import Policies
-from lightning.gateway.request_body import read_body
+from lightning.gateway.request_body import beside, read_body
 from lightning.gateway.stages import Line, NamedStage
 from lightning.gateway.upstream.client import UNANSWERED, Forwarder
 from lightning.plugins import plugins

@@ -79,7 +79,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "an agent in a sandbox": ("lightning.runner.bwrap",),
         "an API of the gateway": (
-            "lightning.gateway.body_limits",
+            "lightning.gateway.request_body",
             "lightning.gateway.calls",
             "lightning.gateway.chat_template",
             "lightning.gateway.dialects",

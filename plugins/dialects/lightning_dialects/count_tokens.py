@@ -9,10 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import orjson
-from lightning.gateway.body_limits import beside
 from lightning.gateway.chat_template import prompt_of
 from lightning.gateway.http import JSON_TYPE, Body, ClientGoneError, RefusalError, read_object, send_bytes
-from lightning.gateway.request_body import read_body
+from lightning.gateway.request_body import beside, read_body
 from lightning.gateway.upstream.client import UNANSWERED
 
 from lightning_dialects.messages import Messages, chat_request

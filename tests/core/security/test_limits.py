@@ -11,12 +11,12 @@ import httpx
 import orjson
 import pytest
 from lightning.config import LimitsConfig
-from lightning.gateway import access_control, body_limits
+from lightning.gateway import access_control, request_body
 from lightning.gateway import connections as serving
 from lightning.gateway.access_control import Guard
-from lightning.gateway.body_limits import COPIES
 from lightning.gateway.connections import Serving, bind
 from lightning.gateway.http import RefusalError, send_bytes
+from lightning.gateway.request_body import COPIES
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 QUICK = LimitsConfig(header_timeout=0.1, body_timeout=0.1, write_timeout=0.1)
@@ -410,7 +410,7 @@ async def test_a_body_is_counted_in_values_as_it_arrives() -> None:
 
 
 async def test_one_token_holds_half_of_the_memory_and_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_limits, "WAIT", 0.05)
+    monkeypatch.setattr(request_body, "WAIT", 0.05)
     door = Guard(hold, LimitsConfig(body_memory=COPIES * 8 * MIB), loopback=True)
     part = b"x" * MIB
     assert await send_body(door, *[part] * 5) == (413, "body_too_large"), "more than it could ever have"

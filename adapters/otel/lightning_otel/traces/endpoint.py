@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from lightning.errors import DataError, MissingExtraError, StoreError
-from lightning.gateway.body_limits import KEY, RequestBody
 from lightning.gateway.http import ClientGoneError, Header, RefusalError, send_bytes
-from lightning.gateway.request_body import RAISE_THE_LIMIT, read_body
+from lightning.gateway.request_body import KEY, RAISE_THE_LIMIT, RequestBody, read_body
 from lightning.redaction import redacted_span
 from lightning.store.protocol import MAX_SPANS
 from lightning.types import Span
