@@ -10,6 +10,10 @@ name; `name.module` (one dot or more) delays importing the plugin until `module`
 `register_*` hooks receive a function `register(name, factory)`, and `register_credits` one `register(name, function)`: a credit
 function is called with each group, so it is registered itself and not a class that makes it. A name registered twice is an
 error that names both plugins.
+
+A plugin brings a hook of its own as this module does, by `@lightning.hooks.hookspec`, and reads what others register with it
+from `lightning.plugins`: `plugins().get("keepers", "sqlite")` for `register_keepers`. Who implements the hook of a plugin that
+may be absent says `@lightning.hookimpl(optionalhook=True)`.
 """
 
 from __future__ import annotations
@@ -32,7 +36,6 @@ if TYPE_CHECKING:
     from lightning.gateway.calls import Parts
     from lightning.gateway.dialects import Dialect
     from lightning.gateway.stages import CallStage
-    from lightning.maintenance.keeper import Keeper
     from lightning.runner.protocol import Agent, Runner
     from lightning.server.protocol import Host, WebApp
     from lightning.store.protocol import Store
@@ -85,14 +88,6 @@ def register_engines(register: Callable[[str, Callable[[Config], Engine]], None]
 @hookspec
 def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> None:
     """Stores by URL scheme: a function from the URL to a `Store`."""
-
-
-@hookspec
-def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -> None:
-    """Keepers by URL scheme: a function from the URL to a `Keeper`.
-
-    `lightning db` inspects, copies and prunes a database with it.
-    """
 
 
 @hookspec

@@ -58,7 +58,6 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
             "lightning.cli.pull", "Copy a version of weights into a folder, from this machine or a server."
         ),
         "token": CoreCommand("lightning.cli.tokens", "Make, list and revoke the tokens of a server's control API."),
-        "db": CoreCommand("lightning.cli.db", "Maintain a database: status, backup, restore, prune, export."),
         "audit": CoreCommand("lightning.cli.audit", "Check that a run was trained on exactly what its store holds."),
         "adapters": CoreCommand(
             "lightning.cli.adapters", "List the agent frameworks that can be trained on this machine."
@@ -69,7 +68,7 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
     }
 )
 FROM_PLUGINS = MappingProxyType(
-    {"plan": "planner", "console": "console", "deploy": "deploy", "sweep": "deploy"}
+    {"db": "db", "plan": "planner", "console": "console", "deploy": "deploy", "sweep": "deploy"}
     | dict.fromkeys(("replay", "branch"), "branching")
     | dict.fromkeys(("reward", "advise", "profile", "eval", "ab"), "debug")
 )

@@ -80,7 +80,7 @@ class ProjectStore(Operations):
         """The project that is seen; None: all."""
         return self._project
 
-    async def open(self) -> None:
+    async def open(self, *, make: bool = True) -> None:
         """Nothing: the store under it is open as long as its owner wants."""
 
     async def close(self) -> None:

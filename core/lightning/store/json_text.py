@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -61,6 +62,19 @@ def finite(value: float, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise DataError(f"{what} is {value!r}: it must be a finite number")
     return float(value)
+
+
+def plain_json(value: object) -> object:
+    """A value as the standard library writes it where orjson refuses: a number that JSON does not have is null here, too."""
+    if isinstance(value, array):
+        return plain_json(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_json(item) for item in value]
+    return value
 
 
 def caller_to_json(caller: Caller) -> Json:

@@ -32,6 +32,14 @@ from lightning.types import (
 LATEST = "latest"
 """The alias that every resource has: its newest version. It moves by itself."""
 
+PRUNED: Final = "pruned"
+"""The key of a run's state that says that calls were removed: `at` (Unix seconds), `rollouts` (how many lost theirs), `trained`
+(whether some of them had been trained)."""
+
+TRACES_RUN: Final = "gateway/traces"
+"""Where in the state gateways keep the traces of attempts: `[rollout, attempt, expires_at]` by trace. No run has this id, since
+it would be a folder's name."""
+
 MAX_SPANS = 10_000
 """Spans kept of one attempt; a service in an endless loop must not fill the database."""
 
@@ -118,8 +126,12 @@ class Store(Protocol):
     the same id changes nothing more and is answered as it was; with other arguments it is another call.
     """
 
-    async def open(self) -> None:
-        """Connect, and make the tables of a new database. Raises `SchemaError` for a corrupt or another schema. Idempotent."""
+    async def open(self, *, make: bool = True) -> None:
+        """Connect, and make the tables of a new database. Idempotent.
+
+        Raises `SchemaError` for a corrupt or another schema. Where there is no store it makes one, unless `make` is false: then
+        it raises `ConfigError` or `SchemaError`.
+        """
 
     async def close(self) -> None:
         """Flush what was acknowledged and disconnect. Idempotent."""

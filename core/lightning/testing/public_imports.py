@@ -31,7 +31,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.config",
             "lightning.credit",
             "lightning.demos",
-            "lightning.maintenance",
             "lightning.plugins",
             "lightning.store",
             "lightning.text_files",
@@ -72,11 +71,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.store.relational.transaction",
             "lightning.store.sqlite.connection",
         ),
-        "a keeper of databases": (
-            "lightning.maintenance.export_files",
-            "lightning.maintenance.queries",
-            "lightning.maintenance.relational",
-        ),
+        "a keeper of databases": ("lightning.gateway.fleet.records",),
         "an agent in a sandbox": ("lightning.runner.bwrap",),
         "an API of the gateway": (
             "lightning.gateway.request_body",
@@ -147,7 +142,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.store.epochs",
         ),
         "a replay of training": (
-            "lightning.maintenance.prune",
             "lightning.policy_server.model_folder",
             "lightning.trainer.checkpoints",
             "lightning.trainer.own_loop",

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning.errors import ConfigError, StoreError
-from lightning.maintenance import check_store
 from lightning.plugins import plugins
 from lightning.server.auth import ALL_PROJECTS
 from lightning.server.projects import of_project
@@ -109,10 +108,8 @@ async def _found(store: Store, text: str, home: str, project: str) -> Resource:
     place = reference.place or home
     if not place:
         return await find(store, reference)
-    url = existing_store(place)
-    await check_store(url)
-    other = plugins().store(url)
-    await other.open()
+    other = plugins().store(existing_store(place))
+    await other.open(make=False)
     try:
         seen = other if await _is_of_one_project(other) else of_project(other, project)
         resource = await find(seen, replace(reference, place=""))

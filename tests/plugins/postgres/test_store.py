@@ -23,7 +23,6 @@ from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.fleet.member import Member
 from lightning.gateway.fleet.records import Seat, seat_key
 from lightning.gateway.identity import TokenSigner
-from lightning.maintenance import keeper_of
 from lightning.store import rollout_state
 from lightning.store.relational import records, rollouts, transitions
 from lightning.store.relational.notify import Bell
@@ -42,6 +41,7 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_db import keeper_of
 from lightning_otel.traces.book import TraceBook
 from lightning_postgres import change_listener as postgres_watching
 from lightning_postgres import connection as postgres_connection

@@ -15,9 +15,8 @@ from typing import cast
 
 from lightning.errors import StoreError
 from lightning.gateway.identity import Claims
-from lightning.maintenance.queries import TRACES_RUN
 from lightning.spans.trace import trace_id_of
-from lightning.store.protocol import Store
+from lightning.store.protocol import TRACES_RUN, Store
 from lightning.types import Json
 
 log = logging.getLogger(__name__)

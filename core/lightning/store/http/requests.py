@@ -80,8 +80,9 @@ class Asking:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._urls)})"
 
-    async def open(self) -> None:
-        """See `Store.open`. Raises `StoreError` when a server refuses the token, `UnavailableError` when none answers."""
+    async def open(self, *, make: bool = True) -> None:
+        """See `Store.open`; a server has its store already. Raises `StoreError` when a server refuses the token,
+        `UnavailableError` when none answers."""
         with self._lock:
             fresh = self._transport is None
             if self._transport is None:

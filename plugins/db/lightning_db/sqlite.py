@@ -12,13 +12,14 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
-from lightning.errors import ConfigError, SchemaError, StoreError
-from lightning.maintenance.export_files import new_file
-from lightning.maintenance.relational import RelationalKeeper
+from lightning.errors import SchemaError, StoreError
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, refuse_foreign, translate
 from lightning.store.url import parse, sqlite_url
+
+from lightning_db.export_files import new_file
+from lightning_db.relational import RelationalKeeper
 
 T = TypeVar("T")
 _TABLES: Final = "SELECT name FROM sqlite_master WHERE type = 'table'"
@@ -26,8 +27,6 @@ _TABLES: Final = "SELECT name FROM sqlite_master WHERE type = 'table'"
 
 class SqliteKeeper(RelationalKeeper):
     """The keeper of the file that a `sqlite:///` URL names."""
-
-    _without_tables = "is empty: a store is made in it by whoever writes first"
 
     def __init__(self, url: str) -> None:
         where = parse(url)
@@ -102,9 +101,7 @@ class SqliteKeeper(RelationalKeeper):
         """Run an operation on a connection of its own, in another thread."""
 
         def run() -> T:
-            if not self._path.is_file():
-                raise ConfigError(f"there is no database at {str(self._path)!r}")
-            refuse_foreign(self._settings)
+            refuse_foreign(self._settings, make=False)
             with closing(connect(self._settings, read_only=read_only)) as connection:
                 return operation(connection)
 

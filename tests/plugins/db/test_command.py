@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli.db import seconds_of
 from lightning.errors import ConfigError
 from lightning.store.schema_version import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Rollout, Run
+from lightning_db.command import seconds_of
 
 Command = Callable[..., Any]
 
@@ -159,3 +162,20 @@ def test_ages(age: str, seconds: float) -> None:
 def test_what_is_no_age_is_refused(age: str) -> None:
     with pytest.raises(ConfigError, match="is no age"):
         seconds_of(age)
+
+
+def test_without_the_plugin_all_else_goes_on_and_the_command_says_what_brings_it(runs: Path, tmp_path: Path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "LIGHTNING_DISABLE_PLUGINS": "db", "COLUMNS": "200"}
+        command = [sys.executable, "-m", "lightning", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+
+    said = run("db", "status", str(runs / "small"))
+    assert said.returncode == 2
+    assert "The plugin 'db' (lightning " in said.stderr
+    assert "is disabled: LIGHTNING_DISABLE_PLUGINS lists it" in said.stderr
+    listed = run("runs", "--runs", str(runs))
+    assert (listed.returncode, "small" in listed.stdout, listed.stderr) == (0, True, "")
+    (tmp_path / "empty.db").touch()
+    refused = run("runs", "--runs", str(tmp_path / "empty.db"))
+    assert (refused.returncode, "is empty" in refused.stderr) == (2, True)

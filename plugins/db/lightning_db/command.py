@@ -15,25 +15,24 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
-
+from lightning.cli.locate import with_store
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError, StoreError
-from lightning.maintenance import DatabaseStatus, check_store, keeper_of, look
-from lightning.maintenance.export import TABLES, ExportScope, chosen_runs, read_table
-from lightning.maintenance.export_files import Format, write_lines, write_table
-from lightning.maintenance.prune import PruneRequest, RunPlan, carry_out, plan
-from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import existing_store
 from lightning.store.url import parse, sqlite_url
+
+from lightning_db import DatabaseStatus, keeper_of, look
+from lightning_db.export import TABLES, ExportScope, chosen_runs, read_table
+from lightning_db.export_files import Format, write_lines, write_table
+from lightning_db.keeper import SERVERS
+from lightning_db.prune import PruneRequest, RunPlan, carry_out, plan
 
 app = typer.Typer(no_args_is_help=True)
 
 Place = Annotated[str, typer.Argument(help="A run's folder, a database file, or a store's URL.")]
 RunNames = Annotated[list[str] | None, typer.Option("--run", metavar="RUN", help="Only this run; may be repeated.")]
 UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-ASKED: Final = ("http", "https")
-"""Stores that are looked at through their own answers alone."""
 
 
 @app.command("status")
@@ -146,26 +145,21 @@ def export(
 
 
 async def _status(url: str) -> DatabaseStatus:
-    if parse(url).scheme not in ASKED:
+    if parse(url).scheme not in SERVERS:
         return await keeper_of(url).status()
-    store = plugins().store(url)
-    await store.open()
-    try:
-        return await look(store, url)
-    finally:
-        await store.close()
+    return await with_store(url, lambda store: look(store, url))
 
 
 async def _prune(url: str, choice: PruneRequest, *, apply: bool) -> list[RunPlan]:
-    keeper, store = keeper_of(url), plugins().store(url)
-    await check_store(url)
-    await store.open()
-    try:
+    keeper = keeper_of(url)
+
+    async def use(store: Store) -> list[RunPlan]:
         plans = await plan(store, keeper, choice)
         if apply:
             await carry_out(store, keeper, plans)
-    finally:
-        await store.close()
+        return plans
+
+    plans = await with_store(url, use)
     if apply and (left := await keeper.vacuum()):
         sys.stderr.write(f"{left}\n")
     return plans
@@ -174,10 +168,7 @@ async def _prune(url: str, choice: PruneRequest, *, apply: bool) -> list[RunPlan
 async def _export(
     url: str, out: str, tables: Sequence[str], kind: Format, scope: ExportScope
 ) -> list[tuple[str, int, Path]]:
-    store: Store = plugins().store(url)
-    await check_store(url)
-    await store.open()
-    try:
+    async def use(store: Store) -> list[tuple[str, int, Path]]:
         runs = await chosen_runs(store, scope.runs)
         if out == "-":
             await write_lines(read_table(store, tables[0], runs, scope), sys.stdout.buffer)
@@ -190,8 +181,8 @@ async def _export(
             (name, await write_table(read_table(store, name, runs, scope), TABLES[name].columns, kind, file), file)
             for name, file in files
         ]
-    finally:
-        await store.close()
+
+    return await with_store(url, use)
 
 
 def seconds_of(age: str) -> float:

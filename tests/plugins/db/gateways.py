@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 
 from lightning.gateway.fleet.records import Notice, Stance, alive_key, notice_key, seat_key
-from lightning.maintenance import keeper_of
-from lightning.maintenance.queries import TRACES_RUN
-from lightning.store.protocol import Store
+from lightning.store.protocol import TRACES_RUN, Store
 from lightning.types import Json, Rollout, Run, Task
+from lightning_db import keeper_of
 
 
 async def check_state_of_gateways(store: Store, url: str) -> None:

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from lightning.maintenance import look
-from lightning.maintenance.export import TABLES, ExportScope, chosen_runs, read_table
 from lightning.store.http import HttpStore
 from lightning.store.memory import MemoryStore
 from lightning.testing.control import ControlServer
 from lightning.types import Scope
+from lightning_db import look
+from lightning_db.export import TABLES, ExportScope, chosen_runs, read_table
 
 
 @asynccontextmanager

@@ -1,7 +1,4 @@
-"""Registers the built-in stores, and what looks after SQLite's files; each is imported only when its scheme is used.
-
-Stores and keepers are one plugin: where SQLite's stores can be opened, what would bring their schema forward is seen.
-"""
+"""Registers the built-in stores; each is imported only when its scheme is used."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from typing import TYPE_CHECKING
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
-    from lightning.maintenance.keeper import Keeper
     from lightning.store.protocol import Store
 
 
@@ -22,12 +18,6 @@ def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> 
     register("sqlite", _sqlite)
     register("http", _http)
     register("https", _http)
-
-
-@hookimpl
-def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -> None:
-    """`sqlite`."""
-    register("sqlite", _sqlite_keeper)
 
 
 def _memory(url: str) -> Store:
@@ -46,9 +36,3 @@ def _http(url: str) -> Store:
     from lightning.store.http import HttpStore
 
     return HttpStore.from_url(url)
-
-
-def _sqlite_keeper(url: str) -> Keeper:
-    from lightning.maintenance.sqlite import SqliteKeeper
-
-    return SqliteKeeper(url)

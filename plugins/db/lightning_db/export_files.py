@@ -7,7 +7,6 @@ bounded size, whatever the table's length.
 from __future__ import annotations
 
 import json
-import math
 import os
 from array import array
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -17,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
 
 import orjson
-
 from lightning.errors import MissingExtraError, StoreError
-from lightning.maintenance.export import Cell, ColumnKind, Record
+from lightning.store.json_text import plain_json
+
+from lightning_db.export import Cell, ColumnKind, Record
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -119,20 +119,7 @@ def json_line(record: Record) -> bytes:
     except (
         TypeError
     ):  # a lone surrogate, or an integer of more than 64 bits: both are JSON, which orjson does not write
-        return json.dumps(plain(record), separators=(",", ":")).encode() + b"\n"
-
-
-def plain(value: object) -> object:
-    """A value as the standard library writes it where orjson refuses: a number that JSON does not have is null here, too."""
-    if isinstance(value, array):
-        return plain(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value
+        return json.dumps(plain_json(record), separators=(",", ":")).encode() + b"\n"
 
 
 class Parquet:
@@ -195,7 +182,7 @@ def _arrow_value(value: Cell, kind: ColumnKind) -> Any:
 
         return np.array(value, dtype=np.int32 if value.typecode == "i" else np.float32)
     if kind is ColumnKind.JSON:
-        return None if value is None else json.dumps(plain(value), separators=(",", ":"))
+        return None if value is None else json.dumps(plain_json(value), separators=(",", ":"))
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if kind is ColumnKind.TEXTS and isinstance(value, Sequence):

@@ -4,6 +4,6 @@ The invariant: whatever is taken away was asked for by name, and nothing that a 
 too.
 """
 
-from lightning.maintenance.keeper import DatabaseStatus, Keeper, Weight, check_store, count_tokens, keeper_of, look
+from lightning_db.keeper import DatabaseStatus, Keeper, Weight, count_tokens, keeper_of, look
 
-__all__ = ["DatabaseStatus", "Keeper", "Weight", "check_store", "count_tokens", "keeper_of", "look"]
+__all__ = ["DatabaseStatus", "Keeper", "Weight", "count_tokens", "keeper_of", "look"]

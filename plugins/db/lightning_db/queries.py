@@ -6,8 +6,10 @@ The invariant: nothing here is particular to one database; parameters are `?`.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Final
+
+from lightning.store.protocol import TRACES_RUN
 
 TABLES: Final = (
     "runs",
@@ -55,8 +57,6 @@ FORGET_CALLS: Final = (
 """Parameters of each: run, group."""
 RUNS: Final = "SELECT id FROM runs"
 UNNAMED_STATE: Final = "SELECT name, value FROM state WHERE run = ''"
-TRACES_RUN: Final = "gateway/traces"
-"""The place in the store's state; no run has it, since a run's id is a folder's name."""
 TRACES: Final = f"SELECT name, value FROM state WHERE run = '{TRACES_RUN}'"  # noqa: S608
 """What gateways keep of the traces of attempts: a value is `[rollout, attempt, expires_at]`."""
 TRACES_AT_ONCE: Final = 500
@@ -78,34 +78,6 @@ FORGET_RUN: Final = (
 )
 """Parameter of each: run."""
 FORGET_OLD_ANSWERS: Final = "DELETE FROM answers WHERE until < ?"
-
-
-def fleet_state(run: str, names: Iterable[str]) -> list[str]:
-    """Those of the names in the state of the whole store that are a run's: notice, heartbeat and seats of `gateway.fleet`."""
-    seats = f"gateway/{run}/"
-    return [
-        name
-        for name in names
-        if name in (f"policy/{run}", f"policy/{run}/alive")
-        or (name.startswith(seats) and name[len(seats) :].isdecimal())
-    ]
-
-
-def empty_seats(state: Mapping[str, str], runs: Collection[str]) -> list[str]:
-    """Of the state of the whole store, by name, what no trainer and no gateway needs: notices and seats of runs that are gone,
-    and seats below the first that the run's notice says may be taken (`gateway.fleet`)."""
-    gone = []
-    for name in state:
-        place, _, rest = name.partition("/")
-        if place == "policy" and rest not in runs and rest.removesuffix("/alive") not in runs:
-            gone.append(name)
-        run, _, number = rest.rpartition("/")
-        if place == "gateway" and number.isdecimal():
-            notice = json.loads(state.get(f"policy/{run}", "{}"))
-            first = notice.get("first", 0) if isinstance(notice, dict) else 0
-            if run not in runs or int(number) < first:
-                gone.append(name)
-    return gone
 
 
 def traces_of(rollouts: Collection[str], traces: Iterable[tuple[str, str]]) -> list[str]:

@@ -9,14 +9,14 @@ import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
 from lightning.errors import StoreError
-from lightning.maintenance import keeper_of
-from lightning.maintenance.prune import PruneRequest, carry_out, plan
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.trainer.plan import train_rollouts, val_rollouts
 from lightning.trainer.runs import describe_algorithm
 from lightning.trainer.training_data import all_rollouts, load_groups, record_step
 from lightning.types import Outcome, Run, Task, Transition, VersionRun, logprobs, token_ids
+from lightning_db import keeper_of
+from lightning_db.prune import PruneRequest, carry_out, plan
 
 ALGORITHM = LightningRL("grpo", group_size=4)
 TASKS = [Task(f"question {number}") for number in range(3)]

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 from lightning.gateway.fleet.records import alive_key, notice_key, seat_key
-from lightning.maintenance import keeper_of
-from lightning.maintenance.queries import TRACES_RUN
 from lightning.plugins import plugins
-from lightning.store.protocol import Store
+from lightning.store.protocol import TRACES_RUN, Store
 from lightning.store.url import sqlite_url
 from lightning.types import Rollout, Task
+from lightning_db import keeper_of
 
 from tests.servers.postgres import PostgresServer
 from tests.servers.redis import RedisServer

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -12,15 +14,15 @@ from typing import Any
 
 import pytest
 from lightning.errors import ConfigError, PluginError, SchemaError, StoreError
-from lightning.maintenance import Weight, keeper, keeper_of, queries
-from lightning.maintenance.keeper import count_tokens
 from lightning.plugins import Plugins
 from lightning.store.schema_version import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.types import Outcome, Rollout, Run, Task, Transition, logprobs, token_ids
+from lightning_db import Weight, keeper, keeper_of, queries
+from lightning_db.keeper import count_tokens
 
-from tests.core.maintenance.gateways import check_state_of_gateways
+from tests.plugins.db.gateways import check_state_of_gateways
 
 
 def rows(path: Path, query: str) -> list[Any]:
@@ -94,7 +96,7 @@ async def test_a_database_with_tables_is_not_called_empty(database: Path, versio
         f"INSERT INTO schema_version VALUES ({version})"
     )
     connection.close()
-    for act in (keeper_of(sqlite_url(database)).status, lambda: keeper.check_store(sqlite_url(database))):
+    for act in (keeper_of(sqlite_url(database)).status, lambda: SqliteStore(database).open(make=False)):
         with pytest.raises(SchemaError, match=r"has a damaged schema version .*: restore it from a backup"):
             await act()
 
@@ -351,3 +353,24 @@ def test_a_database_whose_plugin_is_switched_off_is_told_so(monkeypatch: pytest.
         keeper_of("postgresql://host/db")
     with pytest.raises(ConfigError, match="a memory store keeps nothing"):
         keeper_of("memory://")
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "redis", "http"])
+@pytest.mark.parametrize(
+    "password", ["hun/ter2", "12/ter2", "hun?ter2", "hun?ter2=x", "/ter2", "h@n/ter2", "h?schema=ter2"]
+)
+def test_a_password_that_is_not_quoted_is_refused_and_not_shown(scheme: str, password: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        keeper_of(f"{scheme}://me:{password}@db:5432/0")
+    assert "ter2" not in str(caught.value)
+    assert "%2F for a / of the password, %3F for a ?" in str(caught.value) or scheme == "http"
+
+
+def test_a_server_is_named_without_its_password() -> None:
+    with pytest.raises(ConfigError, match=r"http://\*\*\*@h/x is a server, not a database"):
+        keeper_of("http://me:hunter2@h/x")
+
+
+def test_nothing_is_imported_of_a_database_before_it_is_needed() -> None:
+    script = "import sys, lightning_db.plugin; assert not {'sqlite3', 'zstandard', 'typer'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

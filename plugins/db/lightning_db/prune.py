@@ -17,15 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning.errors import StoreError
-from lightning.maintenance.keeper import Keeper, Weight
 from lightning.store.epochs import Epoch, read_epochs
 from lightning.store.pages import each_rollout
-from lightning.store.protocol import Store
+from lightning.store.protocol import PRUNED, Store
 from lightning.types import Json, Rollout, Run, StepRecord
 
-PRUNED: Final = "pruned"
-"""The key of a run's state that says that calls were removed: `at` (Unix seconds), `rollouts` (how many lost theirs), `trained`
-(whether some of them had been trained)."""
+from lightning_db.keeper import Keeper, Weight
 
 NOTHING: Final = Weight()
 

@@ -10,12 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 from lightning.errors import ConfigError, StoreError, UnavailableError
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted
+
+SERVERS: Final = ("http", "https")
+"""Stores that are looked at through their own answers alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,6 @@ class Weight:
 
 class Keeper(Protocol):
     """Looks after one database. Every method raises `StoreError` (or a subclass) when the database refuses."""
-
-    async def check(self) -> None:
-        """Raise `SchemaError` or `ConfigError` where there is no store, or one of another schema."""
 
     async def status(self) -> DatabaseStatus:
         """What is in it, read at one moment."""
@@ -140,18 +140,12 @@ def count_tokens(tokens: Sequence[tuple[float | None, float | None]], now: float
     return found
 
 
-async def check_store(url: str) -> None:
-    """Raise `SchemaError` or `ConfigError` where opening a store would make one, or it has another schema."""
-    if parse(url).scheme in plugins().names("keepers"):
-        await keeper_of(url).check()
-
-
 def keeper_of(url: str) -> Keeper:
     """The keeper of the database behind a store's URL. Raises `ConfigError` for a store that has no database of its own."""
     scheme = parse(url).scheme
     if scheme in plugins().names("keepers"):
         return cast("Callable[[str], Keeper]", plugins().get("keepers", scheme))(url)
-    if scheme in ("http", "https"):
+    if scheme in SERVERS:
         raise ConfigError(
             f"{redacted(url)} is a server, not a database: give this command the URL of the database that the server was "
             "started with"

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from lightning.errors import SchemaError, StoreError
-from lightning.maintenance import queries
-from lightning.maintenance.keeper import DatabaseStatus, Weight, count_tokens
+from lightning.store.protocol import TRACES_RUN
 from lightning.store.relational import schema
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.schema_version import SCHEMA
 from lightning.store.url import redacted
+
+from lightning_db import queries
+from lightning_db.keeper import DatabaseStatus, Weight, count_tokens
 
 T = TypeVar("T")
 
@@ -26,9 +28,6 @@ class RelationalKeeper(ABC):
 
     def __init__(self, url: str) -> None:
         self._url = url
-
-    _without_tables: ClassVar[str] = "holds no store: check ?schema= in the URL"
-    """What is said of a database that has no tables."""
 
     @abstractmethod
     async def _read(self, operation: Operation[T]) -> T:
@@ -56,12 +55,8 @@ class RelationalKeeper(ABC):
     async def _check(self, transaction: Transaction) -> None:
         """Raise `SchemaError` where there are no tables, or those of another schema."""
         if "schema_version" not in await self._tables(transaction):
-            raise SchemaError(f"{redacted(self._url)} {self._without_tables}")
+            raise SchemaError(f"{redacted(self._url)} holds no store: check ?schema= in the URL")
         schema.check_version(redacted(self._url), await transaction.all(schema.VERSION))
-
-    async def check(self) -> None:
-        """See `Keeper.check`."""
-        await self._read(self._check)
 
     async def status(self) -> DatabaseStatus:
         """See `Keeper.status`."""
@@ -121,6 +116,8 @@ class RelationalKeeper(ABC):
         await self._write(lambda tx: self._forget_run(tx, run), alone=True)
 
     async def _forget_run(self, transaction: Transaction, run: str) -> None:
+        from lightning.gateway.fleet.records import fleet_state  # it brings the gateway with it
+
         await transaction.alone(f"rollouts {run}")
         # In the order of those who append: nobody does from here on.
         rollouts = {row[0] for row in await transaction.locked(queries.ROLLOUTS, (run,))}
@@ -130,10 +127,10 @@ class RelationalKeeper(ABC):
         for statement in queries.FORGET_RUN:
             if statement.split()[2] in tables:
                 await transaction.run(statement, (run,))
-        state = {row[0]: row[1] for row in await transaction.all(queries.UNNAMED_STATE)}
-        left = [("", name) for name in queries.fleet_state(run, state)]
+        names = [row[0] for row in await transaction.all(queries.UNNAMED_STATE)]
+        left = [("", name) for name in fleet_state(run, names)]
         traces = [(row[0], row[1]) for row in await transaction.all(queries.TRACES)]
-        left += [(queries.TRACES_RUN, name) for name in queries.traces_of(rollouts, traces)]
+        left += [(TRACES_RUN, name) for name in queries.traces_of(rollouts, traces)]
         await transaction.many(queries.FORGET_STATE, left)
 
     async def vacuum(self) -> str:
@@ -175,8 +172,10 @@ async def _forget_calls(transaction: Transaction, run: str, group: str) -> None:
 
 
 async def _clear(transaction: Transaction) -> None:
+    from lightning.gateway.fleet.records import empty_seats  # it brings the gateway with it
+
     # Notices before runs: whoever announces one has put the run before.
     state = {row[0]: row[1] for row in await transaction.all(queries.UNNAMED_STATE)}
     runs = {row[0] for row in await transaction.all(queries.RUNS)}
-    await transaction.many(queries.FORGET_STATE, [("", name) for name in queries.empty_seats(state, runs)])
+    await transaction.many(queries.FORGET_STATE, [("", name) for name in empty_seats(state, runs)])
     await transaction.run(queries.FORGET_OLD_ANSWERS, (await transaction.now(),))
