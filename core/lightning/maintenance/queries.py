@@ -9,6 +9,8 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
+from lightning.spans import trace
+
 TABLES: Final = (
     "runs",
     "rollouts",
@@ -55,8 +57,7 @@ FORGET_CALLS: Final = (
 """Parameters of each: run, group."""
 RUNS: Final = "SELECT id FROM runs"
 UNNAMED_STATE: Final = "SELECT name, value FROM state WHERE run = ''"
-TRACES_RUN: Final = "gateway/traces"
-"""The place in the store's state; no run has it, since a run's id is a folder's name."""
+TRACES_RUN: Final = trace.TRACES_RUN
 TRACES: Final = f"SELECT name, value FROM state WHERE run = '{TRACES_RUN}'"  # noqa: S608
 """What gateways keep of the traces of attempts: a value is `[rollout, attempt, expires_at]`."""
 TRACES_AT_ONCE: Final = 500

@@ -7,6 +7,11 @@ the token, so it may travel in the `traceparent` header to services that must no
 from __future__ import annotations
 
 import hashlib
+from typing import Final
+
+TRACES_RUN: Final = "gateway/traces"
+"""Where a store's state has whose trace is whose, a value of `[rollout, attempt, expires_at]` by trace id; no run is called so,
+since a run's id is a folder's name."""
 
 
 def trace_id_of(token: str) -> str:

@@ -15,8 +15,7 @@ from typing import cast
 
 from lightning.errors import StoreError
 from lightning.gateway.identity import Claims
-from lightning.maintenance.queries import TRACES_RUN
-from lightning.spans.trace import trace_id_of
+from lightning.spans.trace import TRACES_RUN, trace_id_of
 from lightning.store.protocol import Store
 from lightning.types import Json
 
