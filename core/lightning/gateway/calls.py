@@ -232,6 +232,7 @@ class CallEndpoint:
             raise UpstreamGoneError(f"its connection was lost in the middle of the answer ({error!r})") from error
         finally:
             response.close()  # if not read to the end: vLLM must see at once that nobody listens any more
+            call.readers.clear()  # they may hold the call, which is to be gone with its answer
 
     def _tokenize(self, call: Call) -> Tokenize:
         return partial(self._forwarder.tokenize, call.policy, call.ticket.rollout)
@@ -326,15 +327,16 @@ class CallEndpoint:
         self, call: Call | None, claims: Claims | None, refusal: RefusalError, scope: Scope, send: Send
     ) -> None:
         """Record a call that gets no answer, as what it was, and tell the agent."""
-        failed = refusal.code in (FAILED, NO_STAGE)
         planned = call if call is not None and call.is_planned else None
         is_kept = planned is not None and bool(planned.ticket.appended)
-        of_stage = planned is not None and bool(planned.stopped_by) and refusal.status >= 500
-        if planned is not None and not is_kept and (failed or of_stage or refusal.code in NO_SERVER):
-            why = refusal if failed or of_stage else None
-            await self._record_failure(planned, CallStatus.ERROR, unserved=True, why=why)
-        elif claims is not None and (failed or (not is_kept and _is_recorded(call, refusal))):
-            await self._record_refused(scope, claims if planned is None else planned.claims, refusal)
+        of_stage = call is not None and bool(call.stopped_by)
+        failed = refusal.code in (FAILED, NO_STAGE)
+        if planned is not None and not is_kept and (of_stage or refusal.code in NO_SERVER):
+            refused = of_stage and refusal.status in REQUEST_ERRORS
+            status, why = CallStatus.REFUSED if refused else CallStatus.ERROR, refusal if of_stage else None
+            await self._record_failure(planned, status, unserved=not refused, why=why)
+        elif claims is not None and (failed or (planned is None and (of_stage or refusal.status in REQUEST_ERRORS))):
+            await self._record_refused(scope, claims if call is None else call.claims, refusal)
         await self._refuse(call, send, refusal)
         if planned is not None and is_kept and (planned.stopped_by or refusal.code == STORE_FAILED):
             await self._take_back(planned)  # the store has taken it, or may have, though it did not say so
@@ -355,9 +357,9 @@ class CallEndpoint:
         """Record a call that was sent but not answered; a store that refuses this too is only logged.
 
         `unserved` says that its agent's failure is not its own, and the attempt is made again: no policy server has seen the
-        call, or a stage failed on it, which is `why`.
+        call, or a stage failed on it. `why` is how a stage failed, or refused it, which may be after it was sampled.
         """
-        if call is None or not call.is_planned or not (call.live.sent or unserved):
+        if call is None or not call.is_planned or not (call.live.sent or unserved or why is not None):
             return
         call.live.unserved |= unserved
         if call.ticket.appended:  # it may be durable already: another row would be another call
@@ -366,6 +368,9 @@ class CallEndpoint:
         forget_unsound(call)
         if why is not None:
             call.capture.refused = described(why.error)
+        if why is not None and status is CallStatus.REFUSED:
+            for choice in call.capture.choices.values() or [call.capture.choice(0)]:
+                choice.finish_reason = why.code
         try:
             await self._line.broken_off(call, Answer(0, outcome=status))
             await self._record(call, status)
@@ -401,12 +406,6 @@ class CallEndpoint:
         else:
             body, headers = self._dialect.refusal(refusal), (JSON_TYPE, *refusal.headers)
             await send_bytes(send, refusal.status, body, headers)
-
-
-def _is_recorded(call: Call | None, refusal: RefusalError) -> bool:
-    """Whether a refusal is one of the request itself, or of a stage."""
-    of_request = call is None or not call.is_planned or bool(call.stopped_by)
-    return of_request and refusal.status in REQUEST_ERRORS
 
 
 def _note_sampling(plan: Plan, capture: Capture) -> None:

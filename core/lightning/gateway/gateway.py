@@ -95,7 +95,7 @@ class Gateway:
         """Bind and serve on the running loop. Raises `GatewayError` when the address cannot be had."""
         if self._serving is not None:
             return
-        if why := why_idle(self._config, "record_requests"):
+        if why := why_idle(self.parts.line, self._config, "record_requests"):
             log.warning("what agents send and get is not kept: %s", why)
         listener = bind(self._config.host, self._config.port)
         self._serving = Serving(self._front, listener, self._config.limits, self._identity.key_of)

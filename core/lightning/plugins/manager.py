@@ -232,6 +232,16 @@ class Plugins:
                 self._register_all(hook.removeprefix("register_"))
         return sorted(self._infos.values(), key=lambda info: info.name)
 
+    def left_out(self) -> str:
+        """Why plugins that might have what is missed have not: a sentence for each, after a space."""
+        text = ""
+        for info in self.plugins():
+            if info.state in ("broken", "disabled"):
+                text += f" The plugin {info}, which might have it, is {info.state}: {info.error}."
+            elif info.state == "waiting":
+                text += f" The plugin {info} is loaded once {info.waits_for} is imported."
+        return text
+
     def adapters(self) -> list[PluginInfo]:
         """The plugins that name agents or report tools, those that wait for a framework, and any that is broken."""
         return [
@@ -358,12 +368,7 @@ class Plugins:
         text = f"there is no {one(kind)} {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
         if extra := EXTRAS.get((kind, name)):
             text += f" The plugin {extra!r} brings it. Run: {install_command(extra)}"
-        for info in self.plugins():
-            if info.state in ("broken", "disabled"):
-                text += f" The plugin {info}, which might have it, is {info.state}: {info.error}."
-            elif info.state == "waiting":
-                text += f" The plugin {info} is loaded once {info.waits_for} is imported."
-        return text
+        return text + self.left_out()
 
     def _arrived(self, name: str, _module: ModuleType) -> None:
         """A framework has just been imported. Its importer must never wait for us: who holds the lock may wait for it."""

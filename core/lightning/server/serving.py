@@ -50,9 +50,6 @@ from lightning.trainer.runs import claim_folder
 from lightning.trainer.stack import check_gateway, check_ports, make_gateway
 from lightning.types import DEFAULT_PROJECT, LLM, SERVED, Json, Resource, Rollout, Run, Task, new_id
 
-CONVERSATIONS = "conversations"
-"""The name of the stage that finds the rollout of a call with a key of many conversations."""
-
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
@@ -156,13 +153,11 @@ async def serve(
             "elsewhere and send their own: put the text into component(..., prompt=...) there (`lightning resources show "
             "NAME@ALIAS --content` prints it), and serve with --set 'runner.prompts={}'"
         )
-    try:
-        plugins().call_stage(CONVERSATIONS)
-    except PluginError as error:
+    if why := check_gateway(config.gateway).why_not("session"):
         raise PluginError(
-            f"each conversation with a served model is a rollout, and no plugin is there that tells them apart: {error}"
-        ) from error
-    check_gateway(config.gateway)
+            "each conversation with a served model is a rollout, and no plugin is there that tells them apart: "
+            f"{why}.{plugins().left_out()}"
+        )
     database = Path(os.path.abspath(folder / "lightning.db"))  # noqa: ASYNC240, PTH100 — says where, does not look
     async with AsyncExitStack() as resources:
         resources.enter_context(claim_folder(folder))

@@ -23,6 +23,7 @@ from lightning.gateway import Gateway, Upstream
 from lightning.gateway.connections import bind
 from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.fleet.records import UNKNOWN, gateway_secret, served_version
+from lightning.gateway.stages import Line
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.auto_settings import Demand
 from lightning.policy_server.process import reserved_port
@@ -247,9 +248,10 @@ def seed_of(config: Config) -> int | None:
     return config.trainer.seed if config.gateway.seed_calls else None
 
 
-def check_gateway(config: GatewayConfig) -> None:
-    """Raise what making a gateway with these settings raises (`ConfigError`, `GatewayError`), before anything is started."""
-    Gateway(MemoryStore(), (), config, secret=secrets.token_bytes())
+def check_gateway(config: GatewayConfig) -> Line:
+    """The stages of a gateway with these settings. Raises what making one raises (`ConfigError`, `GatewayError`), before
+    anything is started."""
+    return Gateway(MemoryStore(), (), config, secret=secrets.token_bytes()).parts.line
 
 
 async def make_gateway(

@@ -21,6 +21,7 @@ from lightning.gateway.routes import why_idle
 from lightning.store.exchanges import why_not_replayable
 from lightning.trainer.branch_points import branch_points
 from lightning.trainer.plan import branch_rollouts
+from lightning.trainer.stack import check_gateway
 from lightning.trainer.training_data import of_groups
 from lightning.types import Rollout, Transition
 
@@ -45,7 +46,7 @@ def check_tree(config: Config, group_sizes: Iterable[int], *, recorded: bool, se
         )
     if not config.gateway.record_requests:
         raise ConfigError("trainer.sampling = tree needs gateway.record_requests: branches begin with what is recorded")
-    if why := why_idle(config.gateway, "record_requests"):
+    if why := why_idle(check_gateway(config.gateway), config.gateway, "record_requests"):
         raise ConfigError(f"trainer.sampling = tree: branches begin with what is recorded. {why}")
     for size in group_sizes:
         if (trunks := trunks_of(config.trainer, size)) >= size:

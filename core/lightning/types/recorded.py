@@ -17,8 +17,8 @@ class CallStatus(StrEnum):
     """How a model call ended: only `OK` calls are ever trained.
 
     `MEDIA` calls were answered, too, but the prompt had an image, audio, video or a file, of which its token ids say nothing.
-    `REFUSED` ones were not sampled: the gateway or the policy server does not take such a request. The agent was told so with a
-    status of 400 to 499.
+    `REFUSED` ones were not sampled, since the gateway or the policy server does not take such a request, or a plugin's stage
+    refused them afterwards, with what was sampled. The agent was told so with a status of 400 to 499.
     """
 
     OK = "ok"

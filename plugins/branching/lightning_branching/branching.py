@@ -37,8 +37,6 @@ from lightning.trainer.stack import Stack, open_stack, why_not_served
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Json, Rollout, Run
-from lightning_debug.ab import longest_literal, texts_in
-from lightning_debug.policies import EvaluatedModel, find_model, model_of_run
 
 from lightning_branching.branch_live import LiveAgents, open_live
 from lightning_branching.branch_parent import (
@@ -52,6 +50,8 @@ from lightning_branching.branch_parent import (
     remarks,
     unused,
 )
+from lightning_branching.policies import EvaluatedModel, find_model, model_of_run
+from lightning_branching.prompt_texts import longest_literal, texts_in
 
 SPLIT: Final = "branch"
 """The split of branches: they are neither trained on nor a held-out evaluation."""

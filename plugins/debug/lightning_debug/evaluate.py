@@ -37,8 +37,8 @@ from lightning.trainer.stack import Stack, open_gateway, open_stack
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Fault, Json, Resource, Rollout, Run, Status, Task
+from lightning_branching.policies import EvaluatedModel
 
-from lightning_debug.policies import EvaluatedModel
 from lightning_debug.statistics import Estimate, avg_at_k, ks_of, pass_at_k
 
 FIXED: Final = (

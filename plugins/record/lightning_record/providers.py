@@ -195,6 +195,7 @@ class ProvidersStage(CallStage):
     """Calls for a provider's model, and its routes, go to the provider and not to the policy."""
 
     api, before = 1, ("branches",)
+    carries_out = ("providers",)
 
     def __init__(self, providers: Providers) -> None:
         self._providers = providers

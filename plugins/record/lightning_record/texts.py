@@ -219,7 +219,10 @@ class WholeReply:
         self._choices: dict[int, Body] = {}
 
     def add(self, chunk: Body) -> None:
-        """Take what the agent sees of a chunk."""
+        """Take what the agent sees of a chunk. Raises `UpstreamError` for one of another shape."""
+        well_shaped(partial(self._add, chunk))
+
+    def _add(self, chunk: Body) -> None:
         for name, value in chunk.items():
             if name != "choices" and (value is not None or name not in self._head):
                 self._head[name] = value
@@ -237,6 +240,7 @@ class TextsStage(CallStage):
     """What the agent sends and gets is stored with its call."""
 
     api, after = 1, ("history",)
+    carries_out = ("record_requests",)
 
     def __init__(self, exchanges: Exchanges) -> None:
         self.exchanges = exchanges

@@ -20,9 +20,9 @@ from lightning.store.resource_ref import existing_store, find, parse_reference
 from lightning.testing import rollout
 from lightning.testing.fake_vllm import Reply
 from lightning.types import Outcome, Resource, Rollout, Run, Task
+from lightning_branching.policies import EvaluatedModel
 from lightning_debug import ab_command
 from lightning_debug.ab import divergent_call
-from lightning_debug.policies import EvaluatedModel
 from lightning_debug.transcript import with_numbered_ids
 
 from tests.plugins.branching.conftest import AGENT

@@ -1,4 +1,4 @@
-"""What `lightning eval` and `lightning ab` may be pointed at: a model, a run's step, a version of a run's weights.
+"""What `lightning branch`, `eval` and `ab` may be pointed at: a model, a run's step, a version of a run's weights.
 
 The invariant: the weights are those that were named, or an error says what there is instead: a step is taken from its
 checkpoint or made again from the store, and a resource's files are compared with its digests.
