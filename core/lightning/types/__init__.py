@@ -32,7 +32,7 @@ from lightning.types.recorded import (
     Transition,
     VersionRun,
 )
-from lightning.types.values import Json, LogProbs, TokenIds, logprobs, not_json, token_ids
+from lightning.types.values import Json, LogProbs, TokenIds, logprobs, not_json, shared_prefix, token_ids
 
 __all__ = [
     "BRANCH_VOID",
@@ -70,6 +70,7 @@ __all__ = [
     "VersionRun",
     "logprobs",
     "new_id",
+    "shared_prefix",
     "token_ids",
 ]
 
