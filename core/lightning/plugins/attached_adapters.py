@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pluggy
 
+from lightning.bounded import Once
 from lightning.plugins.discovery import PluginInfo
 from lightning.types import Caller, StepState, ToolEvent
 
@@ -67,7 +68,7 @@ class Adapters:
         self._changes = 0
         """How often the answer to who is asked may have changed: what was found before counts no more."""
         self._absent: tuple[str, ...] = ()
-        self._said: set[str] = set()
+        self._said = Once()
 
     def begin(self, emit: Callable[[ToolEvent | StepState], None], names: frozenset[str] | None) -> Installation:
         """A new installation with no adapter attached yet."""
@@ -178,13 +179,11 @@ class Adapters:
         try:
             emit(event)
         except Exception as error:  # noqa: BLE001 — recording must not change what the agent does
-            if "" not in self._said:
-                self._said.add("")
+            if self._said.first():
                 logger.warning("a tool event was lost, its receiver failed: %r", error)
 
     def _complain(self, name: str, problem: str) -> None:
-        if name not in self._said:
-            self._said.add(name)
+        if self._said.first(name):
             logger.warning("the adapter %s: %s (said once)", self._infos[name], problem)
 
 

@@ -18,6 +18,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "any plugin": (
             "lightning",
+            "lightning.bounded",
             "lightning.errors",
             "lightning.installation",
             "lightning.hooks",

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 
 import aiohttp
+from lightning.bounded import Once
 from lightning.policy_server.protocol import PolicyServer
 from lightning.store.codec import ITEM, pack
 from lightning.store.protocol import Store
@@ -34,7 +35,7 @@ class Transcripts:
 
     def __init__(self, store: Store, policy: PolicyServer) -> None:
         self._store, self._policy = store, policy
-        self._silent = self._warned = False
+        self._silent, self._said = False, Once()
 
     async def of(self, rollout: Rollout) -> str:
         """The transcript of a finished rollout."""
@@ -73,9 +74,8 @@ class Transcripts:
                 reply.raise_for_status()
                 return str((await reply.json())["prompt"])
         except (aiohttp.ClientError, TimeoutError, KeyError, ValueError, TypeError) as error:
-            if not self._warned:
+            if self._said.first():
                 logger.warning("transcripts have no model calls: %s/detokenize failed (%s)", self._policy.url, error)
-            self._warned = True
             self._silent |= isinstance(error, aiohttp.ClientResponseError) and error.status in NO_SUCH_PATH
             return None
 

@@ -22,6 +22,7 @@ import lightning
 import pytest
 import requests
 import urllib3
+from lightning.bounded import Once
 from lightning.instrument import activate, component_path, context, current_attempt, current_caller, install_tap
 from lightning.instrument.httpx_patch import CALLER_HEADER
 from lightning.instrument.threads import carry_names
@@ -81,7 +82,7 @@ def carried() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _says_everything_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "_said", set())
+    monkeypatch.setattr(context, "_said", Once())
 
 
 @pytest.mark.parametrize("run", WAYS)
