@@ -26,7 +26,7 @@ from starlette.types import Scope
 from lightning.bounded import Bounded, Once
 from lightning.errors import ConfigError
 from lightning.gateway.http import Header, RefusalError
-from lightning.types import Caller
+from lightning.types import UNNAMED, Caller, recorded
 
 ALGORITHM = "HS256"
 AUDIENCE = "lightning-gateway"
@@ -177,8 +177,7 @@ def seconds_left(token: str) -> float:
 
 log = logging.getLogger(__name__)
 
-ROLLOUT_HEADER = b"x-lightning-rollout"
-CALLER_HEADER = b"x-lightning-caller"
+ROLLOUT_HEADER, CALLER_HEADER = recorded.ROLLOUT_HEADER.encode(), recorded.CALLER_HEADER.encode()
 KEYS = (b"x-api-key", b"api-key")
 """Headers in which Anthropic's and Azure's clients send their key."""
 ALIAS = "policy:"
@@ -187,7 +186,6 @@ STALE = 4096
 """Tokens of attempts that are over which are remembered at most."""
 NO_RETRY: Header = (b"x-should-retry", b"false")
 """OpenAI's and Anthropic's clients send a 409 again unless they are told not to, and each time vLLM would sample for nobody."""
-DEFAULT_CALLER = Caller("agent")
 
 OURS = frozenset(
     b"accept accept-encoding api-key authorization connection content-encoding content-length content-type cookie expect host "
@@ -246,10 +244,10 @@ class Identity:
 
     def caller(self, scope: Scope, model: object) -> Caller:
         """Who is calling: the adapter's header, else the model's alias (`policy:writer`), else `agent`."""
-        unnamed = DEFAULT_CALLER
+        unnamed = UNNAMED
         for name, value in scope["headers"]:
             if name == CALLER_HEADER and (found := self._parse(value)) is not None:
-                if found.path or found.agent != DEFAULT_CALLER.agent:
+                if found.path or found.agent != UNNAMED.agent:
                     return found
                 unnamed = found  # from an adapter that failed: it says so in `framework`, and no name
         if isinstance(model, str) and model.startswith(ALIAS) and len(model) > len(ALIAS):

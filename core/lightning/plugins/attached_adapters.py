@@ -16,15 +16,12 @@ import pluggy
 
 from lightning.bounded import Once
 from lightning.plugins.discovery import PluginInfo
-from lightning.types import Caller, StepState, ToolEvent
+from lightning.types import UNNAMED, Caller, StepState, ToolEvent
 
 logger = logging.getLogger(__name__)
 
 FAILED = "adapter-failed:"
 """What `Caller.framework` begins with, before the adapter's name, in a call that an adapter's fault left without its name."""
-
-NOBODY = Caller("agent")
-"""As the gateway names a call that comes without a name."""
 
 
 def failed_adapter(caller: Caller) -> str:
@@ -154,7 +151,7 @@ class Adapters:
             if caller is not None:
                 self._complain(name, f"its lightning_identify returned {caller!r}, not a lightning.Caller")
                 failed = (name, *failed)
-        return around or (_marked(NOBODY, failed) if failed else None)
+        return around or (_marked(UNNAMED, failed) if failed else None)
 
     def _changed(self) -> None:
         self._changes += 1

@@ -281,7 +281,7 @@ def uses_of_versions(name: str, counted: Iterable[Row]) -> list[ResourceUse]:
     ]
 
 
-def transition_digest(transition: Transition, content: bytes) -> bytes:
+def record_digest(transition: Transition, content: bytes) -> bytes:
     """BLAKE2b-128 over every field of a transition; `content` is the codec's digest of its token arrays.
 
     Two transitions are the same for the store if and only if these agree.

@@ -22,14 +22,13 @@ from lightning.bounded import Once
 from lightning.engines.logprob_gap import FLOAT32, GapBound
 from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
-from lightning.gateway.sampling import GREEDY_BELOW
 from lightning.policy_server.protocol import PolicyServer, Usage
 from lightning.runner.policy_faults import read_cause
 from lightning.store.exchanges import why_not_replayable
 from lightning.trainer.diagnosis import Attempted, Course, Diagnosis
 from lightning.trainer.rules import diagnose, nothing_trained
 from lightning.trainer.summary import NAMED, POLICY_FAULT, Evaluation, mean_parts
-from lightning.types import TOO_LONG, Caller, CallStatus, Fault, Rollout, Status, Transition
+from lightning.types import GREEDY_BELOW, TOO_LONG, Caller, CallStatus, Fault, Rollout, Status, Transition
 
 if TYPE_CHECKING:
     from lightning.config.sections import TaskOrder

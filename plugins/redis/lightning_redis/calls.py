@@ -103,7 +103,7 @@ class Decoder:
         made = rows.transition_from_row(
             rollout, attempt, (seq, *found.columns), tokens.prompt_ids, tokens.response_ids, tokens.logprobs
         )
-        if rollout_state.transition_digest(made, codec.stored_digest(found.blob)) != found.digest:
+        if rollout_state.record_digest(made, codec.stored_digest(found.blob)) != found.digest:
             raise StoreError("it does not match the digest that was written with it")
         return made
 

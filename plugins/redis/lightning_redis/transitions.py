@@ -69,7 +69,7 @@ class _Batch:
         branched = self.candidates.get(trunk, ()) if trunk else ()
         parent, shared = choose(Prompt(packed.prompt, fingerprint), chain(reversed(own), roots, branched))
         blob = codec.encode_packed(packed, shared)
-        digest = digest or rollout_state.transition_digest(transition, packed.digest)
+        digest = digest or rollout_state.record_digest(transition, packed.digest)
         value = calls.pack(transition, parent.key if parent else None, digest, blob)
         keys = self.link.keys
         above: tuple[int, int, bytes] = (0, 0, b"")
@@ -170,11 +170,11 @@ async def _digest_in_place(link: Link, transition: Transition, value: bytes) -> 
     labels = (await _labels(link, [attempt]))[0]
     if labels.get(transition.id) == transition.caller:
         transition = replace(transition, caller=json_text.caller_from_text(calls.caller_text(stored)))
-    digest = rollout_state.transition_digest(transition, content)
+    digest = rollout_state.record_digest(transition, content)
     if digest == stored.digest:
         return digest
     for answered in rollout_state.answered(transition):
-        if rollout_state.transition_digest(answered, content) == stored.digest:
+        if rollout_state.record_digest(answered, content) == stored.digest:
             return await _mark_aborted(link, transition, stored, digest)
     raise _conflict(transition)
 

@@ -24,11 +24,10 @@ import requests
 import urllib3
 from lightning.bounded import Once
 from lightning.instrument import activate, component_path, context, current_attempt, current_caller, install_tap
-from lightning.instrument.httpx_patch import CALLER_HEADER
 from lightning.instrument.threads import carry_names
 from lightning.plugins import Plugins
 from lightning.testing import ChatServer
-from lightning.types import LLM, Caller, ToolEvent
+from lightning.types import CALLER_HEADER, LLM, Caller, ToolEvent
 
 ONE, TWO = (LLM("http://127.0.0.1:8000/v1", name, "policy") for name in ("one", "two"))
 FRAMEWORK: ContextVar[Caller | None] = ContextVar("framework", default=None)

@@ -273,7 +273,7 @@ async def name_callers(
         caller = labels.get(transition.id) if transition is not None else None
         if transition is None or caller is None:
             continue
-        labelled = rollout_state.transition_digest(replace(transition, caller=caller), codec.stored_digest(head))
+        labelled = rollout_state.record_digest(replace(transition, caller=caller), codec.stored_digest(head))
         changes.append((json_text.dump(json_text.caller_to_json(caller)), labelled, call))
     await transaction.many(sql.NAME_CALLER, changes)
 
@@ -288,6 +288,6 @@ def _intact(rollout: str, attempt: int, described: Row, head: bytes, digest: byt
     """A stored call without its tokens; None for a damaged row, since a new digest would make it look whole."""
     try:
         transition = rows.transition_from_row(rollout, attempt, described, token_ids(), token_ids(), logprobs())
-        return transition if rollout_state.transition_digest(transition, codec.stored_digest(head)) == digest else None
+        return transition if rollout_state.record_digest(transition, codec.stored_digest(head)) == digest else None
     except (StoreError, ValueError, TypeError):
         return None
