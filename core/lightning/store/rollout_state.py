@@ -19,7 +19,9 @@ from typing import Final
 
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
 from lightning.store import codec, extras
-from lightning.store.json_text import (
+from lightning.store.protocol import LATEST, ResourceUse
+from lightning.store.rows import (
+    Row,
     caller_to_json,
     dump,
     finite,
@@ -28,10 +30,9 @@ from lightning.store.json_text import (
     step_rewards_to_text,
     step_states_to_text,
     tool_events_to_text,
+    versions_from_resources,
     versions_to_text,
 )
-from lightning.store.protocol import LATEST, ResourceUse
-from lightning.store.rows import Row, versions_from_resources
 from lightning.types import CallStatus, Fault, Json, Outcome, Rollout, Status, StepRecord, Transition
 
 EXCUSED = 3

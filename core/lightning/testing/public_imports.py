@@ -55,7 +55,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "a store": (
             "lightning.store.codec",
-            "lightning.store.json_text",
             "lightning.store.operation",
             "lightning.store.operations",
             "lightning.store.relational.prefix_parents",
