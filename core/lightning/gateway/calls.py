@@ -19,6 +19,7 @@ from functools import partial
 import aiohttp
 from starlette.types import Receive, Scope, Send
 
+from lightning.bounded import Once
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
 from lightning.gateway.answers import forget_unsound, pass_on, read_whole, refuse_unsound
@@ -108,7 +109,7 @@ class CallEndpoint:
         self._dialect, self._line = dialect, parts.line
         self._config, self._identity, self._policies = parts.config, parts.identity, parts.policies
         self._forwarder, self._recorder = parts.forwarder, parts.recorder
-        self._told: set[str] = set()
+        self._said = Once()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Never raises for what is the agent's, vLLM's, the store's or a plugin's fault."""
@@ -178,8 +179,7 @@ class CallEndpoint:
         """The request without tools that nobody here can run; each type of them is said once."""
         if not (types := self._dialect.hosted_tools(body)):
             return body
-        for kind in set(types) - self._told:
-            self._told.add(kind)
+        for kind in filter(self._said.first, sorted(types)):
             log.warning(
                 "agents ask for the tool %r, which runs on a provider's servers: it is left out (gateway.hosted_tools), and "
                 "the model never hears of it. Said once",
@@ -310,17 +310,11 @@ class CallEndpoint:
             raise self._identity.over(call.claims, error) from error
         except StoreError as error:
             raise refuse_unstored(error) from error
-        if status is CallStatus.OK and (why := why_no_ids(call.plan, call.capture)) and self._is_new(why):
+        if status is CallStatus.OK and (why := why_no_ids(call.plan, call.capture)) and self._said.first(why):
             log.warning("call %s is not trained on: %s (said once for each API)", call.capture.id, why)
         as_text = any(choice.logprobs and not choice.packed for choice in call.capture.choices.values())
-        if as_text and call.wants_packed and self._is_new(LOGPROBS_ARE_JSON):
+        if as_text and call.wants_packed and self._said.first(LOGPROBS_ARE_JSON):
             log.info(LOGPROBS_ARE_JSON)
-
-    def _is_new(self, text: str) -> bool:
-        """Whether it was not said yet."""
-        new = text not in self._told
-        self._told.add(text)
-        return new
 
     # not answered --------------------------------------------------------------------------------------------------
     async def _refused(

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+from lightning.bounded import Aging, Bounded
 from lightning.errors import StoreError
 from lightning.gateway import Gateway
 from lightning.server.names import Names
@@ -93,8 +93,8 @@ class AgentAccess:
 
     def __init__(self, gateway: Gateway, url: str) -> None:
         self._gateway, self._url = gateway, url.rstrip("/")
-        self._runs: OrderedDict[str, tuple[HowToCall, str, float]] = OrderedDict()
-        self._texts: OrderedDict[tuple[str, str, int], str] = OrderedDict()
+        self._runs = Aging[str, tuple[HowToCall, str]](REMEMBERED)
+        self._texts = Bounded[tuple[str, str, int], str](REMEMBERED)
 
     async def llm_for(self, lease: Lease, store: Store) -> LLM:
         """The model as the agent of a lease is to see it; `store` is the one that the lease's holder sees."""
@@ -112,16 +112,12 @@ class AgentAccess:
 
     async def _how(self, run: str, store: Store) -> tuple[HowToCall, str]:
         """What the trainer of a run has kept, and the run's project."""
-        known = self._runs.get(run)
         now = time.monotonic()
-        if known is not None and now - known[2] < FRESH_SECONDS:
-            return known[:2]
+        if (known := self._runs.fresh(run, now, FRESH_SECONDS)) is not None:
+            return known
         how, found = await HowToCall.of_run(store, run), await store.get_run(run)
         project = DEFAULT_PROJECT if found is None else found.project
-        self._runs[run] = (how, project, now)
-        self._runs.move_to_end(run)
-        if len(self._runs) > REMEMBERED:
-            self._runs.popitem(last=False)
+        self._runs.keep(run, ((how, project), now))
         return how, project
 
     async def _text(self, store: Store, run: str, name: str, version: int) -> str:
@@ -131,7 +127,5 @@ class AgentAccess:
             found = await store.get_resource(name, version)
             if found is None or found.kind is not ResourceKind.PROMPT:
                 raise StoreError(f"a rollout runs with version {version} of the prompt {name!r}, and there is none")
-            text = self._texts[key] = str(found.content)
-            if len(self._texts) > REMEMBERED:
-                self._texts.popitem(last=False)
+            text = self._texts.keep(key, str(found.content))
         return text

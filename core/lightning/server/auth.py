@@ -12,10 +12,10 @@ import hmac
 import re
 import secrets
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from lightning.addresses import is_loopback
+from lightning.bounded import Aging
 from lightning.errors import ConfigError, DataError
 from lightning.server.errors import ApiError
 from lightning.store.protocol import Store
@@ -123,7 +123,7 @@ class Authenticator:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: OrderedDict[str, tuple[Token, float]] = OrderedDict()
+        self._known = Aging[str, Token](CACHED)
 
     async def principal(self, authorization: str) -> Principal:
         """The holder of the token in an `Authorization: Bearer lt_...` header.
@@ -156,18 +156,14 @@ class Authenticator:
     async def _token(self, identity: str) -> Token | None:
         """What the store says, or said less than `CACHE_SECONDS` ago. Unknown ids are not remembered: a new token works at
         once, and a stranger cannot fill the cache."""
-        known = self._known.get(identity)
         asked = time.monotonic()
-        if known is not None and asked - known[1] < CACHE_SECONDS:
-            return known[0]
+        if (known := self._known.fresh(identity, asked, CACHE_SECONDS)) is not None:
+            return known
         token = await self._store.get_token(identity)
         if token is None:
             self._known.pop(identity, None)
             return None
-        self._known[identity] = (token, asked)
-        self._known.move_to_end(identity)
-        if len(self._known) > CACHED:
-            self._known.popitem(last=False)
+        self._known.keep(identity, (token, asked))
         return token
 
 

@@ -8,10 +8,10 @@ rollouts are a project's is remembered for a minute, so that it need not be look
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
 
+from lightning.bounded import Bounded
 from lightning.errors import DataError
 from lightning.store.protocol import Alias
 from lightning.types import DEFAULT_PROJECT, Lease, Resource, Rollout
@@ -26,7 +26,7 @@ class KnownIds:
     """Ids known to be of one project; each kind of them is a name space."""
 
     def __init__(self) -> None:
-        self._ids: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._ids = Bounded[tuple[str, str], None](REMEMBERED)
         self._since = time.monotonic()
 
     def has(self, kind: str, identity: str) -> bool:
@@ -40,9 +40,7 @@ class KnownIds:
     def add(self, kind: str, identities: Iterable[str]) -> None:
         """These are of the project."""
         for identity in identities:
-            self._ids[kind, identity] = None
-            if len(self._ids) > REMEMBERED:
-                self._ids.popitem(last=False)
+            self._ids.keep((kind, identity), None)
 
 
 LONGEST_ID = 512

@@ -7,12 +7,12 @@ found to be taken elsewhere, since the ids of runs and rollouts are one name spa
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from lightning.bounded import Bounded
 from lightning.errors import ConflictError, DataError, StoreError
 from lightning.server.names import KnownIds, Names, check_id, check_run_id, is_of_servers
 from lightning.store.operation import Operation
@@ -50,17 +50,12 @@ class Projects:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._views: OrderedDict[str | None, ProjectStore] = OrderedDict()
+        self._views = Bounded[str | None, ProjectStore](VIEWS)
 
     def of(self, project: str | None) -> ProjectStore:
         """The store as `project` sees it; None sees all projects, and no secret either."""
-        view = self._views.get(project)
-        if view is None:
-            view = self._views[project] = ProjectStore(self._store, project)
-            if len(self._views) > VIEWS:
-                self._views.popitem(last=False)
-        self._views.move_to_end(project)
-        return view
+        view = self._views.used(project)
+        return self._views.keep(project, ProjectStore(self._store, project)) if view is None else view
 
 
 class ProjectStore(Operations):

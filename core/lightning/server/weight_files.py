@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import os
 import stat
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from lightning.asyncio_utils import end
+from lightning.bounded import Bounded
 from lightning.errors import ConfigError, LightningError
 from lightning.gateway.http import client_left
 from lightning.server.api.answers import answer, refusal_of, refuse
@@ -51,7 +51,7 @@ class WeightFiles:
     def __init__(self, store: Store, authenticator: Authenticator, folder: Path, only: str = "") -> None:
         self._projects, self._authenticator, self._only = Projects(store), authenticator, only
         self._root = folder.resolve()
-        self._digests: OrderedDict[Stamp, str] = OrderedDict()
+        self._digests = Bounded[Stamp, str](REMEMBERED)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="lightning-weights")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,14 +126,12 @@ class WeightFiles:
     async def _digest(self, file: int) -> str:
         state = os.fstat(file)
         stamp = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
-        if stamp not in self._digests:
-            digest = hashlib.sha256()
-            async for piece in self._pieces(file, state.st_size):
-                digest.update(piece)
-            self._digests[stamp] = digest.hexdigest()
-            if len(self._digests) > REMEMBERED:
-                self._digests.popitem(last=False)
-        return self._digests[stamp]
+        if (known := self._digests.get(stamp)) is not None:
+            return known
+        digest = hashlib.sha256()
+        async for piece in self._pieces(file, state.st_size):
+            digest.update(piece)
+        return self._digests.keep(stamp, digest.hexdigest())
 
     async def _pieces(self, file: int, size: int) -> AsyncIterator[bytes]:
         """The content. Raises `OSError` where the file has become shorter."""

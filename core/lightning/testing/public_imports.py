@@ -18,6 +18,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "any plugin": (
             "lightning",
+            "lightning.bounded",
             "lightning.errors",
             "lightning.installation",
             "lightning.hooks",
@@ -53,7 +54,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "a store": (
             "lightning.store.codec",
-            "lightning.store.json_text",
             "lightning.store.operation",
             "lightning.store.operations",
             "lightning.store.relational.prefix_parents",

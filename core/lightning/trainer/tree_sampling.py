@@ -13,6 +13,7 @@ from typing import Protocol
 from lightning.algorithms.protocol import Algorithm
 from lightning.batch.branches import is_void
 from lightning.batch.trajectory import Group, Trajectory
+from lightning.bounded import Once
 from lightning.config import Config
 from lightning.config.sections import TrainerConfig
 from lightning.credit import Branched
@@ -102,7 +103,7 @@ class TreeGrower:
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
-        self._told: set[str] = set()
+        self._said = Once()
 
     def trunks(self, group_size: int) -> int:
         """How many rollouts of a group begin at its task."""
@@ -161,8 +162,7 @@ class TreeGrower:
         return bool(why)
 
     def _tell(self, why: str) -> None:
-        if why not in self._told:
-            self._told.add(why)
+        if self._said.first(why):
             logger.warning("a group has no branches, as trainer.sampling = tree asks for: %s (said once)", why)
 
     def metrics(self, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:

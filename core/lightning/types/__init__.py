@@ -16,11 +16,15 @@ from enum import StrEnum
 from lightning.errors import DataError
 from lightning.types.recorded import (
     BRANCH_VOID,
+    CALLER_HEADER,
     CONVERSATION_ID,
     EXPIRED,
+    GREEDY_BELOW,
     POLICY,
+    ROLLOUT_HEADER,
     SERVED,
     TOO_LONG,
+    UNNAMED,
     UNSERVED,
     Caller,
     CallStatus,
@@ -32,17 +36,21 @@ from lightning.types.recorded import (
     Transition,
     VersionRun,
 )
-from lightning.types.values import Json, LogProbs, TokenIds, logprobs, not_json, token_ids
+from lightning.types.values import Json, LogProbs, TokenIds, logprobs, not_json, shared_prefix, token_ids
 
 __all__ = [
     "BRANCH_VOID",
+    "CALLER_HEADER",
     "CONVERSATION_ID",
     "DEFAULT_PROJECT",
     "EXPIRED",
+    "GREEDY_BELOW",
     "LLM",
     "POLICY",
+    "ROLLOUT_HEADER",
     "SERVED",
     "TOO_LONG",
+    "UNNAMED",
     "UNSERVED",
     "CallStatus",
     "Caller",
@@ -70,6 +78,7 @@ __all__ = [
     "VersionRun",
     "logprobs",
     "new_id",
+    "shared_prefix",
     "token_ids",
 ]
 

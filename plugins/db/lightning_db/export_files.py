@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
 
 import orjson
 from lightning.errors import MissingExtraError, StoreError
-from lightning.store.json_text import plain_json
+from lightning.store.rows import plain_json
 
 from lightning_db.export import Cell, ColumnKind, Record
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning.errors import ConflictError, StoreError
-from lightning.store import json_text, rollout_state, rows
+from lightning.store import rollout_state, rows
 from lightning.types import Token
 
 from lightning_redis import lua_scripts
@@ -19,7 +19,7 @@ from lightning_redis.records import stamped, time_text
 
 async def put(link: Link, token: Token, once: str) -> Token:
     """See `Store.put_token`. A token without a time of its own is created now."""
-    text = json_text.dump(rows.TOKENS.values(token, without=("created_at",)))
+    text = rows.dump(rows.TOKENS.values(token, without=("created_at",)))
     known_as = rollout_state.known_as(once, "put_token", token.id, token.digest, token.scope.value, token.project)
     arguments = (token.id, time_text(token.created_at), text)
     done(

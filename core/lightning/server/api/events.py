@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from starlette.types import Receive, Send
 
-from lightning.gateway.http import client_left
+from lightning.gateway.http import client_left, event_of
 from lightning.store import json_codec
 from lightning.store.messages import Changed
 
@@ -52,7 +52,7 @@ async def stream(
 
 
 def _event(changed: Changed) -> bytes:
-    return b"event: changed\ndata: " + json_codec.write(json_codec.codec_of(Changed).encode(changed)) + b"\n\n"
+    return event_of(json_codec.write(json_codec.codec_of(Changed).encode(changed)), "changed")
 
 
 async def _send(send: Send, body: bytes) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Final, cast
 
 from lightning.errors import DataError, StoreError, UnavailableError
-from lightning.store import extras, json_codec, json_text, messages, rollout_state, rows
+from lightning.store import extras, json_codec, messages, rollout_state, rows
 from lightning.store.http.long_poll import HttpWatch
 from lightning.store.http.requests import PAGE, Asking, written
 from lightning.store.http.transport import NotFoundError
@@ -211,7 +211,7 @@ def _body(operation: Operation, arguments: Mapping[str, Any]) -> Any:
         return None
     for part in operation.body:
         if part.hint is json_codec.AnyJson:
-            json_text.dump(arguments[part.name], f"the {part.name} of {arguments.get('key', operation.name)!r}")
+            rows.dump(arguments[part.name], f"the {part.name} of {arguments.get('key', operation.name)!r}")
     if operation.whole_body:
         return arguments[operation.whole_body]
     return operation.sent(**{part.name: arguments[part.name] for part in operation.body})
