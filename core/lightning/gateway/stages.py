@@ -209,7 +209,8 @@ class Line:
                 return partial(_answer, each, answer, call)
             if call.readers:
                 call.readers[:] = [
-                    reader if isinstance(reader, _Reader) else _Reader(each, call, reader) for reader in call.readers
+                    reader if isinstance(reader, _StageReader) else _StageReader(each, call, reader)
+                    for reader in call.readers
                 ]
         return None
 
@@ -237,7 +238,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _StageReader:
     """Reads a stream for a stage."""
 
     stage: NamedStage
