@@ -12,8 +12,8 @@ function is called with each group, so it is registered itself and not a class t
 error that names both plugins.
 
 A plugin brings a hook of its own as this module does, by `@lightning.hooks.hookspec`, and reads what others register with it
-from `lightning.plugins`: `plugins().get("keepers", "sqlite")` for `register_keepers`. Who implements the hook of a plugin that
-may be absent says `@lightning.hookimpl(optionalhook=True)`.
+from `lightning.plugins`: `plugins().get("tunes", name)` for `register_tunes`. A plugin that implements the hook of one that may
+be absent says `@lightning.hookimpl(optionalhook=True)`.
 """
 
 from __future__ import annotations

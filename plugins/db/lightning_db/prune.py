@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning.errors import StoreError
 from lightning.store.epochs import Epoch, read_epochs
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import PRUNED, Store
 from lightning.types import Json, Rollout, Run, StepRecord
 
+from lightning_db.export import chosen_runs
 from lightning_db.keeper import Keeper, Weight
 
 NOTHING: Final = Weight()
@@ -81,16 +81,12 @@ class _Group:
 
 async def plan(store: Store, keeper: Keeper, choice: PruneRequest) -> list[RunPlan]:
     """What would be taken from each run that was chosen. Raises `StoreError` for a run that there is not."""
+    chosen = {run.id for run in await chosen_runs(store, choice.runs)}
     known = await store.list_runs()
-    for name in choice.runs:
-        if name not in {run.id for run in known}:
-            raise StoreError(
-                f"there is no run {name!r} in this store; it has {', '.join(run.id for run in known) or 'none'}"
-            )
     activity, busy = await keeper.activity(), await keeper.busy_runs()
     plans = []
     for run in known:
-        if choice.runs and run.id not in choice.runs:
+        if run.id not in chosen:
             continue
         if choice.older_than is not None and time.time() - activity.get(run.id, run.created_at) < choice.older_than:
             continue

@@ -78,7 +78,6 @@ class SqliteKeeper(RelationalKeeper):
         of their rollouts: so nobody else may have the file open when rollouts are removed (`alone`)."""
 
         def run(connection: sqlite3.Connection) -> T:
-            drive(self._check(SqliteTransaction(connection)))
             if alone and not _take_alone(connection):
                 raise StoreError(
                     f"{self._path} is open in another process: end the trainers, servers and commands that use it first"

@@ -152,7 +152,7 @@ def seat_key(run: str, number: int) -> str:
 
 def fleet_state(run: str, names: Iterable[str]) -> list[str]:
     """Those of the names in the state of the empty run that are of one run: its notice, heartbeat and seats."""
-    seats = seat_key(run, 0)[:-1]
+    seats = seat_key(run, 0).removesuffix("0")
     return [
         name
         for name in names
