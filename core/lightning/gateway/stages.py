@@ -12,14 +12,11 @@ same point is said by one of them, or by `gateway.stage_order`; it never depends
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import combinations, pairwise
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeAlias
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,6 +25,7 @@ from lightning.gateway.call import Answer, Call, Request
 from lightning.gateway.http import Body, ClientGoneError, RefusalError, UpstreamError
 from lightning.gateway.identity import NO_RETRY
 from lightning.gateway.recorder import refuse_unstored
+from lightning.plugins import stages as named
 from lightning.store import extras
 from lightning.types import Transition
 
@@ -54,7 +52,7 @@ class ChangedFieldError(Exception):
     """A stage changed what the call was numbered by."""
 
 
-class CallStage:
+class CallStage(named.Stage):
     """A plugin's place in the line of calls. One is made for each gateway; it overrides the methods of the points where it
     stands.
 
@@ -67,9 +65,6 @@ class CallStage:
     refused. A `StoreError` is answered as the store's failure. Anything else that it raises is a failure of the plugin.
     """
 
-    api: ClassVar[int] = 0
-    before: ClassVar[Collection[str]] = ()
-    after: ClassVar[Collection[str]] = ()
     answers: ClassVar[Collection[str]] = ()
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
@@ -91,28 +86,17 @@ class CallStage:
         """Who answers a route below `/v1` in the policy's place, for this model (None: not known yet); None for nobody."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamedStage:
-    """A stage under the name that it is registered with, by this plugin; `version` is that of its distribution."""
-
-    name: str
-    stage: CallStage
-    version: str = ""
-    plugin: str = ""
-
-    @property
-    def said(self) -> str:
-        """Its name for people, with its plugin's."""
-        return f"{self.name!r} of the plugin {self.plugin or self.name!r}"
-
-    @property
-    def off(self) -> str:
-        """What starts a process without it."""
-        return f"LIGHTNING_DISABLE_PLUGINS={self.plugin or self.name}"
-
-    def stands_at(self, point: str) -> bool:
-        """Whether it overrides this method."""
-        return getattr(type(self.stage), point) is not getattr(CallStage, point)
+NamedStage: TypeAlias = named.NamedStage[CallStage]
+CONTRACT: Final = named.Contract(
+    kind=CallStage,
+    api=API,
+    points=(*POINTS, "elsewhere"),
+    ordered=(*POINTS, "elsewhere"),
+    setting="gateway.stage_order",
+    error=GatewayError,
+    of="calls",
+    where="gateway",
+)
 
 
 class Line:
@@ -122,7 +106,7 @@ class Line:
     def __init__(self, stages: Sequence[NamedStage], order: Sequence[str] = ()) -> None:
         for each in stages:
             _check(each)
-        self.stages = in_order(stages, order)
+        self.stages = CONTRACT.in_order(stages, order)
         if unknown := sorted(set(order) - {each.name for each in stages}):
             log.warning("gateway.stage_order names stages that no plugin has here: %s", ", ".join(unknown))
         standing = {point: [each for each in self.stages if each.stands_at(point)] for point in POINTS}
@@ -271,62 +255,10 @@ def _failed(stage: NamedStage, point: str, call: Call, error: Exception) -> Refu
 
 def _check(each: NamedStage) -> None:
     """Raise `GatewayError` for a stage that cannot stand where it means to."""
-    stage, kind = each.stage, type(each.stage)
-    if not isinstance(stage, CallStage):
-        raise GatewayError(
-            f"the stage {each.said} is a {kind.__name__}: derive it from `lightning.gateway.stages.CallStage`"
-        )
-    if stage.api != API:
-        wanted = f"for API {stage.api}" if stage.api else "without saying for which API (its author writes `api = 1`)"
-        raise GatewayError(
-            f"the stage {each.said} was written {wanted}; this gateway has API {API} (`lightning.gateway.stages.API`). Install "
-            f"a release of the plugin for it, or set {each.off}"
-        )
-    for field in ("before", "after", "answers"):
-        if isinstance(getattr(stage, field), str):
-            raise GatewayError(
-                f"`{field}` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)"
-            )
-    for name in (name for name in vars(kind) if not name.startswith("_") and not hasattr(CallStage, name)):
-        if meant := difflib.get_close_matches(name, (*POINTS, "elsewhere"), 1, 0.8):
-            raise GatewayError(f"the stage {each.said} has {name!r}, which is never asked: did you mean {meant[0]!r}?")
+    CONTRACT.check(each)
+    stage = each.stage
+    if isinstance(stage.answers, str):
+        raise GatewayError(f"`answers` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)")
     for point in filter(each.stands_at, POINTS):
         if not inspect.iscoroutinefunction(getattr(stage, point)):
             raise GatewayError(f"{point!r} of the stage {each.said} is awaited: begin it with `async def`")
-
-
-def in_order(stages: Sequence[NamedStage], order: Sequence[str]) -> list[NamedStage]:
-    """The stages as `before`, `after` and `order` have them. Raises `GatewayError` naming two whose order is not said though
-    they stand at one point, and those that would stand before themselves."""
-    later: dict[str, set[str]] = {}
-    for each in stages:
-        for name in each.stage.before:
-            later.setdefault(each.name, set()).add(name)
-        for name in each.stage.after:
-            later.setdefault(name, set()).add(each.name)
-    for first, second in pairwise(order):
-        later.setdefault(first, set()).add(second)
-    behind = {name: frozenset(_reached(name, later)) for name in {*later, *(each.name for each in stages)}}
-    for name, found in behind.items():
-        if name in found:
-            circle = " and ".join(repr(other) for other in sorted({name, *found}) if name in behind.get(other, ()))
-            raise GatewayError(f"the order of the stages of calls goes round: {circle} each stand before the other")
-    for one, other in combinations(stages, 2):
-        shared = [point for point in (*POINTS, "elsewhere") if one.stands_at(point) and other.stands_at(point)]
-        if shared and other.name not in behind[one.name] and one.name not in behind[other.name]:
-            raise GatewayError(
-                f"the stages {one.name!r} and {other.name!r} both stand at {shared[0]!r}, and neither says which "
-                f'comes first: set gateway.stage_order = ["{one.name}", "{other.name}"], or the other way round'
-            )
-    return sorted(sorted(stages, key=lambda each: each.name), key=lambda each: -len(behind[each.name]))
-
-
-def _reached(name: str, later: Mapping[str, Collection[str]]) -> Iterator[str]:
-    seen: set[str] = set()
-    waiting = list(later.get(name, ()))
-    while waiting:
-        found = waiting.pop()
-        if found not in seen:
-            seen.add(found)
-            yield found
-            waiting.extend(later.get(found, ()))
