@@ -139,6 +139,7 @@ Kind: TypeAlias = Literal[
     "dialects",
     "routes",
     "call_stages",
+    "attempt_stages",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

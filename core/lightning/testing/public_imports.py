@@ -77,7 +77,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.maintenance.queries",
             "lightning.maintenance.relational",
         ),
-        "an agent in a sandbox": ("lightning.runner.bwrap",),
+        "a stage of attempts": ("lightning.runner.stages",),
         "an API of the gateway": (
             "lightning.gateway.body_limits",
             "lightning.gateway.calls",
