@@ -27,7 +27,7 @@ from lightning.gateway.identity import NO_RETRY
 from lightning.gateway.recorder import refuse_unstored
 from lightning.plugins import stages as named
 from lightning.store import extras
-from lightning.types import Transition
+from lightning.types import Json, Rollout, Transition
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,10 @@ class CallStage(named.Stage):
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
         """The store has the call: one transition for each choice. The agent has not got the end of the answer."""
 
+    def told(self, rollout: Rollout) -> Json:
+        """What the plugin's stage of the same name around attempts is told of an attempt at this rollout, in `LLM.extras`; None
+        for nothing. A runner without such a stage does not make an attempt that it is told of."""
+
     def elsewhere(self, route: str, model: object) -> PassOn | None:
         """Who answers a route below `/v1` in the policy's place, for this model (None: not known yet); None for nobody."""
 
@@ -90,7 +94,7 @@ NamedStage: TypeAlias = named.NamedStage[CallStage]
 CONTRACT: Final = named.Contract(
     kind=CallStage,
     api=API,
-    points=(*POINTS, "elsewhere"),
+    points=(*POINTS, "elsewhere", "told"),
     ordered=(*POINTS, "elsewhere"),
     setting="gateway.stage_order",
     error=GatewayError,
@@ -129,6 +133,21 @@ class Line:
             f"no stage of this gateway answers the calls of {KEYS[kind]}: its stages are {', '.join(self.versions) or 'none'}. "
             "Start it with the plugin that brings such a stage: install the plugin, or take it out of LIGHTNING_DISABLE_PLUGINS"
         )
+
+    def told(self, rollout: Rollout) -> dict[str, Json]:
+        """See `CallStage.told`: by the names of the stages that say something."""
+        said: dict[str, Json] = {}
+        for each in self.stages:
+            try:
+                word = each.stage.told(rollout)
+            except Exception as error:
+                raise GatewayError(
+                    f"the stage {each.said} failed on the rollout {rollout.id} (told: {error!r}). Mend the plugin, or start "
+                    f"without it: {each.off}"
+                ) from error
+            if word is not None:
+                said[each.name] = word
+        return said
 
     def named(self, name: str) -> CallStage | None:
         """The stage of this name, if it stands in the line."""

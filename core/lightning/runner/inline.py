@@ -23,11 +23,10 @@ from lightning.instrument.providers import own, remember
 from lightning.instrument.tool_slots import limit_tools, unheld
 from lightning.plugins import plugins
 from lightning.runner.agent_serialization import check_agent
-from lightning.runner.branch_tools import NoBranchError, answered_with, recorded_runs
 from lightning.runner.forks import without_children
 from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
-from lightning.runner.stages import NO_STAGES, AttemptRefusedError, attempt_line
+from lightning.runner.stages import NO_STAGES, AttemptRefusedError, attempt_line, enter
 from lightning.runner.tool_limits import LimitWatch, make_slots
 from lightning.runner.worker import is_async
 from lightning.types import LLM, Fault, Lease, Outcome, Task
@@ -117,13 +116,14 @@ class InlineRunner:
             await asyncio.wait({running}, timeout=GRACE)
 
     async def _guarded(self, task: Task, llm: LLM, attempt: ActiveAttempt) -> Outcome:
-        if not self._line.waits:
-            return await self._outcome(task, llm, attempt)
         started = time.monotonic()
-        context, contexts = contextvars.copy_context(), contextlib.ExitStack()
         try:
+            around = self._line.around(task, llm)
+            if not around:
+                return await self._outcome(task, llm, attempt)
+            context, contexts = contextvars.copy_context(), contextlib.ExitStack()
             try:
-                await _whole_thread(context.run, self._line.enter, contexts, task, llm)
+                await _whole_thread(context.run, enter, contexts, around, llm)
                 return await asyncio.create_task(self._outcome(task, llm, attempt), context=context)
             finally:
                 context.run(contexts.close)
@@ -133,16 +133,12 @@ class InlineRunner:
     async def _outcome(self, task: Task, llm: LLM, attempt: ActiveAttempt) -> Outcome:
         started = time.monotonic()
         try:
-            runs = await asyncio.to_thread(recorded_runs, llm) if llm.branch else None
-            with answered_with(llm, runs):
-                return returned(await self._call(task, llm, attempt), attempt, time.monotonic() - started)
+            return returned(await self._call(task, llm, attempt), attempt, time.monotonic() - started)
         except asyncio.CancelledError as error:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
             return raised(error, attempt, time.monotonic() - started)
-        except NoBranchError as error:
-            return failed(error.fault, str(error), attempt, time.monotonic() - started)
         except BaseException as error:  # noqa: BLE001 — isolates the user's agent, and the object that it returned
             return raised(error, attempt, time.monotonic() - started)
 

@@ -96,9 +96,10 @@ class AttemptStage(Stage):
         """A process of agents has begun. Returns what undoes it."""
         raise NotImplementedError
 
-    def around(self, task: Task, llm: LLM) -> AbstractContextManager[None]:
-        """A context around the agent's call, in that call's `contextvars`. It is entered where waiting holds up no other agent,
-        and left on the event loop, if there is one. `llm.extras` has what the gateway's stages say of this attempt."""
+    def around(self, task: Task, llm: LLM) -> AbstractContextManager[None] | None:
+        """A context around the agent's call, in that call's `contextvars`; None where there is nothing to do. It is entered
+        where waiting holds up no other agent, and left on the event loop, if there is one. `llm.extras` has what the gateway's
+        stage of the same name says of this attempt (`CallStage.told`)."""
         raise NotImplementedError
 
 
@@ -163,11 +164,6 @@ class AttemptLine:
         """The stage that encloses the processes of agents, for people; empty without one."""
         return self._enclosing.said if self._enclosing else ""
 
-    @property
-    def waits(self) -> bool:
-        """Whether a stage stands around calls of agents."""
-        return bool(self._around)
-
     async def begin(self) -> None:
         """See `AttemptStage.begun`. Raises `ConfigError` and `RunnerError`."""
         for each in self.stages:
@@ -204,17 +200,34 @@ class AttemptLine:
                         installing.callback(each.stage.installed())
             return installing.pop_all().close
 
-    def enter(self, contexts: ExitStack, task: Task, llm: LLM) -> None:
-        """Enter what the stages put around a call of the agent. Raises `AttemptRefusedError` and nothing else."""
+    def around(self, task: Task, llm: LLM) -> list[Around]:
+        """What the stages put around a call of the agent, to be given to `enter`. Raises `AttemptRefusedError`, also for an
+        attempt that is told of a stage which is not here, and nothing else."""
+        for name in llm.extras:
+            if name not in self.versions:
+                raise AttemptRefusedError(
+                    f"the gateway tells of the stage {name!r} around this attempt, and no plugin has it here: the stages are "
+                    f"{', '.join(self.versions) or 'none'}. Install the plugin where agents run, or take it out of "
+                    "LIGHTNING_DISABLE_PLUGINS",
+                    Fault.INFRASTRUCTURE,
+                )
+        found: list[Around] = []
         for each in self._around:
-            try:
-                context = each.stage.around(task, llm)
-                context.__enter__()
-            except AttemptRefusedError:
-                raise
-            except BaseException as error:
-                raise FailedStageError(each, "around", error, llm.api_key) from error
-            contexts.callback(_leave, each, context, llm)
+            with _failing(each, llm):
+                if (context := each.stage.around(task, llm)) is not None:
+                    found.append((each, context))
+        return found
+
+
+Around = tuple[NamedStage[AttemptStage], AbstractContextManager[None]]
+
+
+def enter(contexts: ExitStack, around: Sequence[Around], llm: LLM) -> None:
+    """Enter what stages put around a call of the agent. Raises `AttemptRefusedError` and nothing else, and so does leaving."""
+    for each, context in around:
+        with _failing(each, llm):
+            context.__enter__()
+        contexts.callback(_leave, each, context, llm)
 
 
 NO_STAGES: Final = AttemptLine()
@@ -233,8 +246,16 @@ def _blamed(each: NamedStage[AttemptStage], point: str) -> Iterator[None]:
 
 def _leave(each: NamedStage[AttemptStage], context: AbstractContextManager[None], llm: LLM) -> None:
     """Leave a context. It is not told what the agent raised, so that it cannot swallow that."""
-    try:
+    with _failing(each, llm):
         context.__exit__(None, None, None)
+
+
+@contextmanager
+def _failing(each: NamedStage[AttemptStage], llm: LLM) -> Iterator[None]:
+    try:
+        yield
+    except AttemptRefusedError:
+        raise
     except BaseException as error:
         raise FailedStageError(each, "around", error, llm.api_key) from error
 

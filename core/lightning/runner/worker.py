@@ -29,12 +29,11 @@ from lightning.instrument.tool_slots import ToolLimits, limit_tools, unheld
 from lightning.plugins import plugins
 from lightning.runner import socket_framing
 from lightning.runner.agent_serialization import is_installed, unpack_agent
-from lightning.runner.branch_tools import NoBranchError, branch_tools
 from lightning.runner.forks import flush, without_children
 from lightning.runner.outcomes import decode_request, encode_outcome, failed, raised, returned
 from lightning.runner.protocol import Agent, Reward
 from lightning.runner.seeding import seed_process
-from lightning.runner.stages import NO_STAGES, AttemptLine, AttemptRefusedError
+from lightning.runner.stages import NO_STAGES, AttemptLine, AttemptRefusedError, enter
 from lightning.runner.warmth import Contexts, built_models
 from lightning.types import LLM, Outcome, Task
 
@@ -106,7 +105,7 @@ def run_agent(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner, line: At
         contexts = ExitStack()
         try:
             try:
-                context.run(line.enter, contexts, task, llm)
+                context.run(enter, contexts, line.around(task, llm), llm)
                 return _outcome(agent, task, llm, attempt, loop, context)
             finally:
                 context.run(contexts.close)
@@ -119,11 +118,8 @@ def _outcome(
 ) -> Outcome:
     started = time.monotonic()
     try:
-        with branch_tools(llm):
-            result = _call(agent, task, llm, attempt, loop, context)
+        result = _call(agent, task, llm, attempt, loop, context)
         return returned(result, attempt, time.monotonic() - started)
-    except NoBranchError as error:
-        return failed(error.fault, str(error), attempt, time.monotonic() - started)
     except BaseException as error:  # noqa: BLE001 — isolates the user's agent, and the object that it returned
         return raised(error, attempt, time.monotonic() - started)
 

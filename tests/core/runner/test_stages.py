@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ said = ContextVar("stranger_said", default="nothing")
 
 
 class Stage(AttemptStage):
-    api = 1
+    api, before = 1, ("branches",)
 
     def __init__(self, config):
         self.concurrency = config.concurrency
@@ -126,6 +127,20 @@ async def test_a_stage_is_around_the_agent_and_fails_closed(
     assert "KeyError: 'a bug'" in ends.error
     assert (raises.fault, "the agent's own" in raises.error) == (Fault.AGENT, True)
     assert "STRANGER" not in os.environ
+
+
+@pytest.mark.parametrize("kind", [InlineRunner, pytest.param(ProcessRunner, marks=pytest.mark.slow)])
+async def test_an_attempt_that_is_told_of_a_stage_which_is_not_here_is_not_made(
+    kind: type[ProcessRunner | InlineRunner], lease: Leases
+) -> None:
+    runner = kind(lambda task, llm: 1.0, RunnerConfig())
+    await runner.start()
+    try:
+        outcome = await runner.run(lease(), replace(NOWHERE, extras={"absent": True}))
+    finally:
+        await runner.close()
+    assert outcome.fault is Fault.INFRASTRUCTURE
+    assert "the stage 'absent' around this attempt, and no plugin has it here: the stages are " in outcome.error
 
 
 @pytest.mark.usefixtures("stranger")
