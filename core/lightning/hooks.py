@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
     from lightning.cli.app import Command
     from lightning.cli.check import Check
-    from lightning.config import Config
+    from lightning.config import Config, RunnerConfig
     from lightning.credit import Credit
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lightning.gateway.dialects import Dialect
     from lightning.gateway.stages import CallStage
     from lightning.runner.protocol import Agent, Runner
+    from lightning.runner.stages import AttemptStage
     from lightning.server.protocol import Host, WebApp
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
@@ -171,6 +172,16 @@ def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | 
     where that gateway's settings do not need it. It raises `ConfigError` for settings that cannot be met, and opens nothing:
     before a run starts, a gateway that is not used is made to see that. A stage that raises fails the call. Which stages stand
     before or after it the stage says itself; what is not said is refused at the start, unless `gateway.stage_order` says it.
+    """
+
+
+@hookspec
+def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], AttemptStage | None]], None]) -> None:
+    """Where a plugin stands around each attempt: `register("sandbox", make_sandbox)`.
+
+    The factory makes a `lightning.runner.stages.AttemptStage` of the settings `runner`, once for each runner; None where they
+    do not need it. It opens nothing. A stage that raises ends the attempt, which is made again. Which stages stand before or
+    after it the stage says itself; what is not said is refused at the start, unless `runner.stage_order` says it.
     """
 
 

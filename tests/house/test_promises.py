@@ -59,7 +59,7 @@ SECURITY: dict[str, tuple[str, ...]] = {
         "tests/core/test_memory_budget.py",
         f"{ATTACKS}/test_limits.py::test_a_body_is_counted_in_values_as_it_arrives",
         f"{ATTACKS}/test_limits.py::test_one_token_holds_half_of_the_memory_and_leaves_room_for_others",
-        "tests/core/runner/test_hostile_agents.py::test_a_report_that_would_fill_the_runners_memory_is_not_parsed",
+        "tests/plugins/sandbox/test_hostile_agents.py::test_a_report_that_would_fill_the_runners_memory_is_not_parsed",
         f"{ATTACKS}/test_redaction.py::test_four_times_the_text_takes_about_four_times_as_long",
     ),
     "Requests do not choose where calls go.": (
@@ -121,14 +121,14 @@ SECURITY: dict[str, tuple[str, ...]] = {
         "tests/core/store/test_sqlite.py::test_nothing_is_acknowledged_into_a_file_that_is_not_at_its_place",
     ),
     "Agents can be kept in a sandbox": (
-        "tests/core/runner/test_hostile_agents.py::test_an_attack",
-        "tests/core/runner/test_sandbox.py::test_a_burglar_finds_nothing",
-        "tests/core/runner/test_sandbox.py::test_a_burglar_who_waits_for_the_first_run_finds_nothing",
-        "tests/core/runner/test_sandbox.py::test_hidden_folders_are_made_before_somebody_else_makes_them",
-        "tests/core/runner/test_sandbox.py::test_agents_do_not_get_the_token_of_their_runner",
+        "tests/plugins/sandbox/test_hostile_agents.py::test_an_attack",
+        "tests/plugins/sandbox/test_sandbox.py::test_a_burglar_finds_nothing",
+        "tests/plugins/sandbox/test_sandbox.py::test_a_burglar_who_waits_for_the_first_run_finds_nothing",
+        "tests/plugins/sandbox/test_sandbox.py::test_hidden_folders_are_made_before_somebody_else_makes_them",
+        "tests/plugins/sandbox/test_sandbox.py::test_agents_do_not_get_the_token_of_their_runner",
         "tests/core/runner/test_inline.py::test_a_sandbox_that_nothing_here_could_be_is_refused",
-        "tests/core/runner/test_sandbox.py::test_a_sandbox_for_agents_of_clients_is_theirs",
-        "tests/core/trainer/test_runs.py::test_agents_in_a_sandbox_see_neither_the_run_nor_its_store",
+        "tests/plugins/sandbox/test_sandbox.py::test_a_sandbox_for_agents_of_clients_is_theirs",
+        "tests/plugins/sandbox/test_house.py::test_agents_in_a_sandbox_see_neither_the_run_nor_its_store",
     ),
 }
 LAWS: dict[str, tuple[str, ...]] = {

@@ -34,10 +34,11 @@ from lightning.gateway.http import (
 from lightning.gateway.identity import Claims, Identity
 from lightning.gateway.policy_registry import Policies
 from lightning.gateway.request_body import beside, read_body
-from lightning.gateway.stages import FAILED, Line, NamedStage, warn_of_order
+from lightning.gateway.stages import FAILED, Line, NamedStage
 from lightning.gateway.upstream.client import UNANSWERED, Forwarder
 from lightning.plugins import plugins
 from lightning.plugins.discovery import DISABLE
+from lightning.plugins.stages import warn_of_order
 
 log = logging.getLogger(__name__)
 

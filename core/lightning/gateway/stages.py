@@ -12,15 +12,13 @@ same point is said by one of them, or by `gateway.stage_order`; it never depends
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations, pairwise
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeAlias
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,8 +29,9 @@ from lightning.gateway.call import Answer, Call, Request
 from lightning.gateway.http import Body, ClientGoneError, RefusalError, UpstreamError
 from lightning.gateway.identity import NO_RETRY
 from lightning.gateway.recorder import refuse_unstored
+from lightning.plugins import stages as named
 from lightning.store import extras
-from lightning.types import Transition
+from lightning.types import Json, Rollout, Transition
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class ChangedFieldError(Exception):
     """A stage changed what the call was numbered by."""
 
 
-class CallStage:
+class CallStage(named.Stage):
     """A plugin's place in the line of calls. One is made for each gateway; it overrides the methods of the points where it
     stands.
 
@@ -73,9 +72,6 @@ class CallStage:
     answered as the store's failure. Anything else that it raises is a failure of the plugin.
     """
 
-    api: ClassVar[int] = 0
-    before: ClassVar[Collection[str]] = ()
-    after: ClassVar[Collection[str]] = ()
     answers: ClassVar[Collection[str]] = ()
     carries_out: ClassVar[Collection[str]] = ()
 
@@ -94,32 +90,25 @@ class CallStage:
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
         """The store has the call: one transition for each choice. The agent has not got the end of the answer."""
 
+    def told(self, rollout: Rollout) -> Json:
+        """What the plugin's stage of the same name around attempts is told of an attempt at this rollout, in `LLM.extras`; None
+        for nothing. A runner without such a stage does not make an attempt that it is told of."""
+
     def elsewhere(self, route: str, model: object) -> PassOn | None:
         """Who answers a route below `/v1` in the policy's place, for this model (None: not known yet); None for nobody."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamedStage:
-    """A stage under the name that it is registered with, by this plugin; `version` is that of its distribution."""
-
-    name: str
-    stage: CallStage
-    version: str = ""
-    plugin: str = ""
-
-    @property
-    def said(self) -> str:
-        """Its name for people, with its plugin's."""
-        return f"{self.name!r} of the plugin {self.plugin or self.name!r}"
-
-    @property
-    def off(self) -> str:
-        """What starts a process without it."""
-        return f"LIGHTNING_DISABLE_PLUGINS={self.plugin or self.name}"
-
-    def stands_at(self, point: str) -> bool:
-        """Whether it overrides this method."""
-        return getattr(type(self.stage), point) is not getattr(CallStage, point)
+NamedStage: TypeAlias = named.NamedStage[CallStage]
+CONTRACT: Final = named.Contract(
+    kind=CallStage,
+    api=API,
+    points=(*POINTS, "elsewhere", "told"),
+    ordered=(*POINTS, "elsewhere"),
+    setting="gateway.stage_order",
+    error=GatewayError,
+    of="calls",
+    where="gateway",
+)
 
 
 class Line:
@@ -129,7 +118,7 @@ class Line:
     def __init__(self, stages: Sequence[NamedStage], order: Sequence[str] = ()) -> None:
         for each in stages:
             _check(each)
-        self.stages = in_order(stages, order)
+        self.stages = CONTRACT.in_order(stages, order)
         if unknown := sorted(set(order) - {each.name for each in stages}):
             log.warning("gateway.stage_order names stages that no plugin has here: %s", ", ".join(unknown))
         self._standing = {point: [(each, getattr(each.stage, point)) for each in self._at(point)] for point in POINTS}
@@ -151,6 +140,21 @@ class Line:
             f"no stage of this gateway answers the calls of {KEYS[kind]}: its stages are {', '.join(self.versions) or 'none'}. "
             "Start it with the plugin that brings such a stage: install the plugin, or take it out of LIGHTNING_DISABLE_PLUGINS"
         )
+
+    def told(self, rollout: Rollout) -> dict[str, Json]:
+        """See `CallStage.told`: by the names of the stages that say something."""
+        said: dict[str, Json] = {}
+        for each in self.stages:
+            try:
+                word = each.stage.told(rollout)
+            except Exception as error:
+                raise GatewayError(
+                    f"the stage {each.said} failed on the rollout {rollout.id} (told: {error!r}). Mend the plugin, or start "
+                    f"without it: {each.off}"
+                ) from error
+            if word is not None:
+                said[each.name] = word
+        return said
 
     def named(self, name: str) -> CallStage | None:
         """The stage of this name, if it stands in the line."""
@@ -318,80 +322,15 @@ def _failed(stage: NamedStage, point: str, asked: Call | str, error: Exception) 
 
 def _check(each: NamedStage) -> None:
     """Raise `GatewayError` for a stage that cannot stand where it means to."""
-    stage, kind = each.stage, type(each.stage)
-    if not isinstance(stage, CallStage):
-        raise GatewayError(
-            f"the stage {each.said} is a {kind.__name__}: derive it from `lightning.gateway.stages.CallStage`"
-        )
-    if stage.api != API:
-        wanted = f"for API {stage.api}" if stage.api else "without saying for which API (its author writes `api = 1`)"
-        raise GatewayError(
-            f"the stage {each.said} was written {wanted}; this gateway has API {API} (`lightning.gateway.stages.API`). Install "
-            f"a release of the plugin for it, or set {each.off}"
-        )
-    for field in ("before", "after", "answers", "carries_out"):
+    CONTRACT.check(each)
+    stage = each.stage
+    for field in ("answers", "carries_out"):
         if isinstance(getattr(stage, field), str):
             raise GatewayError(
                 f"`{field}` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)"
             )
     for name in (name for name in stage.carries_out if name not in GatewayConfig.model_fields):
         raise GatewayError(f"`carries_out` of the stage {each.said} has {name!r}, which is no setting of the gateway")
-    for name in (name for name in vars(kind) if not name.startswith("_") and not hasattr(CallStage, name)):
-        if meant := difflib.get_close_matches(name, (*POINTS, "elsewhere"), 1, 0.8):
-            raise GatewayError(f"the stage {each.said} has {name!r}, which is never asked: did you mean {meant[0]!r}?")
     for point in filter(each.stands_at, POINTS):
         if not inspect.iscoroutinefunction(getattr(stage, point)):
             raise GatewayError(f"{point!r} of the stage {each.said} is awaited: begin it with `async def`")
-
-
-def in_order(stages: Sequence[NamedStage], order: Sequence[str]) -> list[NamedStage]:
-    """The stages as `before`, `after` and `order` have them. Raises `GatewayError` naming two whose order is not said though
-    they stand at one point, and those that would stand before themselves."""
-    later: dict[str, set[str]] = {}
-    for each in stages:
-        for name in each.stage.before:
-            later.setdefault(each.name, set()).add(name)
-        for name in each.stage.after:
-            later.setdefault(name, set()).add(each.name)
-    for first, second in pairwise(order):
-        later.setdefault(first, set()).add(second)
-    behind = {name: frozenset(_reached(name, later)) for name in {*later, *(each.name for each in stages)}}
-    for name, found in behind.items():
-        if name in found:
-            circle = " and ".join(repr(other) for other in sorted({name, *found}) if name in behind.get(other, ()))
-            raise GatewayError(f"the order of the stages of calls goes round: {circle} each stand before the other")
-    for one, other in combinations(stages, 2):
-        shared = [point for point in (*POINTS, "elsewhere") if one.stands_at(point) and other.stands_at(point)]
-        if shared and other.name not in behind[one.name] and one.name not in behind[other.name]:
-            raise GatewayError(
-                f"the stages {one.name!r} and {other.name!r} both stand at {shared[0]!r}, and neither says which "
-                f'comes first: set gateway.stage_order = ["{one.name}", "{other.name}"], or the other way round'
-            )
-    return sorted(sorted(stages, key=lambda each: each.name), key=lambda each: -len(behind[each.name]))
-
-
-def warn_of_order(stages: Sequence[NamedStage], known: Collection[str]) -> None:
-    """Say which names in `before` and `after` are those of no stage, where one of the `known` is nearly called so: a stage that
-    is not installed may be meant by any other."""
-    for each in stages:
-        for field in ("before", "after"):
-            for name in set(getattr(each.stage, field)) - {*known}:
-                if meant := difflib.get_close_matches(name, {*known} - {each.name}, 1, 0.8):
-                    log.warning(
-                        "`%s` of the stage %s names %r, and no plugin has a stage of that name: did you mean %r?",
-                        field,
-                        each.said,
-                        name,
-                        meant[0],
-                    )
-
-
-def _reached(name: str, later: Mapping[str, Collection[str]]) -> Iterator[str]:
-    seen: set[str] = set()
-    waiting = list(later.get(name, ()))
-    while waiting:
-        found = waiting.pop()
-        if found not in seen:
-            seen.add(found)
-            yield found
-            waiting.extend(later.get(found, ()))

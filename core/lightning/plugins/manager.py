@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
     from lightning.cli.app import Command
     from lightning.cli.check import Check
-    from lightning.config import Config
+    from lightning.config import Config, RunnerConfig
     from lightning.credit import Credit
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lightning.gateway.dialects import Dialect
     from lightning.gateway.stages import CallStage
     from lightning.runner.protocol import Agent, Runner
+    from lightning.runner.stages import AttemptStage
     from lightning.server.protocol import Host, WebApp
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
@@ -203,6 +204,10 @@ class Plugins:
     def call_stage(self, name: str) -> Callable[[Parts], CallStage | None]:
         """The factory of a stage in the line of calls."""
         return cast("Callable[[Parts], CallStage | None]", self.get("call_stages", name))
+
+    def attempt_stage(self, name: str) -> Callable[[RunnerConfig], AttemptStage | None]:
+        """The factory of a stage around the attempts of a runner."""
+        return cast("Callable[[RunnerConfig], AttemptStage | None]", self.get("attempt_stages", name))
 
     def owner(self, kind: str, name: str) -> PluginInfo:
         """The plugin that registers a name."""

@@ -72,7 +72,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.store.sqlite.connection",
         ),
         "a keeper of databases": ("lightning.gateway.fleet.records",),
-        "an agent in a sandbox": ("lightning.runner.bwrap",),
+        "a stage of attempts": ("lightning.runner.stages",),
         "an API of the gateway": (
             "lightning.gateway.request_body",
             "lightning.gateway.calls",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ import lightning
 import pytest
 from lightning.client import AttemptCounts, Client
 from lightning.client import run_discovery as finding
-from lightning.config import Config, with_settings
+from lightning.config import with_settings
 from lightning.errors import ConfigError, DataError, StoreError, UnavailableError
 from lightning.gateway import Upstream
 from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.identity import seconds_left
 from lightning.instrument import emit
 from lightning.runner.attempt_completion import NEVER_CALLED, OUTLIVED
-from lightning.runner.sandbox import bubblewrap
 from lightning.server.agents import HowToCall
 from lightning.server.auth import issue_token
 from lightning.store.epochs import mark_over
@@ -274,20 +272,6 @@ def test_impossible_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("LIGHTNING_TOKEN", raising=False)
     with pytest.raises(ConfigError, match="LIGHTNING_TOKEN"):
         Client("http://127.0.0.1:1", calling)
-
-
-@pytest.mark.parametrize("kind", ["bwrap", "none"], ids=["the runner's sandbox", "one that an agent makes"])
-def test_agents_in_a_sandbox_do_not_see_the_file_with_the_client_s_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """With it they would lease the rollouts of others."""
-    monkeypatch.chdir(tmp_path)
-    Path("mine").write_text("lt_of_a_runner")
-    config = with_settings(Config(), {"runner.sandbox": kind})
-    client = Client("http://127.0.0.1:1", calling, token=Path("mine"), config=config)
-    hidden = client.config.runner.sandbox_hidden
-    assert hidden == ("runs", str(tmp_path / "mine"))
-    assert ("/dev/null", str(tmp_path / "mine")) in pairwise(bubblewrap([], hidden).arguments)
 
 
 async def test_while_the_run_s_policy_server_is_gone_nothing_is_leased(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning.config.sections import ProviderConfig
 from lightning.errors import ConfigError, GatewayError
 from lightning.gateway import routes
-from lightning.gateway.stages import API, POINTS, CallStage, Line, NamedStage, in_order
+from lightning.gateway.stages import API, CONTRACT, POINTS, CallStage, Line, NamedStage
 from lightning.plugins import Plugins
 from lightning.testing import Reply
 from lightning.types import UNSERVED, CallStatus
@@ -491,12 +491,12 @@ def made(name: str, points: Sequence[str], before: Sequence[str] = (), after: Se
 
 
 def test_stages_at_different_points_need_no_order() -> None:
-    assert len(in_order([made("a", ["admitted"]), made("b", ["kept"])], ())) == 2
+    assert len(CONTRACT.in_order([made("a", ["admitted"]), made("b", ["kept"])], ())) == 2
 
 
 def test_an_order_is_known_by_way_of_a_stage_that_is_not_there() -> None:
     stages = [made("late", ["kept"], after=["texts"]), made("early", ["kept"], before=["texts"])]
-    assert [each.name for each in in_order(stages, ())] == ["early", "late"]
+    assert [each.name for each in CONTRACT.in_order(stages, ())] == ["early", "late"]
 
 
 def test_an_order_that_goes_round_is_refused() -> None:
@@ -519,9 +519,9 @@ def test_an_order_is_the_one_that_was_said_or_none_at_all(arrived, said) -> None
     ]
     neighbours = all((one, one + 1) in pairs for one in range(4))
     if neighbours:
-        assert [each.name for each in in_order(stages, ())] == ["0", "1", "2", "3", "4"]
+        assert [each.name for each in CONTRACT.in_order(stages, ())] == ["0", "1", "2", "3", "4"]
     else:
         with pytest.raises(GatewayError, match="neither says which comes first"):
-            in_order(stages, ())
-        assert [each.name for each in in_order(stages, "01234")] == ["0", "1", "2", "3", "4"]
+            CONTRACT.in_order(stages, ())
+        assert [each.name for each in CONTRACT.in_order(stages, "01234")] == ["0", "1", "2", "3", "4"]
     assert all(each.stands_at("kept") for each in itertools.chain(stages))

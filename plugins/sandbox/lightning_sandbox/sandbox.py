@@ -2,7 +2,7 @@
 
 The invariant: an agent in it sees the system, the interpreter and the project read-only, a /tmp of its own, no process but its
 own, no environment but what is named here, and neither your home, nor credential files, nor the folders of runs, where the
-store and its secrets lie. It has no network but the gateway and the hosts that it was given (`sandbox_network`).
+store and its secrets lie. It has no network but the gateway and the hosts that it was given (`lightning_sandbox.network`).
 """
 
 from __future__ import annotations
@@ -10,17 +10,27 @@ from __future__ import annotations
 import fnmatch
 import logging
 import os
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.errors import RunnerError
 from lightning.installation import install_command
-from lightning.runner import bwrap
-from lightning.runner.sandbox_network import FIRST_FREE_PORT, AllowedHost, hosts_file
+
+from lightning_sandbox import bwrap
+from lightning_sandbox.network import (
+    FIRST_FREE_PORT,
+    AllowedHost,
+    Listeners,
+    hosts_file,
+    receive_listeners,
+    targets,
+    url_inside,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +55,6 @@ ENVIRONMENT = (
 """Variables that agents get; `runner.sandbox_environment` names others. Addresses and keys of the rollout come with it."""
 NOT_WHOLE = frozenset({"/", "/tmp", "/home", "/root", "/proc", "/dev"})  # noqa: S108 — compared
 """Folders that nobody means to show as a whole, though a path of Python may be one of them."""
-PARENT = 1
-"""What is the parent of the fork server in there: the sandbox's own init."""
 ISOLATION = (
     "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net", "--unshare-cgroup-try",
     "--die-with-parent", "--cap-drop", "ALL",
@@ -55,11 +63,29 @@ ISOLATION = (
 
 @dataclass(frozen=True, slots=True)
 class Sandbox:
-    """How to begin one: `arguments` of bubblewrap, the variables of its processes, and the hosts that they may reach."""
+    """How to begin one, a `lightning.runner.stages.Enclosure`: `arguments` of bubblewrap, the variables of its processes, and
+    the hosts that they may reach, of which the first is the gateway."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     network: tuple[AllowedHost, ...] = ()
+
+    @property
+    def inside(self) -> Callable[[socket.socket], None] | None:
+        """Opens the way to the hosts, where there are any."""
+        return Listeners(tuple((each.inside, each.port) for each in self.network)) if self.network else None
+
+    def reaches(self, base_url: str) -> bool:
+        """Whether the gateway at this URL is the one that agents in there can call."""
+        return self.network[:1] == targets(base_url, ())
+
+    def url(self, base_url: str) -> str:
+        """The gateway's URL as agents in there are to use it."""
+        return url_inside(base_url, self.network)
+
+    async def attend(self, control: socket.socket) -> Callable[[], None]:
+        """Serve the way to the hosts, until what is returned is called."""
+        return (await receive_listeners(control, self.network)).close
 
     def start(
         self, command: Sequence[str], pass_fds: Sequence[int], environment: Mapping[str, str]

@@ -14,12 +14,12 @@ import pytest
 from lightning.config import Config, RunnerConfig
 from lightning.errors import RunnerError
 from lightning.installation import install_command
-from lightning.runner import sandbox
 from lightning.runner.plugin import remote_runner
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
 from lightning.testing.chat_server import ChatServer
 from lightning.types import LLM, Lease, Outcome, Task
+from lightning_sandbox import sandbox
 
 NOWHERE = LLM("http://127.0.0.1:1/v1", "key", "policy")
 Leases = Callable[..., Lease]

@@ -22,12 +22,12 @@ import psutil
 import pytest
 from lightning.config import RunnerConfig
 from lightning.errors import ConfigError, RunnerError
-from lightning.runner import sandbox, sandbox_network
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
-from lightning.runner.sandbox_network import targets, url_inside
 from lightning.testing.chat_server import ChatServer
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Task
+from lightning_sandbox import network, sandbox
+from lightning_sandbox.network import targets, url_inside
 
 ROOT = Path(__file__).parents[3]
 ATTACKS = {
@@ -350,7 +350,7 @@ async def test_one_sandbox_has_a_number_of_connections(server: ChatServer) -> No
         outcome = await made.run(lease("connections"), server.llm())
     finally:
         await made.close()
-    assert outcome.reward == 400 - sandbox_network.MOST_CONNECTIONS - sandbox_network.MOST_WAITING, outcome.error
+    assert outcome.reward == 400 - network.MOST_CONNECTIONS - network.MOST_WAITING, outcome.error
 
 
 def test_hosts_that_cannot_be_opened_are_refused() -> None:
@@ -366,6 +366,6 @@ def test_a_gateway_keeps_its_url_unless_it_is_an_address() -> None:
         ("http://10.0.0.7:8000/v1", "http://127.0.1.1:8000/v1", "127.0.1.1"),
         ("http://[fd00::7]:8000/v1", "http://127.0.1.1:8000/v1", "127.0.1.1"),
     ):
-        network = targets(url, ())
-        assert url_inside(url, network) == inside
-        assert network[0].inside == address
+        hosts = targets(url, ())
+        assert url_inside(url, hosts) == inside
+        assert hosts[0].inside == address

@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from lightning.runner import branch_tools
+from lightning.plugins.stages import NamedStage
+from lightning.runner.stages import AttemptLine
 from lightning.runner.worker import run_agent
 from lightning.types import LLM, Fault, Outcome, Task
+from lightning_branching import tools
 
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[tuple[int, bytes]], LLM]]:
     """What a gateway says, one after the other, and the model of a branch behind it."""
-    monkeypatch.setattr(branch_tools, "PAUSE", 0.01)
+    monkeypatch.setattr(tools, "PAUSE", 0.01)
     said: list[tuple[int, bytes]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -34,7 +36,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[tuple[int, b
     server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield said, LLM(f"http://127.0.0.1:{server.server_port}/v1", "key", "policy", branch=True)
+    yield said, LLM(f"http://127.0.0.1:{server.server_port}/v1", "key", "policy", extras={tools.BRANCHES: True})
     server.shutdown()
     thread.join()
     server.server_close()
@@ -47,8 +49,9 @@ def run(llm: LLM) -> tuple[Outcome, int]:
         next(ran)
         return 1.0
 
+    line = AttemptLine([NamedStage(tools.BRANCHES, tools.BranchToolsStage())])
     with asyncio.Runner() as loop:
-        outcome = run_agent(agent, Task("q"), llm, loop)
+        outcome = run_agent(agent, Task("q"), llm, loop, line)
     return outcome, next(ran)
 
 
@@ -61,7 +64,7 @@ def test_a_gateway_that_cannot_say_is_asked_again(answers: tuple[list[tuple[int,
 
 def test_one_that_never_says_is_no_fault_of_the_agent(answers: tuple[list[tuple[int, bytes]], LLM]) -> None:
     said, llm = answers
-    said += [(503, b"busy")] * branch_tools.TRIES
+    said += [(503, b"busy")] * tools.TRIES
     outcome, ran = run(llm)
     assert (outcome.fault, outcome.error, ran) == (Fault.INFRASTRUCTURE, "busy", 0)
 
