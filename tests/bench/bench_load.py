@@ -37,9 +37,9 @@ from aiohttp import web
 from bench_store import conversations, rollouts_of
 from lightning import asyncio_utils
 from lightning.plugins import plugins
-from lightning.store.http import HttpStore
 from lightning.store.protocol import Store
 from lightning.types import Lease, Outcome, Run, Scope, Transition
+from lightning_server.http_store import HttpStore
 
 CALLS, AGENTS, WARM = 3, 32, 8
 CONVERSATIONS = 128

@@ -85,7 +85,7 @@ SECURITY: dict[str, tuple[str, ...]] = {
         "tests/core/cli/test_pull.py::test_a_hostile_answer_is_one_line_of_error",
         "tests/core/cli/test_pull.py::test_no_byte_is_written_that_was_not_announced",
         "tests/core/cli/test_pull.py::test_a_disk_is_not_filled",
-        "tests/core/store/test_http.py::test_an_answer_without_end_is_not_kept_in_memory",
+        "tests/plugins/server/test_http_store.py::test_an_answer_without_end_is_not_kept_in_memory",
     ),
     "No pickle on the wire or in what is kept.": (
         f"{ATTACKS}/test_files.py::test_only_the_packing_of_agents_knows_pickle",

@@ -48,7 +48,6 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
     {
         "demo": CoreCommand("lightning.cli.demo", "Train a real agent on this machine, in minutes."),
         "train": CoreCommand("lightning.cli.train", "Train the model behind your agent."),
-        "runner": CoreCommand("lightning.cli.runner", "Run an agent for Lightning Servers, on any machine."),
         "serve": CoreCommand("lightning.cli.serve", "Serve a model through the gateway and record every call."),
         "runs": CoreCommand("lightning.cli.runs", "List runs, or show one."),
         "resources": CoreCommand(
@@ -69,7 +68,7 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
     }
 )
 FROM_PLUGINS = MappingProxyType(
-    {"plan": "planner", "console": "console", "deploy": "deploy", "sweep": "deploy"}
+    {"plan": "planner", "console": "console", "deploy": "deploy", "sweep": "deploy", "runner": "server"}
     | dict.fromkeys(("replay", "branch"), "branching")
     | dict.fromkeys(("reward", "advise", "profile", "eval", "ab"), "debug")
 )

@@ -85,7 +85,11 @@ def _is_its_own(plugin: object, name: str) -> bool:
 
 logger = logging.getLogger(__name__)
 
-EXTRAS: Mapping[tuple[Kind, str], str] = {("algorithms", "apo"): "prompts"}
+EXTRAS: Mapping[tuple[Kind, str], str] = {
+    ("algorithms", "apo"): "prompts",
+    ("stores", "http"): "server",
+    ("stores", "https"): "server",
+}
 """The extras that bring names which the documentation gives to users of the core."""
 
 

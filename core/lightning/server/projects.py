@@ -17,7 +17,7 @@ from lightning.errors import ConflictError, DataError, StoreError
 from lightning.server.names import KnownIds, Names, check_id, check_run_id, is_of_servers
 from lightning.store.operation import Operation
 from lightning.store.operations import Operations
-from lightning.store.protocol import Alias, Page, ResourceUse, RunWatch, Store
+from lightning.store.protocol import Alias, Page, ResourceUse, RunWatch, ShowsProject, Store
 from lightning.store.rollout_state import unknown_rollout
 from lightning.types import DEFAULT_PROJECT, Lease, Resource, Rollout, Run, Span, StepRecord, Token, Transition
 
@@ -36,7 +36,7 @@ def is_secret(key: str) -> bool:
 def of_project(store: Store, project: str) -> Store:
     """A store as `project` sees it, where it shows names as they are stored or is such a view already. The default project's
     is the store itself: its names are stored as they are."""
-    if project == DEFAULT_PROJECT or (isinstance(store, ProjectStore) and store.project is not None):
+    if project == DEFAULT_PROJECT or (isinstance(store, ShowsProject) and store.project is not None):
         return store
     return ProjectStore(store, project)
 

@@ -52,6 +52,13 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.cli.train",
             "lightning.store.pages",
         ),
+        "a client": (
+            "lightning.runner.lease_loop",
+            "lightning.store.extras",
+            "lightning.store.json_codec",
+            "lightning.store.messages",
+            "lightning.types.values",
+        ),
         "a store": (
             "lightning.store.codec",
             "lightning.store.json_text",

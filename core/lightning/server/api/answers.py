@@ -38,7 +38,7 @@ KINDS: tuple[tuple[type[LightningError], int, str], ...] = (
     (ConfigError, 422, "misconfigured"),
     (LightningError, 503, "unavailable"),
 )
-"""The first that fits; `lightning.store.http` makes the same errors of the words again."""
+"""The first that fits; a store over HTTP makes the same errors of the words again."""
 
 
 def refusal_of(error: Exception, where: str) -> ApiError:

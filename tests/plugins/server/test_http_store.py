@@ -18,8 +18,6 @@ from lightning.plugins import plugins
 from lightning.server.api import answers
 from lightning.server.auth import issue_token
 from lightning.store import messages
-from lightning.store.http import HttpStore, long_poll, transport
-from lightning.store.http.long_poll import HttpWatch
 from lightning.store.memory import MemoryStore
 from lightning.store.operations import OPERATIONS
 from lightning.store.sqlite import SqliteStore
@@ -40,6 +38,8 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_server.http_store import HttpStore, long_poll, transport
+from lightning_server.http_store.long_poll import HttpWatch
 from yarl import URL
 
 from tests.servers.ports import free_port
@@ -170,7 +170,7 @@ async def test_another_server_answers_when_one_does_not() -> None:
 
 
 async def test_a_server_that_is_frozen_costs_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning.store.http.store.LEASE_ANSWER", 0.1)
+    monkeypatch.setattr("lightning_server.http_store.store.LEASE_ANSWER", 0.1)
     for operation in OPERATIONS:
         if operation.name in ("complete", "release"):
             monkeypatch.setattr(operation, "answer_seconds", 0.1)
@@ -597,8 +597,8 @@ async def test_a_wrong_token_is_said_at_once(control: ControlServer, caplog: pyt
 
 
 async def test_long_lists_travel_in_pieces(control: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning.store.http.store.BODY_BYTES", 4000)
-    monkeypatch.setattr("lightning.store.http.store.PAGE", 7)
+    monkeypatch.setattr("lightning_server.http_store.store.BODY_BYTES", 4000)
+    monkeypatch.setattr("lightning_server.http_store.store.PAGE", 7)
     monkeypatch.setattr("lightning.server.api.paging.PAGE_BYTES", 3000)
     url, token = control.add(MemoryStore())
     store = HttpStore(url, token=token)

@@ -12,7 +12,6 @@ import time
 
 import aiohttp
 import orjson
-
 from lightning.errors import UnavailableError
 
 logger = logging.getLogger(__name__)

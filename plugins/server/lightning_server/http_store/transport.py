@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import aiohttp
-from yarl import URL
-
 from lightning.errors import (
     ConfigError,
     ConflictError,
@@ -38,6 +36,7 @@ from lightning.store.messages import ONCE_HEADER, Failure, Problem
 from lightning.store.operation import ANSWER_SECONDS
 from lightning.store.operations import LEASE_ANSWER
 from lightning.store.threads import LoopThread, check_process, closed_error
+from yarl import URL
 
 log = logging.getLogger(__name__)
 

@@ -15,15 +15,16 @@ import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
-from lightning.client.run_discovery import Runs
-from lightning.client.server_presence import Presence, Servers
 from lightning.errors import DataError, LightningError, StaleAttemptError, UnavailableError
 from lightning.gateway.identity import seconds_left
 from lightning.runner.outcomes import encode_outcome, failed, without_arguments
-from lightning.store.http import HttpStore
-from lightning.store.http.transport import PageError, TokenRefusedError, TooLongError
 from lightning.store.protocol import RunWatch
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Status
+
+from lightning_server.client.run_discovery import Runs
+from lightning_server.client.server_presence import Presence, Servers
+from lightning_server.http_store import HttpStore
+from lightning_server.http_store.transport import PageError, TokenRefusedError, TooLongError
 
 logger = logging.getLogger(__name__)
 

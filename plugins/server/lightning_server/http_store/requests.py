@@ -16,9 +16,10 @@ from urllib.parse import quote
 
 from lightning.errors import ConfigError, DataError, StoreError
 from lightning.store import json_codec, messages
-from lightning.store.http.address import split_urls, token_or_complain
-from lightning.store.http.transport import NotFoundError, StoreRequest, Transport
 from lightning.store.messages import LeaseRequest
+
+from lightning_server.http_store.address import split_urls, token_or_complain
+from lightning_server.http_store.transport import NotFoundError, StoreRequest, Transport
 
 
 class UnansweredLeases:
@@ -53,6 +54,8 @@ class UnansweredLeases:
 
 
 PATIENCE: Final = 120.0
+EVERY_PROJECT: Final = "*"
+"""What a server says of a token that is bound to no project."""
 PAGE: Final = 1000
 
 
@@ -71,6 +74,7 @@ class Asking:
         self._lock = threading.Lock()
         self._unanswered = UnansweredLeases()
         self._transport: Transport | None = None
+        self._project: str | None = None
 
     @classmethod
     def from_url(cls, url: str) -> Self:
@@ -90,7 +94,8 @@ class Asking:
         if not fresh:
             return
         try:
-            await self.version()
+            told = (await self.version()).project
+            self._project = None if told == EVERY_PROJECT else told
         except BaseException:
             await self._disconnect(transport)
             raise
@@ -113,6 +118,11 @@ class Asking:
         if self._transport is None:
             raise StoreError(f"the store at {', '.join(self._urls)} is not open: await store.open() first")
         return self._transport.answering
+
+    @property
+    def project(self) -> str | None:
+        """The project that the servers show to this store's token; None: all, and before `open`."""
+        return self._project
 
     async def version(self) -> messages.Version:
         """The release of the server, and what this store's token may do."""

@@ -18,17 +18,18 @@ from pathlib import Path
 
 from lightning import asyncio_utils
 from lightning.asyncio_utils import until_told
-from lightning.client.delivery import AttemptCounts, ServerDelivery
-from lightning.client.run_discovery import Runs
-from lightning.client.server_presence import Presence, Servers
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, UnavailableError
 from lightning.plugins import plugins
 from lightning.runner.lease_loop import deliver
 from lightning.runner.protocol import Agent
-from lightning.store.http import HttpStore
 from lightning.types import new_id
 from lightning.types.values import as_texts
+
+from lightning_server.client.delivery import AttemptCounts, ServerDelivery
+from lightning_server.client.run_discovery import Runs
+from lightning_server.client.server_presence import Presence, Servers
+from lightning_server.http_store import HttpStore
 
 logger = logging.getLogger(__name__)
 

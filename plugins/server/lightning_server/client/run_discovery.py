@@ -15,11 +15,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from lightning.client.server_presence import Presence
 from lightning.errors import DataError, LightningError, StoreError, UnavailableError
-from lightning.store.http import HttpStore
-from lightning.store.http.transport import TokenRefusedError
 from lightning.types import Status
+
+from lightning_server.client.server_presence import Presence
+from lightning_server.http_store import HttpStore
+from lightning_server.http_store.transport import TokenRefusedError
 
 logger = logging.getLogger(__name__)
 

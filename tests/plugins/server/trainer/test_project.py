@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from aiohttp import ClientSession
-from lightning.client import Client
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
 from lightning.runner.plugin import RemoteRunner
@@ -26,6 +25,7 @@ from lightning.trainer.prompts import resolve_prompts
 from lightning.trainer.runs import check_run
 from lightning.trainer.stack import Stack, open_stack
 from lightning.types import LLM, Resource, Rollout, Run, Scope, Status, Task
+from lightning_server.client import Client
 
 from tests.core.trainer.test_opening import Policy
 

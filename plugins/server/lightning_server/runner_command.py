@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
 from lightning.cli.locate import load_agent
 from lightning.cli.output import fail, say
 from lightning.config import load_config
@@ -53,7 +52,7 @@ def runner(
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
 ) -> None:
     """Run an agent for Lightning Servers. SIGTERM or Ctrl-C drains; a second one stops at once."""
-    from lightning.client import Client
+    from lightning_server.client import Client
 
     client = Client(
         server,

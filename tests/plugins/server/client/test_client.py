@@ -11,8 +11,6 @@ from typing import Any
 import aiohttp
 import lightning
 import pytest
-from lightning.client import AttemptCounts, Client
-from lightning.client import run_discovery as finding
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, DataError, StoreError, UnavailableError
 from lightning.gateway import Upstream
@@ -24,10 +22,12 @@ from lightning.runner.sandbox import bubblewrap
 from lightning.server.agents import HowToCall
 from lightning.server.auth import issue_token
 from lightning.store.epochs import mark_over
-from lightning.store.http.transport import TokenRefusedError, TooLongError
 from lightning.types import LLM, Fault, Outcome, Resource, Rollout, Run, Scope, Status, Task, ToolEvent
+from lightning_server.client import AttemptCounts, Client
+from lightning_server.client import run_discovery as finding
+from lightning_server.http_store.transport import TokenRefusedError, TooLongError
 
-from tests.core.client.conftest import RUN, Site, calling
+from tests.plugins.server.client.conftest import RUN, Site, calling
 
 
 async def ended(site: Site, run: str = RUN) -> None:
@@ -70,7 +70,7 @@ async def test_it_finds_runs_with_work_and_does_all_of_it(site: Site) -> None:
 async def test_work_that_comes_later_is_done_at_once_and_a_run_may_be_chosen(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("lightning.client.run_discovery.FIND_SECONDS", "lightning.runner.lease_loop.LOOK_SECONDS"):
+    for name in ("lightning_server.client.run_discovery.FIND_SECONDS", "lightning.runner.lease_loop.LOOK_SECONDS"):
         monkeypatch.setattr(name, 300.0)  # only news brings it to lease again
     server = await site.start()
     await site.begin(count=1)
@@ -208,7 +208,7 @@ async def test_agents_go_on_while_no_server_answers(site: Site, caplog: pytest.L
 async def test_a_client_may_be_started_before_its_server(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lightning.client.client.STARTING_PAUSE", 0.05)
+    monkeypatch.setattr("lightning_server.client.client.STARTING_PAUSE", 0.05)
     server = await site.start()
     await server.wire.cut()
     await site.begin(count=1)
@@ -265,7 +265,7 @@ async def test_a_token_of_another_scope_is_refused_in_words(site: Site) -> None:
 
 
 def test_impossible_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning.client import Client
+    from lightning_server.client import Client
 
     with pytest.raises(ConfigError, match="rollouts=0"):
         Client("http://127.0.0.1:1", calling, token="lt_x", rollouts=0)
@@ -403,11 +403,11 @@ async def test_a_run_that_servers_refuse_is_left_alone_and_another_one_served(
 def asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """What servers refuse is asked again soon."""
     for name in (
-        "client.run_discovery.FIND_SECONDS",
-        "client.run_discovery.FIRST_PAUSE",
-        "runner.lease_loop.LOOK_SECONDS",
+        "lightning_server.client.run_discovery.FIND_SECONDS",
+        "lightning_server.client.run_discovery.FIRST_PAUSE",
+        "lightning.runner.lease_loop.LOOK_SECONDS",
     ):
-        monkeypatch.setattr(f"lightning.{name}", 0.02)
+        monkeypatch.setattr(name, 0.02)
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, client: Client, name: str, *errors: Exception) -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from lightning.client import delivery
-from lightning.client.delivery import ServerDelivery
 from lightning.errors import DataError, SchemaError, StoreError, UnavailableError
-from lightning.store.http.transport import PageError, TooLongError
 from lightning.types import Fault, Lease, Outcome, Rollout, Status, Task, ToolEvent
+from lightning_server.client import delivery
+from lightning_server.client.delivery import ServerDelivery
+from lightning_server.http_store.transport import PageError, TooLongError
 
 ROLLOUT = Rollout("rollout", "run", Task(1), "group", attempt=1)
 LEASE = Lease(ROLLOUT, "worker", 0.0)

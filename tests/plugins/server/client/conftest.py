@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import aiohttp
 import pytest
-from lightning.client import Client
 from lightning.config import Config, with_settings
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.fleet.coordinator import Owner
@@ -20,6 +19,7 @@ from lightning.server.control import Control
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import LLM, Rollout, Run, Scope, Task
+from lightning_server.client import Client
 
 RUN = "run-1"
 

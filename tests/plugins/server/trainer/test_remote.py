@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.client import Client
 from lightning.config import Config, with_settings
 from lightning.hooks import hookimpl
 from lightning.plugins import plugins
@@ -21,6 +20,7 @@ from lightning.store.memory import MemoryStore
 from lightning.trainer import agents as trainer_agents
 from lightning.trainer.agents import Agents
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Run, Scope, Status, Task
+from lightning_server.client import Client
 
 
 @pytest.fixture

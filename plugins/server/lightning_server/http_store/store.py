@@ -15,13 +15,14 @@ from typing import Any, Final, cast
 
 from lightning.errors import DataError, StoreError, UnavailableError
 from lightning.store import extras, json_codec, json_text, messages, rollout_state, rows
-from lightning.store.http.long_poll import HttpWatch
-from lightning.store.http.requests import PAGE, Asking, written
-from lightning.store.http.transport import NotFoundError
 from lightning.store.operation import REQUIRED, Operation
 from lightning.store.operations import LEASE_ANSWER, Operations
 from lightning.store.protocol import Page, RunWatch
 from lightning.types import LLM, Lease, Rollout, Span, Transition
+
+from lightning_server.http_store.long_poll import HttpWatch
+from lightning_server.http_store.requests import PAGE, Asking, written
+from lightning_server.http_store.transport import NotFoundError
 
 BODY_BYTES: Final = 8 * 1024 * 1024
 """Longer lists are sent in several requests; what is one unit is sent in one."""

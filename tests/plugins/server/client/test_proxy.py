@@ -10,14 +10,14 @@ from typing import cast
 
 import pytest
 from aiohttp import ClientSession, web
-from lightning.client import Client
-from lightning.client import run_discovery as finding
-from lightning.client.server_presence import Servers
 from lightning.errors import StoreError, UnavailableError
 from lightning.instrument import emit
 from lightning.types import LLM, Fault, Rollout, Status, Task, ToolEvent
+from lightning_server.client import Client
+from lightning_server.client import run_discovery as finding
+from lightning_server.client.server_presence import Servers
 
-from tests.core.client.conftest import RUN, Server, Site, calling
+from tests.plugins.server.client.conftest import RUN, Server, Site, calling
 from tests.servers.ports import free_port
 
 HOP = ("host", "content-length", "transfer-encoding", "connection", "content-encoding")
@@ -161,7 +161,7 @@ async def test_news_is_heard_from_servers_that_take_turns(
     proxy.to.append((await site.start()).url)
     monkeypatch.setattr("lightning.runner.lease_loop.LOOK_SECONDS", 300.0)
     for name in ("FIRST_PAUSE", "LONGEST_PAUSE"):
-        monkeypatch.setattr(f"lightning.store.http.long_poll.{name}", 0.02)
+        monkeypatch.setattr(f"lightning_server.http_store.long_poll.{name}", 0.02)
     await site.begin(count=1)
     working = asyncio.create_task(client_of(site, proxy, runs=(RUN,), rollouts=2).work())
     while (await site.rollouts())[f"{RUN}/0"].status is not Status.SUCCEEDED:
@@ -196,7 +196,7 @@ async def test_an_agent_is_at_fault_when_it_is_not_known_which_server_it_used(
     async def agent(task: Task, llm: LLM) -> float:
         raise ValueError("a bug of the agent's")
 
-    monkeypatch.setattr("lightning.client.server_presence.Servers.process_at", unknown)
+    monkeypatch.setattr("lightning_server.client.server_presence.Servers.process_at", unknown)
     await site.begin(count=1, max_attempts=1)
     await asyncio.wait_for(client_of(site, proxy, agent, rollouts=1).work(), 30)
     assert [one.fault for one in (await site.rollouts()).values()] == [Fault.AGENT]
