@@ -129,6 +129,7 @@ Kind: TypeAlias = Literal[
     "stores",
     "keepers",
     "runners",
+    "servers",
     "agents",
     "tasks",
     "trackers",

@@ -26,6 +26,7 @@ from lightning.types import Caller, StepState, Task, ToolEvent
 from lightning.types.values import as_texts
 
 if TYPE_CHECKING:
+    from lightning_server.protocol import Host, WebApp
     from starlette.types import ASGIApp
 
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
     from lightning.gateway.dialects import Dialect
     from lightning.gateway.stages import CallStage
     from lightning.runner.protocol import Agent, Runner
-    from lightning.server.protocol import Host, WebApp
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
+    from lightning.trainer.run_server import RunServer
 
 ALONE = ("lightning_install", "lightning_identify")
 """Hooks that are called plugin by plugin, so that a wrapper around them would never run."""
@@ -89,8 +90,10 @@ EXTRAS: Mapping[tuple[Kind, str], str] = {
     ("algorithms", "apo"): "prompts",
     ("stores", "http"): "server",
     ("stores", "https"): "server",
+    ("runners", "remote"): "server",
+    ("servers", ""): "server",
 }
-"""The extras that bring names which the documentation gives to users of the core."""
+"""The extras that bring names which the documentation gives to users of the core; for an empty name, any of the kind."""
 
 
 class _Isolating(pluggy.PluginManager):
@@ -168,6 +171,18 @@ class Plugins:
     def runner(self, name: str) -> Callable[[Agent, Config], Runner]:
         """The factory of a runner."""
         return cast("Callable[[Agent, Config], Runner]", self.get("runners", name))
+
+    def server(self, wanted: str) -> Callable[[], RunServer]:
+        """The factory of what lets clients in. Raises `PluginError`, which says what `wanted` it, unless there is one."""
+        known = self.names("servers")
+        if len(known) > 1:
+            both = " and ".join(str(self.owner("servers", name)) for name in known)
+            raise PluginError(f"{wanted} needs one server, and there are two: {both}. Set {DISABLE} to one of them.")
+        if not known:
+            raise PluginError(
+                f"{wanted} needs a plugin that lets clients in, and there is none.{self._cures('servers')}"
+            )
+        return cast("Callable[[], RunServer]", self.get("servers", known[0]))
 
     def agent(self, name: str) -> Callable[[str], Agent]:
         """What makes an agent of the text after its name."""
@@ -343,6 +358,11 @@ class Plugins:
     def _no_such(self, kind: Kind, name: str) -> str:
         known = self._names.known(kind)
         text = f"there is no {one(kind)} {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
+        return text + self._cures(kind, name)
+
+    def _cures(self, kind: Kind, name: str = "") -> str:
+        """What brings a name that is not there, or could."""
+        text = ""
         if extra := EXTRAS.get((kind, name)):
             text += f" The plugin {extra!r} brings it. Run: {install_command(extra)}"
         for info in self.plugins():

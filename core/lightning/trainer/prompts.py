@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from lightning.errors import ConfigError, StoreError
 from lightning.maintenance import check_store
 from lightning.plugins import plugins
-from lightning.server.projects import of_project
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import PREFIX, existing_store, find, parse_reference
 from lightning.store.url import redacted
+from lightning.trainer.run_server import of_project
 from lightning.types import DEFAULT_PROJECT, Json, Resource, ResourceKind, Rollout
 
 STATE = "prompts"

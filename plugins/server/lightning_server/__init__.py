@@ -1,1 +1,1 @@
-"""What is remote: stores over HTTP, and clients that run agents for servers on other machines."""
+"""What is remote: Lightning Server, Lightning Client, and stores over HTTP."""

@@ -31,7 +31,6 @@ from lightning.redaction import (
     storable,
 )
 from lightning.runner.attempt_completion import report
-from lightning.server.auth import issue_token
 from lightning.store.sqlite import SqliteStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import (
@@ -41,7 +40,6 @@ from lightning.types import (
     Outcome,
     Rollout,
     Run,
-    Scope,
     Span,
     Task,
     ToolEvent,
@@ -52,7 +50,7 @@ SECRETS = [
     "sk-proj-abcdefghijklmnopqrstuvwx",
     "sk-ant-" + "b" * 24,
     JWT,
-    issue_token(Scope.ADMIN)[1],
+    f"lt_0123456789abcdef_{'aB3-_' * 8}xyz",
     "ghp_" + "a" * 36,
     "github_pat_" + "a" * 60,
     "hf_" + "a" * 34,

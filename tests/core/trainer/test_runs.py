@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from lightning.credit.protocol import GroupAdvantage
 from lightning.errors import ConfigError
 from lightning.losses.protocol import TokenBatch
 from lightning.plugins import plugins
-from lightning.runner.plugin import RemoteRunner
 from lightning.runner.sandbox import bubblewrap
 from lightning.store.epochs import Epoch, epoch_at, keep_epochs, read_epochs
 from lightning.store.memory import MemoryStore
@@ -312,7 +312,7 @@ def test_agents_in_a_sandbox_see_neither_the_run_nor_its_store(
     config = with_settings(Config(), {"runner.sandbox": kind})
     trainer = Trainer(tmp_path, config=config, out="exp/a", store=store or None)
     given: list[RunnerConfig] = []
-    trainer._make_runner = lambda agent, config: given.append(config.runner) or RemoteRunner()  # type: ignore[func-returns-value]
+    trainer._make_runner = lambda agent, config: given.append(config.runner) or SimpleNamespace(concurrency=0)  # type: ignore[func-returns-value]
     trainer._runner_of(None)
     secret = [tmp_path / "exp" / "a", *([tmp_path / "kept"] if "kept" in store else [])]
     for folder in secret:

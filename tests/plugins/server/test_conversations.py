@@ -8,9 +8,10 @@ import pytest
 from lightning.errors import DataError
 from lightning.store.conversation import CONVERSATION, Conversation, conversation_in, pack
 from lightning.store.memory import MemoryStore
-from lightning.testing.control import ControlServer
 from lightning.types import Rollout, Run, Task, Transition, logprobs, token_ids
 from lightning_server.http_store import HttpStore
+
+from tests.servers.control import ControlServer
 
 
 def said(text: str) -> Conversation:

@@ -15,13 +15,10 @@ import pytest
 from aiohttp import ClientSession, web
 from lightning.errors import ConfigError, ConflictError, DataError, SchemaError, StoreError, UnavailableError
 from lightning.plugins import plugins
-from lightning.server.api import answers
-from lightning.server.auth import issue_token
 from lightning.store import messages
 from lightning.store.memory import MemoryStore
 from lightning.store.operations import OPERATIONS
 from lightning.store.sqlite import SqliteStore
-from lightning.testing.control import ControlServer
 from lightning.types import (
     LLM,
     Json,
@@ -38,10 +35,13 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_server.api import answers
+from lightning_server.auth import issue_token
 from lightning_server.http_store import HttpStore, long_poll, transport
 from lightning_server.http_store.long_poll import HttpWatch
 from yarl import URL
 
+from tests.servers.control import ControlServer
 from tests.servers.ports import free_port
 
 TOKEN = "lt_0123456789abcdef_" + "s" * 43
@@ -599,7 +599,7 @@ async def test_a_wrong_token_is_said_at_once(control: ControlServer, caplog: pyt
 async def test_long_lists_travel_in_pieces(control: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_server.http_store.store.BODY_BYTES", 4000)
     monkeypatch.setattr("lightning_server.http_store.store.PAGE", 7)
-    monkeypatch.setattr("lightning.server.api.paging.PAGE_BYTES", 3000)
+    monkeypatch.setattr("lightning_server.api.paging.PAGE_BYTES", 3000)
     url, token = control.add(MemoryStore())
     store = HttpStore(url, token=token)
     await store.open()

@@ -9,9 +9,10 @@ from typing import Any
 from lightning.maintenance import look
 from lightning.maintenance.export import TABLES, ExportScope, chosen_runs, read_table
 from lightning.store.memory import MemoryStore
-from lightning.testing.control import ControlServer
 from lightning.types import Scope
 from lightning_server.http_store import HttpStore
+
+from tests.servers.control import ControlServer
 
 
 @asynccontextmanager

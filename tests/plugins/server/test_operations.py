@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 from lightning.errors import StoreError
-from lightning.server.api import app
-from lightning.server.api.openapi import describe
-from lightning.server.api.store_routes import route_of
 from lightning.store.memory import MemoryStore
 from lightning.store.operation import Operation
 from lightning.store.operations import ANY, LOOK, TRAIN, Operations
-from lightning.testing.control import ControlServer
 from lightning.types import Rollout, Run, Scope, Task
+from lightning_server.api import app
+from lightning_server.api.openapi import describe
+from lightning_server.api.store_routes import route_of
 from lightning_server.http_store import HttpStore
+
+from tests.servers.control import ControlServer
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from lightning.config import Config, with_settings
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.fleet.records import gateway_secret
-from lightning.server.auth import issue_token
-from lightning.server.control import Control
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import LLM, Rollout, Run, Scope, Task
+from lightning_server.auth import issue_token
 from lightning_server.client import Client
+from lightning_server.control import Control
 
 RUN = "run-1"
 

@@ -19,10 +19,10 @@ from lightning.gateway.identity import seconds_left
 from lightning.instrument import emit
 from lightning.runner.attempt_completion import NEVER_CALLED, OUTLIVED
 from lightning.runner.sandbox import bubblewrap
-from lightning.server.agents import HowToCall
-from lightning.server.auth import issue_token
 from lightning.store.epochs import mark_over
+from lightning.trainer.how_to_call import HowToCall
 from lightning.types import LLM, Fault, Outcome, Resource, Rollout, Run, Scope, Status, Task, ToolEvent
+from lightning_server.auth import issue_token
 from lightning_server.client import AttemptCounts, Client
 from lightning_server.client import run_discovery as finding
 from lightning_server.http_store.transport import TokenRefusedError, TooLongError
@@ -308,7 +308,7 @@ async def test_while_the_run_s_policy_server_is_gone_nothing_is_leased(
 async def test_a_token_that_is_revoked_ends_an_idle_client(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finding, "FIND_SECONDS", 0.05)
     monkeypatch.setattr("lightning.runner.lease_loop.LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("lightning.server.auth.CACHE_SECONDS", 0.05)
+    monkeypatch.setattr("lightning_server.auth.CACHE_SECONDS", 0.05)
     server = await site.start()
     working = asyncio.create_task(site.client(server).work())
     await asyncio.sleep(0.2)
@@ -321,7 +321,7 @@ async def test_a_token_that_is_revoked_ends_an_idle_client(site: Site, monkeypat
 async def test_a_token_that_expires_and_is_renewed_in_its_file_ends_no_agent(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning.server.auth.CACHE_SECONDS", 0.0)
+    monkeypatch.setattr("lightning_server.auth.CACHE_SECONDS", 0.0)
     file = tmp_path / "token"
     file.write_text(site.tokens[Scope.RUNNER])
 

@@ -12,20 +12,20 @@ import pytest
 from aiohttp import ClientSession
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
-from lightning.runner.plugin import RemoteRunner
-from lightning.server.auth import ALL_PROJECTS, issue_token
-from lightning.server.control import RUNNER_FILE, token_file
-from lightning.server.projects import of_project
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.trainer import Trainer
 from lightning.trainer import stack as trainer_stack
 from lightning.trainer.checkpoints import keep_weights
 from lightning.trainer.prompts import resolve_prompts
+from lightning.trainer.run_server import of_project
 from lightning.trainer.runs import check_run
 from lightning.trainer.stack import Stack, open_stack
 from lightning.types import LLM, Resource, Rollout, Run, Scope, Status, Task
+from lightning_server.auth import ALL_PROJECTS, issue_token
 from lightning_server.client import Client
+from lightning_server.control import RUNNER_FILE, token_file
+from lightning_server.remote_runner import RemoteRunner
 
 from tests.core.trainer.test_opening import Policy
 

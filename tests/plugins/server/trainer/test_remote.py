@@ -13,14 +13,14 @@ import pytest
 from lightning.config import Config, with_settings
 from lightning.hooks import hookimpl
 from lightning.plugins import plugins
-from lightning.runner.plugin import RemoteRunner
-from lightning.server.auth import issue_token
-from lightning.server.control import Control
 from lightning.store.memory import MemoryStore
 from lightning.trainer import agents as trainer_agents
 from lightning.trainer.agents import Agents
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Run, Scope, Status, Task
+from lightning_server.auth import issue_token
 from lightning_server.client import Client
+from lightning_server.control import Control
+from lightning_server.remote_runner import RemoteRunner
 
 
 @pytest.fixture
