@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from lightning_server.protocol import Host, WebApp
     from starlette.types import ASGIApp
 
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
     from lightning.gateway.stages import CallStage
     from lightning.runner.protocol import Agent, Runner
     from lightning.runner.stages import AttemptStage
-    from lightning.server.protocol import Host, WebApp
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
+    from lightning.trainer.run_server import RunServer
     from lightning.types import Caller, Rollout, StepRecord, StepState, Task, ToolEvent
 
 hookspec = pluggy.HookspecMarker("lightning")
@@ -94,6 +95,16 @@ def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> 
 @hookspec
 def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
     """Runners for `Trainer(runner="name")`: a function from the agent and the configuration to a `Runner`."""
+
+
+@hookspec
+def register_servers(register: Callable[[str, Callable[[], RunServer]], None]) -> None:
+    """What lets others in than the agents of a trainer's process: a function that makes a
+    `lightning.trainer.run_server.RunServer`.
+
+    Asked where clients are to run agents (`runner="remote"`, `server.port`), for a project but the default one, and for a port
+    beyond this machine. One plugin can be it; a training that needs none of this asks nobody.
+    """
 
 
 @hookspec

@@ -15,7 +15,6 @@ import lightning.types
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.client import Client
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
@@ -115,8 +114,6 @@ SEQUENCES: dict[str, Callable[[Any], object]] = {
     "adapters": lambda names: lightning.Trainer("model", adapters=names),
     "adapters of install_adapters": _adapters_of,
     "adapters of rollout": lambda names: rollout(lambda task, llm: 1.0, "x", [], adapters=names),
-    "adapters of Client": lambda names: Client("http://127.0.0.1:1", print, adapters=names),
-    "runs": lambda names: Client("http://127.0.0.1:1", lambda task, llm: 1.0, runner="inline", runs=names),
     "aliases": lambda names: FakeVLLM(aliases=names),
     "Caller.path": lambda names: Caller("writer", path=names),
     "overrides": lambda names: load_config(None, names, {}),

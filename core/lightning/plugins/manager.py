@@ -26,6 +26,7 @@ from lightning.types import Caller, StepState, Task, ToolEvent
 from lightning.types.values import as_texts
 
 if TYPE_CHECKING:
+    from lightning_server.protocol import Host, WebApp
     from starlette.types import ASGIApp
 
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
     from lightning.gateway.stages import CallStage
     from lightning.runner.protocol import Agent, Runner
     from lightning.runner.stages import AttemptStage
-    from lightning.server.protocol import Host, WebApp
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
+    from lightning.trainer.run_server import RunServer
 
 ALONE = ("lightning_install", "lightning_identify")
 """Hooks that are called plugin by plugin, so that a wrapper around them would never run."""
@@ -89,8 +90,14 @@ def _is_its_own(plugin: object, name: str) -> bool:
 
 logger = logging.getLogger(__name__)
 
-EXTRAS: Mapping[tuple[str, str], str] = {("algorithms", "apo"): "prompts"}
-"""The extras that bring names which the documentation gives to users of the core."""
+EXTRAS: Mapping[tuple[str, str], str] = {
+    ("algorithms", "apo"): "prompts",
+    ("stores", "http"): "server",
+    ("stores", "https"): "server",
+    ("runners", "remote"): "server",
+    ("servers", ""): "server",
+}
+"""The extras that bring names which the documentation gives to users of the core; for an empty name, any of the kind."""
 
 
 class _Isolating(pluggy.PluginManager):
@@ -168,6 +175,18 @@ class Plugins:
     def runner(self, name: str) -> Callable[[Agent, Config], Runner]:
         """The factory of a runner."""
         return cast("Callable[[Agent, Config], Runner]", self.get("runners", name))
+
+    def server(self, wanted: str) -> Callable[[], RunServer]:
+        """The factory of what lets clients in. Raises `PluginError`, which says what `wanted` it, unless there is one."""
+        known = self.names("servers")
+        if len(known) > 1:
+            both = " and ".join(str(self.owner("servers", name)) for name in known)
+            raise PluginError(f"{wanted} needs one server, and there are two: {both}. Set {DISABLE} to one of them.")
+        if not known:
+            raise PluginError(
+                f"{wanted} needs a plugin that lets clients in, and there is none.{self._cures('servers')}"
+            )
+        return cast("Callable[[], RunServer]", self.get("servers", known[0]))
 
     def agent(self, name: str) -> Callable[[str], Agent]:
         """What makes an agent of the text after its name."""
@@ -371,6 +390,11 @@ class Plugins:
     def _no_such(self, kind: str, name: str) -> str:
         known = self._names.known(kind)
         text = f"there is no {one(kind)} {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
+        return text + self._cures(kind, name)
+
+    def _cures(self, kind: str, name: str = "") -> str:
+        """What brings a name that is not there, or could."""
+        text = ""
         if extra := EXTRAS.get((kind, name)):
             text += f" The plugin {extra!r} brings it. Run: {install_command(extra)}"
         return text + self.left_out()

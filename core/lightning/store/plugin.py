@@ -16,8 +16,6 @@ def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> 
     """The schemes of the built-in stores."""
     register("memory", _memory)
     register("sqlite", _sqlite)
-    register("http", _http)
-    register("https", _http)
 
 
 def _memory(url: str) -> Store:
@@ -30,9 +28,3 @@ def _sqlite(url: str) -> Store:
     from lightning.store.sqlite import SqliteStore
 
     return SqliteStore.from_url(url)
-
-
-def _http(url: str) -> Store:
-    from lightning.store.http import HttpStore
-
-    return HttpStore.from_url(url)

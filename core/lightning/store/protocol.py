@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from lightning.types import (
     Json,
@@ -341,3 +341,12 @@ class Store(Protocol):
 
     async def resource_uses(self, name: str) -> list[ResourceUse]:
         """What was earned under each version of a resource, by version, run and split."""
+
+
+@runtime_checkable
+class ShowsProject(Protocol):
+    """A store that may show one project alone, with that project's own names."""
+
+    @property
+    def project(self) -> str | None:
+        """The project that is shown; None: all, with names as they are stored."""

@@ -21,7 +21,6 @@ from lightning.cli.runs import answers
 from lightning.config import Config
 from lightning.errors import AuditError, ConfigError, EngineError, StoreError
 from lightning.plugins import plugins
-from lightning.server.projects import of_project
 from lightning.store.epochs import Epoch, is_over, read_epochs
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import (
@@ -38,6 +37,7 @@ from lightning.trainer.checkpoints import WEIGHTS_NAME, Checkpoints, checked_wei
 from lightning.trainer.held_out import BEST
 from lightning.trainer.model import resolve_model
 from lightning.trainer.replay import FORKED, MODEL, Rewinder
+from lightning.trainer.run_server import of_project
 from lightning.types import ResourceKind, Run, StepRecord
 
 logger = logging.getLogger(__name__)

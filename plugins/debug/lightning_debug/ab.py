@@ -14,11 +14,11 @@ from typing import Any, Final
 
 from lightning.cli.locate import with_store
 from lightning.errors import ConfigError
-from lightning.server.projects import of_project
 from lightning.store import exchanges
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.checkpoints import WEIGHTS_NAME, weights_content
+from lightning.trainer.run_server import of_project
 from lightning.trainer.summary import Reporter
 from lightning.types import Fault, Json, Resource, ResourceKind, Rollout, Task
 from lightning_branching.divergence import first_difference

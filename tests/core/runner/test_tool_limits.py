@@ -14,12 +14,11 @@ from pathlib import Path
 
 import lightning
 import pytest
-from lightning.config import Config, RunnerConfig
+from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.instrument import emit
 from lightning.instrument.tool_slots import ToolLimits
 from lightning.runner.inline import InlineRunner
-from lightning.runner.plugin import remote_runner
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
 from lightning.runner.tool_limits import ENOUGH, LimitWatch, make_slots
@@ -234,13 +233,6 @@ def test_a_tool_that_does_not_run_is_named_before_a_long_run_ends(warnings_of: C
     watch.close()
     (said,) = warnings_of()
     assert said == "runner.tool_limits has 'browser', and no tool of that name ran in 64 rollouts (there ran: none)"
-
-
-@pytest.mark.parametrize("limits", [{}, {"browser": 1, "web search": 2}])
-def test_limits_for_agents_of_clients_are_theirs(limits: dict[str, int], warnings_of: Callable[[], list[str]]) -> None:
-    remote_runner(make_past(), Config(runner=RunnerConfig(tool_limits=limits)))
-    cure = """--set runner.tool_limits='{browser = 1, "web search" = 2}'"""
-    assert [cure in said for said in warnings_of()] == [True] * bool(limits)
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreE
 from lightning.plugins import plugins
 from lightning.store import Store
 from lightning.store.extras import LARGEST
-from lightning.store.http import HttpStore
 from lightning.store.pages import each_step
 from lightning.store.protocol import KNOWN_SECONDS, Attempt
 from lightning.store.relational import records as relational_records
@@ -44,6 +43,7 @@ from lightning.types import (
 )
 
 from tests.core.store.backends import everywhere
+from tests.servers.stores import is_served
 
 RolloutOf = Callable[..., Rollout]
 CallOf = Callable[..., Transition]
@@ -359,7 +359,7 @@ async def test_a_released_attempt_leaves_all_retries(store: Store, rollout: Roll
 
 
 async def test_an_attempt_that_is_not_to_be_spent_is_given_back_a_few_times(store: Store, rollout: RolloutOf) -> None:
-    if isinstance(store, HttpStore):
+    if is_served(store):
         pytest.skip("the server decides what is spent")
     await store.create_rollouts([rollout(max_attempts=1)])
     for attempt in range(1, EXCUSED + 1):

@@ -18,10 +18,10 @@ import pytest
 from lightning.batch.branches import recorded_rollout
 from lightning.errors import StoreError
 from lightning.gateway import answers
-from lightning.server.agents import HowToCall
 from lightning.store import exchanges
 from lightning.store.exchanges import Parent
 from lightning.testing import Reply, vllm_shapes
+from lightning.trainer.how_to_call import HowToCall
 from lightning.types import LLM, CallStatus, Fault, Rollout, Status, Task, Transition
 from lightning_branching import branched_attempt
 from lightning_branching.branched_attempt import BranchedAttempt

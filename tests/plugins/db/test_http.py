@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from lightning.store.http import HttpStore
 from lightning.store.memory import MemoryStore
-from lightning.testing.control import ControlServer
 from lightning.types import Scope
 from lightning_db import look
 from lightning_db.export import TABLES, ExportScope, chosen_runs, read_table
+from lightning_server.http_store import HttpStore
+
+from tests.servers.control import ControlServer
 
 
 @asynccontextmanager

@@ -7,14 +7,12 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import psutil
 import pytest
-from lightning.config import Config, RunnerConfig
+from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.installation import install_command
-from lightning.runner.plugin import remote_runner
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
 from lightning.testing.chat_server import ChatServer
@@ -245,14 +243,6 @@ def test_a_hidden_folder_that_cannot_be_made_is_said(
     command = sandbox.bubblewrap([], ["file/runs"]).arguments
     assert not any("file" in Path(word).parts for word in command)
     assert "runner.sandbox_hidden names file/runs, which is not there and cannot be made" in caplog.text
-
-
-@pytest.mark.parametrize("sandboxed", ["none", "bwrap"])
-def test_a_sandbox_for_agents_of_clients_is_theirs(
-    sandboxed: Literal["none", "bwrap"], caplog: pytest.LogCaptureFixture
-) -> None:
-    remote_runner(make_burglar(), Config(runner=RunnerConfig(sandbox=sandboxed)))
-    assert ("lightning runner --set runner.sandbox=bwrap" in caplog.text) == (sandboxed == "bwrap")
 
 
 @pytest.mark.parametrize("below", ["", "..", "project"])

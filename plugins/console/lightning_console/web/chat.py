@@ -12,9 +12,9 @@ from typing import Any, Final
 import aiohttp
 from lightning.bounded import Bounded
 from lightning.errors import DataError, GatewayError
-from lightning.server.protocol import Host
 from lightning.store.protocol import Store
 from lightning.types import DEFAULT_PROJECT, LLM
+from lightning_server.protocol import Host
 
 from lightning_console.address import Address
 from lightning_console.blocks import (

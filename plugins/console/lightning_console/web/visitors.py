@@ -1,7 +1,7 @@
 """Who may open a console: whoever was shown the address that `lightning console` printed, or the holder of a server's token.
 
 The invariant: a cookie holds a session's name and nothing else. A session is remembered by its digest, ends with the token that
-opened it, and is refused as soon as that was revoked (`lightning.server.auth` says how soon).
+opened it, and is refused as soon as that was revoked (`lightning_server.auth` says how soon).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Final, Protocol
 
 from lightning.bounded import Bounded
 from lightning.errors import ConfigError
-from lightning.server.auth import Authenticator
-from lightning.server.errors import ApiError
 from lightning.types import Scope
+from lightning_server.auth import Authenticator
+from lightning_server.errors import ApiError
 
 SESSIONS: Final = 10_000
 """Sessions of one server at most; the oldest goes first."""
