@@ -10,17 +10,17 @@ from pathlib import Path
 
 import lightning
 import pytest
-from lightning.client import Client
 from lightning.config import Config, RunnerConfig, with_settings
-from lightning.runner.plugin import RemoteRunner
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
 from lightning.runner.tool_limits import make_slots
 from lightning.trainer import Trainer
 from lightning.types import LLM, Lease, Task
 from lightning_sandbox.sandbox import bubblewrap
+from lightning_server.client import Client
+from lightning_server.remote_runner import RemoteRunner
 
-from tests.core.client.conftest import calling
+from tests.plugins.server.client.conftest import calling
 
 NOWHERE = LLM("http://127.0.0.1:1/v1", "key", "policy")
 Leases = Callable[..., Lease]
