@@ -10,6 +10,10 @@ name; `name.module` (one dot or more) delays importing the plugin until `module`
 `register_*` hooks receive a function `register(name, factory)`, and `register_credits` one `register(name, function)`: a credit
 function is called with each group, so it is registered itself and not a class that makes it. A name registered twice is an
 error that names both plugins.
+
+A plugin can ask others for more: they implement a `register_*` of its own choice with `@lightning.hookimpl(optionalhook=True)`,
+which is no error where that plugin is not there, and it gets what they registered by `plugins().names(kind)` and
+`plugins().get(kind, name)`.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from lightning_server.protocol import Host, WebApp
     from starlette.types import ASGIApp
 
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
@@ -147,15 +150,6 @@ def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Che
     """What `lightning doctor` looks at, by name: a function that yields `lightning.cli.check.Check`s, its findings.
 
     It gets None and should take a moment; or the WHAT of `--try NAME=WHAT`, which may be empty, and may take minutes.
-    """
-
-
-@hookspec
-def register_web_apps(register: Callable[[str, Callable[[Host], WebApp]], None]) -> None:
-    """Web applications on the port of `lightning serve`, by the path's first part: `register("pages", make)` answers `/pages`.
-
-    `make(host)` is called before the port opens and should take a moment; it gives a `WebApp`, an ASGI application with a
-    `close`. Who may see what is the application's to check, by `host.authenticator`.
     """
 
 

@@ -12,6 +12,7 @@ import importlib.metadata
 import logging
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib.metadata import Distribution, EntryPoint
@@ -136,15 +137,15 @@ Kind: TypeAlias = Literal[
     "commands",
     "checks",
     "demos",
-    "web_apps",
     "dialects",
     "routes",
     "call_stages",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+"""The kinds of names that the core asks for; a plugin may ask for others."""
 
 
-def one(kind: Kind) -> str:
+def one(kind: str) -> str:
     """The kind in the singular."""
     return kind.removesuffix("s").replace("_", " ")
 
@@ -153,10 +154,10 @@ class RegisteredNames:
     """The names of all kinds, each with the plugin that gave it."""
 
     def __init__(self) -> None:
-        self._taken: dict[Kind, dict[str, tuple[str, object]]] = {kind: {} for kind in KINDS}
-        self._contested: dict[tuple[Kind, str], set[str]] = {}
+        self._taken: defaultdict[str, dict[str, tuple[str, object]]] = defaultdict(dict)
+        self._contested: dict[tuple[str, str], set[str]] = {}
 
-    def take(self, kind: Kind, plugin: str, name: str, factory: object) -> None:
+    def take(self, kind: str, plugin: str, name: str, factory: object) -> None:
         """Register a name.
 
         Raises `PluginError` when it is taken, or not a name, or what it stands for cannot be called; a credit function that is
@@ -175,20 +176,20 @@ class RegisteredNames:
             raise PluginError(f"it registers the {one(kind)} {name!r}, which the plugin {owner!r} registers as well")
         self._taken[kind][name] = (plugin, factory)
 
-    def known(self, kind: Kind) -> list[str]:
+    def known(self, kind: str) -> list[str]:
         """The names of a kind, sorted."""
         return sorted(self._taken[kind])
 
-    def claimants(self, kind: Kind, name: str) -> list[str]:
+    def claimants(self, kind: str, name: str) -> list[str]:
         """The plugins that quarrel about a name; empty when none do."""
         return sorted(self._contested.get((kind, name), ()))
 
-    def find(self, kind: Kind, name: str) -> object | None:
+    def find(self, kind: str, name: str) -> object | None:
         """What a name stands for, or None."""
         found = self._taken[kind].get(name)
         return None if found is None else found[1]
 
-    def owner(self, kind: Kind, name: str) -> str:
+    def owner(self, kind: str, name: str) -> str:
         """The plugin that gave a name."""
         return self._taken[kind][name][0]
 

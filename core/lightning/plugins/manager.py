@@ -20,13 +20,12 @@ from lightning import hooks
 from lightning.errors import PluginError
 from lightning.installation import install_command
 from lightning.plugins.attached_adapters import Adapters, Installation
-from lightning.plugins.discovery import DISABLE, GROUP, KINDS, Kind, PluginInfo, RegisteredNames, discover, near, one
+from lightning.plugins.discovery import DISABLE, GROUP, KINDS, PluginInfo, RegisteredNames, discover, near, one
 from lightning.plugins.importing import imported, on_import
 from lightning.types import Caller, StepState, Task, ToolEvent
 from lightning.types.values import as_texts
 
 if TYPE_CHECKING:
-    from lightning_server.protocol import Host, WebApp
     from starlette.types import ASGIApp
 
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
@@ -86,7 +85,7 @@ def _is_its_own(plugin: object, name: str) -> bool:
 
 logger = logging.getLogger(__name__)
 
-EXTRAS: Mapping[tuple[Kind, str], str] = {
+EXTRAS: Mapping[tuple[str, str], str] = {
     ("algorithms", "apo"): "prompts",
     ("stores", "http"): "server",
     ("stores", "https"): "server",
@@ -127,7 +126,7 @@ class Plugins:
         self._entries: dict[str, EntryPoint] = {}
         self._infos: dict[str, PluginInfo] = {}
         self._names = RegisteredNames()
-        self._asked: set[tuple[Kind, str]] = set()
+        self._asked: set[tuple[str, str]] = set()
         self._adapters = Adapters(self._manager, self._infos)
         self._arrivals: deque[str] = deque()
 
@@ -138,7 +137,7 @@ class Plugins:
         self._load()
         return self._manager.hook
 
-    def get(self, kind: Kind, name: str) -> object:
+    def get(self, kind: str, name: str) -> object:
         """What was registered under a name. Raises `PluginError` for an unknown name and for one claimed twice."""
         self._register_all(kind)
         if claimants := self._names.claimants(kind, name):
@@ -151,7 +150,7 @@ class Plugins:
             raise PluginError(self._no_such(kind, name))
         return found
 
-    def names(self, kind: Kind) -> list[str]:
+    def names(self, kind: str) -> list[str]:
         """Every registered name of a kind, sorted."""
         self._register_all(kind)
         return self._names.known(kind)
@@ -220,14 +219,10 @@ class Plugins:
         """The factory of a stage in the line of calls."""
         return cast("Callable[[Parts], CallStage | None]", self.get("call_stages", name))
 
-    def owner(self, kind: Kind, name: str) -> PluginInfo:
+    def owner(self, kind: str, name: str) -> PluginInfo:
         """The plugin that registers a name."""
         self._register_all(kind)
         return self._infos[self._names.owner(kind, name)]
-
-    def web_app(self, name: str) -> Callable[[Host], WebApp]:
-        """The factory of what answers below `/NAME` on servers."""
-        return cast("Callable[[Host], WebApp]", self.get("web_apps", name))
 
     def store(self, url: str) -> Store:
         """A store, not yet opened, for a URL such as `sqlite:///runs/a/lightning.db`; its scheme names the factory."""
@@ -339,12 +334,12 @@ class Plugins:
         message = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
         self._infos[name] = self._infos[name].broken(message)
 
-    def _register_all(self, kind: Kind) -> None:
+    def _register_all(self, kind: str) -> None:
         """Ask each plugin once for what it registers of a kind, when that is first asked for: it may import much for it."""
         self._load()
         with self._locked():
-            caller: pluggy.HookCaller = getattr(self._manager.hook, f"register_{kind}")
-            for implementation in list(caller.get_hookimpls()):
+            caller: pluggy.HookCaller | None = getattr(self._manager.hook, f"register_{kind}", None)
+            for implementation in [] if caller is None else list(caller.get_hookimpls()):
                 name = implementation.plugin_name
                 if (kind, name) in self._asked:
                     continue
@@ -355,12 +350,12 @@ class Plugins:
                 except (Exception, SystemExit) as error:  # noqa: BLE001 — as above
                     self._break(name, error)
 
-    def _no_such(self, kind: Kind, name: str) -> str:
+    def _no_such(self, kind: str, name: str) -> str:
         known = self._names.known(kind)
         text = f"there is no {one(kind)} {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
         return text + self._cures(kind, name)
 
-    def _cures(self, kind: Kind, name: str = "") -> str:
+    def _cures(self, kind: str, name: str = "") -> str:
         """What brings a name that is not there, or could."""
         text = ""
         if extra := EXTRAS.get((kind, name)):

@@ -1,4 +1,10 @@
-"""What a plugin answers on the port of a Lightning Server (the hook `register_web_apps`), and what it is given for that.
+"""What other plugins answer on the port of `lightning serve`, and what they are given for that.
+
+    @lightning.hookimpl(optionalhook=True)  # no error where there is no server
+    def register_web_apps(register: Callable[[str, Callable[[Host], WebApp]], None]) -> None:
+        register("pages", make)  # answers /pages and what is below
+
+`make(host)` is called before the port opens and should take a moment.
 
 The invariant: an application sees a store of all projects, so it must ask whose token it is dealing with, and show that project
 alone.
