@@ -26,6 +26,10 @@ WORDS = {
     "date": "2026-01-31",
     "url": "http://127.0.0.1:9/",
 }
+ARGUMENTS = {
+    "apply_patch": {"operation": {"type": "create_file", "path": "tasks.md", "diff": "+- [ ] tea\n+- [ ] milk"}}
+}
+"""Of tools whose schema does not say all: a file that is created has a diff."""
 TWICE = "Call it twice at once."
 """A tool whose description says so is called twice in one turn, with the same arguments."""
 LAST = ("final_answer", "finish")
@@ -78,7 +82,11 @@ def _calls(body: Json, messages: Sequence[Json]) -> list[ToolCall]:
     if body.get("parallel_tool_calls") is False:
         names = names[:1]
     return [
-        ToolCall(name, json.dumps(example(offered[name].get("parameters") or {})), f"call_{next(_ids):08d}")
+        ToolCall(
+            name,
+            json.dumps(ARGUMENTS.get(name) or example(offered[name].get("parameters") or {})),
+            f"call_{next(_ids):08d}",
+        )
         for name in names
     ]
 

@@ -17,7 +17,7 @@ from agents.tracing import Span, Trace, TracingProcessor, gen_span_id, get_curre
 from lightning.instrument import ask, component_path
 from lightning.instrument import emit as to_rollout
 
-from lightning_openai_agents.outcomes import outcomes
+from lightning_openai_agents.outcomes import outcomes, told_by_run
 
 receivers: list[Callable[[lightning.ToolEvent], None]] = []
 """Who gets the tool events while the adapter is installed: the last one."""
@@ -43,6 +43,7 @@ class Step:
         self.outcome: tuple[str, str] | None = None
         """Status and error of a tool run, where its span does not say them."""
         self.doubtful: list[lightning.ToolEvent] = []
+        self.reports = data.type == "function" and not told_by_run(self)
         if data.type in MODEL and (agent := self.agent()):
             agent.settle("ok")
 
@@ -61,7 +62,11 @@ class Step:
         """
         settled, self.doubtful = self.doubtful, []
         for event in settled:
-            _report(replace(event, status=status))
+            self.report(replace(event, status=status))
+
+    def report(self, event: lightning.ToolEvent) -> None:
+        """Tell whoever gets the tool events."""
+        (receivers[-1] if receivers else to_rollout)(event)
 
     def path_here(self) -> tuple[str, ...]:
         """Its path, and behind it the `lightning.component`s entered since it began."""
@@ -79,13 +84,13 @@ class Step:
     def close(self, error: Any) -> None:
         """Its span has ended: keep what the model asked for, report a tool's run; a second time: nothing."""
         data, was_open, self.open = self.data, self.open, False
-        if was_open and data.type == "function":
+        if was_open and self.reports:
             event, agent = self._event(error), self.agent()
             self.context = None
             if event.status == "ok" and data.output is None and agent and agent.open:
                 agent.doubtful.append(event)
             else:
-                _report(event)
+                self.report(event)
         elif was_open and data.type == "agent":
             self.settle("unknown")
 
@@ -109,10 +114,6 @@ class Step:
             caller=self.parent.caller() if self.parent else None,
             at=time.time(),
         )
-
-
-def _report(event: lightning.ToolEvent) -> None:
-    (receivers[-1] if receivers else to_rollout)(event)
 
 
 def _parsed(text: str | None) -> Any:

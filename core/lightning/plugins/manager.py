@@ -252,14 +252,24 @@ class Plugins:
         return sorted(self._infos.values(), key=lambda info: info.name)
 
     def left_out(self) -> str:
-        """Why plugins that might have what is missed have not: a sentence for each, after a space."""
-        text = ""
-        for info in self.plugins():
-            if info.state in ("broken", "disabled"):
-                text += f" The plugin {info}, which might have it, is {info.state}: {info.error}."
-            elif info.state == "waiting":
-                text += f" The plugin {info} is loaded once {info.waits_for} is imported."
-        return text
+        """Why plugins that might have what is missed have not: sentences, each after a space."""
+        missing = [info for info in self.plugins() if info.state in ("broken", "disabled", "waiting")]
+        text = "".join(
+            f" The plugin {info}, which might have it, is broken: {info.error}."
+            for info in missing
+            if info.state == "broken"
+        )
+        disabled = [info for info in missing if info.state == "disabled"]
+        if len(disabled) == 1:
+            text += f" The plugin {disabled[0]}, which might have it, is disabled: {disabled[0].error}."
+        elif disabled:
+            names = ", ".join(repr(info.name) for info in disabled)
+            text += f" The plugins {names}, which might have it, are disabled: {DISABLE} lists them."
+        return text + "".join(
+            f" The plugin {info} is loaded once {info.waits_for} is imported."
+            for info in missing
+            if info.state == "waiting"
+        )
 
     def adapters(self) -> list[PluginInfo]:
         """The plugins that name agents or report tools, those that wait for a framework, and any that is broken."""
