@@ -37,6 +37,7 @@ from aiohttp import web
 from bench_store import conversations, rollouts_of
 from lightning import asyncio_utils
 from lightning.plugins import plugins
+from lightning.server.tokens import put_token
 from lightning.store.http import HttpStore
 from lightning.store.protocol import Store
 from lightning.types import Lease, Outcome, Run, Scope, Transition
@@ -121,7 +122,7 @@ async def server(announce: Callable[[object], None], upstream: str, url: str) ->
     store = plugins().store(url)
     await store.open()
     token, plain = issue_token(Scope.ADMIN, ALL_PROJECTS)
-    await store.put_token(token)
+    await put_token(store, token)
     made = Gateway(store, [Upstream(upstream, "tiny")], GatewayConfig(), secret=secrets.token_bytes(32))
     Control(store, made)
     await made.start()

@@ -20,7 +20,6 @@ TABLES: Final = (
     "state",
     "resources",
     "aliases",
-    "tokens",
     "revisions",
     "answers",
 )

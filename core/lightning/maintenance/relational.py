@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, cast
 
 from lightning.errors import SchemaError, StoreError
 from lightning.maintenance import queries
 from lightning.maintenance.keeper import DatabaseStatus, Weight, count_tokens
+from lightning.plugins import plugins
 from lightning.store.relational import schema
+from lightning.store.relational.brought import SqlPart, groups_in
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.schema_version import SCHEMA
 from lightning.store.url import redacted
@@ -59,6 +61,10 @@ class RelationalKeeper(ABC):
             raise SchemaError(f"{redacted(self._url)} {self._without_tables}")
         schema.check_version(redacted(self._url), await transaction.all(schema.VERSION))
 
+    async def _groups(self, transaction: Transaction) -> dict[str, SqlPart]:
+        """What plugins have made for their operations. Raises `StoreError` for what is no installed plugin's."""
+        return await groups_in(transaction, parts(), redacted(self._url))
+
     async def check(self) -> None:
         """See `Keeper.check`."""
         await self._read(self._check)
@@ -74,7 +80,8 @@ class RelationalKeeper(ABC):
             (counts[table],) = await transaction.one(queries.count(table)) or (0,)
         activity = await transaction.all(queries.ACTIVITY)
         first = await transaction.one(queries.FIRST_RUN)
-        tokens = await transaction.all(queries.TOKENS)
+        there = await self._tables(transaction)
+        tokens = await transaction.all(queries.TOKENS) if "tokens" in there else []
         return DatabaseStatus(
             store=redacted(self._url),
             schema=SCHEMA,
@@ -160,6 +167,16 @@ class RelationalKeeper(ABC):
                 return
             if old:
                 await self._write(lambda tx, old=old: tx.many(queries.FORGET_STATE, old))  # type: ignore[misc]
+
+
+def parts() -> dict[str, SqlPart]:
+    """The parts for SQL databases of the groups of operations that plugins bring."""
+    found = {}
+    for operation in plugins().operations():
+        group = operation.group
+        if group is not None and group.name not in found and "sql" in group.parts:
+            found[group.name] = cast("SqlPart", group.part(operation, "sql", "a database"))
+    return found
 
 
 async def _busy(transaction: Transaction) -> frozenset[str]:

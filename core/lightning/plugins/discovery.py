@@ -127,6 +127,7 @@ Kind: TypeAlias = Literal[
     "credits",
     "engines",
     "stores",
+    "operations",
     "keepers",
     "runners",
     "agents",
@@ -145,7 +146,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 def one(kind: Kind) -> str:
     """The kind in the singular."""
-    return kind.removesuffix("s").replace("_", " ")
+    return "group of operations" if kind == "operations" else kind.removesuffix("s").replace("_", " ")
 
 
 class RegisteredNames:

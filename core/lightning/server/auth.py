@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from lightning.addresses import is_loopback
 from lightning.errors import ConfigError, DataError
 from lightning.server.errors import ApiError
+from lightning.server.tokens import get_token, list_tokens
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.types import DEFAULT_PROJECT, Scope, Token
@@ -64,7 +65,7 @@ class Principal:
 def issue_token(
     scope: Scope, project: str = DEFAULT_PROJECT, name: str = "", ttl: float | None = None
 ) -> tuple[Token, str]:
-    """A new token to be kept with `Store.put_token`, and its plain text `lt_<id>_<secret>`, which can never be had again.
+    """A new token to be kept with `put_token`, and its plain text `lt_<id>_<secret>`, which can never be had again.
 
     `ttl` is in seconds; without it the token lives until it is revoked. Raises `DataError` for a project or a name that cannot
     be one, and for all projects (`*`) with another scope than admin.
@@ -160,7 +161,7 @@ class Authenticator:
         asked = time.monotonic()
         if known is not None and asked - known[1] < CACHE_SECONDS:
             return known[0]
-        token = await self._store.get_token(identity)
+        token = await get_token(self._store, identity)
         if token is None:
             self._known.pop(identity, None)
             return None
@@ -195,7 +196,7 @@ async def check_exposure(store: Store, host: str, *, place: str = "") -> None:
     if is_loopback(host):
         return
     now = time.time()
-    for token in await store.list_tokens():
+    for token in await list_tokens(store):
         alive = token.revoked_at is None and (token.expires_at is None or token.expires_at > now)
         if alive and token.name != AUTOMATIC:
             return

@@ -31,7 +31,12 @@ class Script:
 
 
 def _load(name: str) -> Script:
-    common, body = (_LUA.joinpath(f"{file}.lua").read_text("utf-8") for file in ("common", name))
+    return script(name, _LUA.joinpath(f"{name}.lua").read_text("utf-8"))
+
+
+def script(name: str, body: str) -> Script:
+    """A script, for operations of a plugin too, from the text that names its keys and arguments."""
+    common = _LUA.joinpath("common.lua").read_text("utf-8")
     keys = ["answers", *_named(body, "keys")]
     arguments = ["connection", "batch", "call", *_named(body, "arguments")]
     head = [f"local {key} = KEYS[{i}]" for i, key in enumerate(keys, 1)]

@@ -58,10 +58,6 @@ FUNCTIONS: Final[Mapping[str, Callable[..., Awaitable[Any]]]] = {
     "put_state": records.put_state,
     "keep_state": records.keep_state,
     "get_state": records.get_state,
-    "put_token": token_ops.put,
-    "get_token": token_ops.get,
-    "list_tokens": token_ops.every,
-    "revoke_token": token_ops.revoke,
     "put_resource": resource_ops.put,
     "get_resource": resource_ops.get,
     "list_resources": resource_ops.versions,
@@ -72,6 +68,8 @@ FUNCTIONS: Final[Mapping[str, Callable[..., Awaitable[Any]]]] = {
     "resource_uses": resource_ops.uses,
 }
 """What does each operation of the table, with the link of the loop and the operation's arguments by name."""
+GROUPS: Final[Mapping[str, Mapping[str, Callable[..., Awaitable[Any]]]]] = {"tokens": token_ops.FUNCTIONS}
+"""The same for groups that have no part for Redis of their own."""
 
 
 class RedisStore(Operations):
@@ -153,7 +151,15 @@ class RedisStore(Operations):
     async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Do an operation on the link of this loop."""
         with self._link() as link:
-            return await FUNCTIONS[operation.name](link, **arguments)
+            return await self._function(operation)(link, **arguments)
+
+    def _function(self, operation: Operation) -> Callable[..., Awaitable[Any]]:
+        group = operation.group
+        if group is None:
+            return FUNCTIONS[operation.name]
+        part = GROUPS.get(group.name) or group.part(operation, "redis", self)
+        function: Callable[..., Awaitable[Any]] = group.function(operation, part, self)
+        return function
 
     def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
         """See `Store.watch`."""

@@ -20,6 +20,7 @@ from lightning.errors import ConfigError, DataError, LightningError, Unavailable
 from lightning.plugins import plugins
 from lightning.server.auth import Authenticator, issue_token
 from lightning.server.serving import serve_store
+from lightning.server.tokens import put_token
 from lightning.server.weight_files import WeightFiles
 from lightning.store.url import sqlite_url
 from lightning.trainer.checkpoints import WEIGHTS_NAME, checked_weights, weights_content
@@ -64,7 +65,7 @@ def through_server(
     async def main() -> None:
         async with serve_store(sqlite_url(run / "lightning.db"), Config(), run) as server:
             token, plain = issue_token(scope)
-            await server.store.put_token(token)
+            await put_token(server.store, token)
             monkeypatch.setenv("LIGHTNING_TOKEN", plain)
             await asyncio.to_thread(act, server.url)
 
@@ -194,7 +195,7 @@ async def test_a_file_without_end_keeps_nobody_waiting(run: Path) -> None:
         file.truncate(1 << 42)
     async with serve_store(sqlite_url(run / "lightning.db"), Config(), run) as server:
         token, plain = issue_token(Scope.VIEWER)
-        await server.store.put_token(token)
+        await put_token(server.store, token)
         async with aiohttp.ClientSession(headers={"authorization": f"Bearer {plain}"}) as client:
             one = f"{server.url}/weights/{WEIGHTS_NAME.replace('/', '%2F')}@1"
             endless = [asyncio.create_task(client.get(URL(f"{one}/config.json", encoded=True))) for _ in range(10)]

@@ -14,6 +14,7 @@ from lightning.cli.tokens import seconds
 from lightning.errors import ConfigError
 from lightning.server.auth import Authenticator, Principal
 from lightning.server.errors import ApiError
+from lightning.server.tokens import put_token
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.testing.control import ControlServer
@@ -53,7 +54,7 @@ def test_a_token_is_made_listed_and_revoked(lightning: Lightning, url: str, tmp_
 
 def test_a_time_that_no_calendar_has_is_still_listed(lightning: Lightning, url: str) -> None:
     token = Token("t1", Scope.VIEWER, "a" * 64, expires_at=1e18)
-    asyncio.run(with_store(url, lambda store: store.put_token(token), make=True))
+    asyncio.run(with_store(url, lambda store: put_token(store, token), make=True))
     listed = lightning("token", "ls", "--store", url)
     assert (listed.code, "t1" in listed.out) == (0, True)
 

@@ -17,6 +17,7 @@ from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.fleet.records import gateway_secret
 from lightning.server.auth import issue_token
 from lightning.server.control import Control
+from lightning.server.tokens import put_token
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import LLM, Rollout, Run, Scope, Task
@@ -145,7 +146,7 @@ async def site() -> AsyncIterator[Site]:
         made = Site(store, fake, config)
         for scope in (Scope.RUNNER, Scope.VIEWER):
             token, made.tokens[scope] = issue_token(scope)
-            await store.put_token(token)
+            await put_token(store, token)
         yield made
         for server in made.servers:
             await server.stop()

@@ -23,6 +23,7 @@ from lightning.runner.attempt_completion import NEVER_CALLED, OUTLIVED
 from lightning.runner.sandbox import bubblewrap
 from lightning.server.agents import HowToCall
 from lightning.server.auth import issue_token
+from lightning.server.tokens import list_tokens, put_token, revoke_token
 from lightning.store.epochs import mark_over
 from lightning.store.http.transport import TokenRefusedError, TooLongError
 from lightning.types import LLM, Fault, Outcome, Resource, Rollout, Run, Scope, Status, Task, ToolEvent
@@ -312,8 +313,8 @@ async def test_a_token_that_is_revoked_ends_an_idle_client(site: Site, monkeypat
     server = await site.start()
     working = asyncio.create_task(site.client(server).work())
     await asyncio.sleep(0.2)
-    token = next(one for one in await site.store.list_tokens() if one.scope is Scope.RUNNER)
-    await site.store.revoke_token(token.id)
+    token = next(one for one in await list_tokens(site.store) if one.scope is Scope.RUNNER)
+    await revoke_token(site.store, token.id)
     with pytest.raises(StoreError, match="revoked"):
         await asyncio.wait_for(working, 60)
 
@@ -327,11 +328,11 @@ async def test_a_token_that_expires_and_is_renewed_in_its_file_ends_no_agent(
 
     async def agent(task: Task, llm: LLM) -> float:
         token, plain = issue_token(Scope.RUNNER)
-        await site.store.put_token(token)
+        await put_token(site.store, token)
         await asyncio.to_thread(file.write_text, plain)
-        for one in await site.store.list_tokens():
+        for one in await list_tokens(site.store):
             if one.scope is Scope.RUNNER and one.id != token.id:
-                await site.store.revoke_token(one.id)
+                await revoke_token(site.store, one.id)
         return await calling(task, llm)
 
     server = await site.start()

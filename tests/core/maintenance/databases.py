@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lightning.server.tokens import put_token
 from lightning.store import exchanges
 from lightning.store.conversation import CONVERSATION, pack
 from lightning.store.exchanges import TEXTS
@@ -112,8 +113,8 @@ async def database(tmp_path: Path) -> Path:
     await store.put_resource(Resource("writer", "Write."))
     await store.put_resource(Resource("writer", "Rhyme."))
     await store.set_alias("writer", "production", 1)
-    await store.put_token(Token("t1", Scope.RUNNER, "ab" * 32, "lab", "ci", 1000.0, 2000.0))
-    await store.put_token(Token("t2", Scope.ADMIN, "cd" * 32, "*", "me"))
+    await put_token(store, Token("t1", Scope.RUNNER, "ab" * 32, "lab", "ci", 1000.0, 2000.0))
+    await put_token(store, Token("t2", Scope.ADMIN, "cd" * 32, "*", "me"))
     await store.close()
     return tmp_path / "store.db"
 

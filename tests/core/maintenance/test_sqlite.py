@@ -15,6 +15,7 @@ from lightning.errors import ConfigError, PluginError, SchemaError, StoreError
 from lightning.maintenance import Weight, keeper, keeper_of, queries
 from lightning.maintenance.keeper import count_tokens
 from lightning.plugins import Plugins
+from lightning.server.tokens import list_tokens
 from lightning.store.schema_version import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
@@ -47,7 +48,7 @@ async def content(path: Path) -> dict[str, Any]:
         "spans": [await store.spans(rollout.id) for rollout in page.rollouts],
         "steps": await store.steps("run"),
         "resources": await store.list_resources(),
-        "tokens": await store.list_tokens(),
+        "tokens": await list_tokens(store),
         "state": await store.get_state("run", "note"),
     }
     await store.close()

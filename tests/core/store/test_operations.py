@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from lightning.errors import StoreError
+from lightning.server import tokens_sql
 from lightning.server.api import app
 from lightning.server.api.openapi import describe
 from lightning.server.api.store_routes import route_of
+from lightning.server.tokens import TOKENS
 from lightning.store.http import HttpStore
 from lightning.store.memory import MemoryStore
 from lightning.store.operation import Operation
@@ -113,7 +115,9 @@ def test_what_names_nothing_of_a_project_cannot_be_an_operation() -> None:
 def test_an_sql_database_has_a_function_with_the_arguments_of_each_operation() -> None:
     functions = {**READS, **WRITES}
     assert set(functions) <= {operation.name for operation in OPERATIONS}
-    for operation in OPERATIONS:
+    assert set(tokens_sql.PART.functions) == {operation.name for operation in TOKENS.operations}
+    functions |= tokens_sql.PART.functions
+    for operation in (*OPERATIONS, *TOKENS.operations):
         if operation.name in functions:
             found = list(inspect.signature(functions[operation.name]).parameters)[1:]
             assert found == list(operation.signature.parameters), operation

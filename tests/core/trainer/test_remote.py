@@ -17,6 +17,7 @@ from lightning.plugins import plugins
 from lightning.runner.plugin import RemoteRunner
 from lightning.server.auth import issue_token
 from lightning.server.control import Control
+from lightning.server.tokens import put_token
 from lightning.store.memory import MemoryStore
 from lightning.trainer import agents as trainer_agents
 from lightning.trainer.agents import Agents
@@ -45,7 +46,7 @@ async def clients(made: Any, agent: Any, count: int = 2) -> AsyncIterator[None]:
     """Let clients instead of the bench's own runner work for its run."""
     stack = made.loop.stack
     token, plain = issue_token(Scope.RUNNER)
-    await stack.store.put_token(token)
+    await put_token(stack.store, token)
     control = Control(stack.store, stack.gateway)
     stop = asyncio.Event()
     config = with_settings(Config(), {"runner.concurrency": 4})

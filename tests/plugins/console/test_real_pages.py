@@ -19,6 +19,7 @@ import pytest
 from lightning.config import Config
 from lightning.server.auth import issue_token
 from lightning.server.serving import serve_store
+from lightning.server.tokens import put_token
 from lightning.store.url import sqlite_url
 from lightning.types import Outcome, Rollout, Run, Scope, Task
 from lightning_console.export import export_pages
@@ -181,7 +182,7 @@ async def server(folder: Path) -> AsyncIterator[tuple[str, dict[str, str]]]:
         for name in ("team-a", "team-b"):
             await running.store.put_run(Run(f"run-{name}", f"of {name}", {}, 1.0, name))
             token, tokens[name] = issue_token(Scope.VIEWER, name)
-            await running.store.put_token(token)
+            await put_token(running.store, token)
         yield f"{running.url}/console", tokens
 
 

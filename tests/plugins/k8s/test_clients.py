@@ -20,6 +20,7 @@ from lightning.gateway.fleet.records import gateway_secret
 from lightning.runner.protocol import Site
 from lightning.server.auth import issue_token
 from lightning.server.control import Control
+from lightning.server.tokens import put_token
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.testing.tiny_models import make_tiny_model
@@ -105,7 +106,7 @@ async def site() -> AsyncIterator[Site]:
         resources.push_async_callback(control.close)
         await gateway.start()
         token, plain = issue_token(Scope.RUNNER)
-        await store.put_token(token)
+        await put_token(store, token)
         yield Site(control.url, plain, "run-1", store)
 
 

@@ -16,6 +16,7 @@ from lightning.cli.locate import with_store
 from lightning.errors import DataError, SchemaError, StoreError
 from lightning.maintenance import Weight, keeper_of, queries
 from lightning.maintenance.prune import PruneRequest, carry_out, plan
+from lightning.server.tokens import list_tokens, put_token
 from lightning.store import sql
 from lightning.store.protocol import Store
 from lightning.store.schema_version import SCHEMA
@@ -46,7 +47,7 @@ async def store(url: str, filled: Callable[..., Any]) -> AsyncIterator[PostgresS
     await made.put_resource(Resource("writer", "Write."))
     await made.put_resource(Resource("writer", "Rhyme."))
     await made.set_alias("writer", "production", 1)
-    await made.put_token(Token("t1", Scope.RUNNER, "ab" * 32, "lab", "ci", 1000.0, 2000.0))
+    await put_token(made, Token("t1", Scope.RUNNER, "ab" * 32, "lab", "ci", 1000.0, 2000.0))
     yield made
     await made.close()
 
@@ -66,7 +67,7 @@ async def content(store: Store) -> dict[str, Any]:
         "metrics": [(point.step, sorted(point.values), point.at) for point in await store.metrics("run")],
         "resources": await store.list_resources(),
         "moves": await store.alias_history("writer", "production"),
-        "tokens": await store.list_tokens(),
+        "tokens": await list_tokens(store),
         "state": await store.get_state("run", "note"),
     }
 

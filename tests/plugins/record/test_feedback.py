@@ -9,6 +9,7 @@ import httpx
 import pytest
 from lightning.server.auth import Authenticator, issue_token
 from lightning.server.serving import Sessions, admins
+from lightning.server.tokens import put_token
 from lightning.types import LLM, Scope, Status
 from lightning_record.feedback import feedback_key
 
@@ -94,7 +95,7 @@ async def test_admins_rate_what_is_of_their_projects(house) -> None:
 
     async def status(project: str, response: str, scope: Scope = Scope.ADMIN) -> int:
         token, plain = issue_token(scope, project)
-        await house.store.put_token(token)
+        await put_token(house.store, token)
         headers = {"authorization": f"Bearer {plain}"}
         async with httpx.AsyncClient(base_url=f"{house.gateway.url}/v1", headers=headers) as http:
             return (await rate(http, response)).status_code

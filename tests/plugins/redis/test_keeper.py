@@ -13,6 +13,7 @@ from lightning.cli.locate import with_store
 from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
 from lightning.maintenance import Weight, keeper_of
 from lightning.maintenance.prune import PruneRequest, carry_out, plan
+from lightning.server.tokens import put_token
 from lightning.store.schema_version import SCHEMA
 from lightning.types import Outcome, Resource, Rollout, Scope, Task, Token, Transition
 from lightning_redis.keeper import RedisKeeper
@@ -35,7 +36,7 @@ async def store(url: str, filled: Callable[..., Any]) -> AsyncIterator[RedisStor
     await filled(made)
     await made.put_resource(Resource("writer", "Write."))
     await made.put_resource(Resource("writer", "Rhyme."))
-    await made.put_token(Token("t1", Scope.RUNNER, "ab" * 32, "lab", "ci", 1000.0, 2000.0))
+    await put_token(made, Token("t1", Scope.RUNNER, "ab" * 32, "lab", "ci", 1000.0, 2000.0))
     yield made
     await made.close()
 

@@ -1,15 +1,18 @@
-"""Redis does every operation of the table."""
+"""Redis does every operation of the table, and those on tokens."""
 
 from __future__ import annotations
 
 import inspect
 
+from lightning.server.tokens import TOKENS
 from lightning.store.operations import OPERATIONS
-from lightning_redis.store import FUNCTIONS
+from lightning_redis.store import FUNCTIONS, GROUPS
 
 
 def test_redis_has_a_function_with_the_arguments_of_each_operation() -> None:
     assert set(FUNCTIONS) == {operation.name for operation in OPERATIONS}
-    for operation in OPERATIONS:
-        found = list(inspect.signature(FUNCTIONS[operation.name]).parameters)[1:]
+    assert set(GROUPS["tokens"]) == {operation.name for operation in TOKENS.operations}
+    functions = {**FUNCTIONS, **GROUPS["tokens"]}
+    for operation in (*OPERATIONS, *TOKENS.operations):
+        found = list(inspect.signature(functions[operation.name]).parameters)[1:]
         assert found == list(operation.signature.parameters), operation

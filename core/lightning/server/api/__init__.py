@@ -4,7 +4,7 @@ The invariant: see `lightning.server.api.app` for what a request goes through, a
 route is.
 """
 
-from lightning.server.api.app import ROUTES, Api, Limits, description
+from lightning.server.api.app import Api, Limits, description, routes
 from lightning.server.api.table import PREFIX, Finish, LlmFor
 
-__all__ = ["PREFIX", "ROUTES", "Api", "Finish", "Limits", "LlmFor", "description"]
+__all__ = ["PREFIX", "Api", "Finish", "Limits", "LlmFor", "description", "routes"]

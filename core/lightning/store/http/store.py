@@ -17,7 +17,7 @@ from lightning.errors import DataError, StoreError, UnavailableError
 from lightning.store import extras, json_codec, json_text, messages, rollout_state, rows
 from lightning.store.http.long_poll import HttpWatch
 from lightning.store.http.requests import PAGE, Asking, written
-from lightning.store.http.transport import NotFoundError
+from lightning.store.http.transport import NotFoundError, UnknownRouteError
 from lightning.store.operation import REQUIRED, Operation
 from lightning.store.operations import LEASE_ANSWER, Operations
 from lightning.store.protocol import Page, RunWatch
@@ -45,6 +45,14 @@ class HttpStore(Operations, Asking):
 
     async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Ask for an operation."""
+        try:
+            return await self._called(operation, arguments)
+        except UnknownRouteError as error:
+            if operation.group is None:
+                raise
+            raise operation.group.lacking(operation, f"the server at {self._urls[0]}") from error
+
+    async def _called(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         path = _path(operation, arguments)
         query = {part.name: _shown(arguments[part.name]) for part in operation.query if _is_sent(part, arguments)}
         if operation.item is not None:

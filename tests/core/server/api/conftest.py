@@ -12,6 +12,7 @@ from urllib.parse import unquote
 import pytest
 from lightning.server.api import Api, Limits
 from lightning.server.auth import ALL_PROJECTS, Authenticator, issue_token
+from lightning.server.tokens import put_token
 from lightning.store.memory import MemoryStore
 from lightning.types import LLM, Lease, Rollout, Run, Scope, Task
 
@@ -112,7 +113,7 @@ async def make_world(**changes: Any) -> World:
     tokens = {}
     for scope in Scope:
         token, tokens[scope.value] = issue_token(scope, ALL_PROJECTS if scope is Scope.ADMIN else "default")
-        await store.put_token(token)
+        await put_token(store, token)
 
     async def finish(store: Any, rollout: str, attempt: int, outcome: Any) -> Rollout:
         return await store.complete(rollout, attempt, outcome)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from lightning.server.api import PREFIX, ROUTES, description
+from lightning.server.api import PREFIX, description, routes
 from lightning.server.api.table import Route
 from lightning.store import json_codec, messages
 from lightning.store.memory import MemoryStore
@@ -28,7 +28,7 @@ KNOWN = {
     "which": "1",
 }
 """Ids that exist, so that half of the requests get beyond the first look-up."""
-BY_LABEL = {f"{route.method} {PREFIX}{route.path}": route for route in ROUTES}
+BY_LABEL = {f"{route.method} {PREFIX}{route.path}": route for route in routes()}
 
 
 @pytest.fixture(scope="module")

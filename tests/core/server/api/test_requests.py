@@ -13,7 +13,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.errors import StoreError, UnavailableError
-from lightning.server.api import ROUTES, Api
+from lightning.server.api import Api, routes
 from lightning.server.auth import Authenticator
 from lightning.store.rollout_state import EXCUSED
 from lightning.types import LLM, Fault, Outcome, Rollout, Status, Task, Transition, logprobs, token_ids
@@ -294,7 +294,7 @@ def running() -> Iterator[tuple[asyncio.Runner, World]]:
 @settings(max_examples=80)
 @given(
     method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE"]),
-    target=st.sampled_from([route.path for route in ROUTES]) | TARGETS,
+    target=st.sampled_from([route.path for route in routes()]) | TARGETS,
     query=QUERIES,
     payload=st.binary(max_size=40) | st.sampled_from([b"{}", b'{"run":"run","worker":"w"}', b'{"rollouts":[{}]}']),
     headers=st.lists(
