@@ -19,6 +19,7 @@ from lightning.maintenance.prune import PruneRequest, carry_out, plan
 from lightning.server.tokens import list_tokens, put_token
 from lightning.store import sql
 from lightning.store.protocol import Store
+from lightning.store.relational.brought import KEEP_VERSION
 from lightning.store.schema_version import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Outcome, Resource, Rollout, Run, Scope, Task, Token
@@ -97,6 +98,12 @@ async def test_there_and_back(store: PostgresStore, url: str, tmp_path: Path, po
     await file.close()
     with pytest.raises(StoreError, match="exists already"):
         await keeper_of(url).backup(tmp_path / "backup.db")
+    await store._write(lambda tx: tx.run(KEEP_VERSION, ("verdicts", 1)))
+    with pytest.raises(
+        StoreError, match="tables that a plugin made for its operations 'verdicts', and that plugin, or a rel"
+    ):
+        await keeper_of(url).backup(tmp_path / "other.db")
+    await store._write(lambda tx: tx.run("DELETE FROM operation_groups WHERE name = 'verdicts'"))
 
     other = postgres_server.url_of(f"kept_{uuid.uuid4().hex[:12]}", pool=2)
     await keeper_of(other).restore(tmp_path / "backup.db")
