@@ -281,7 +281,7 @@ async def served(real_vllm: RealVLLM) -> RealVLLM:
 @pytest.fixture(scope="session")
 def control() -> Iterator[Any]:
     """One server for the clients' views of all stores."""
-    from lightning.testing.control import ControlServer
+    from tests.servers.control import ControlServer
 
     with ControlServer() as server:
         yield server

@@ -10,6 +10,10 @@ name; `name.module` (one dot or more) delays importing the plugin until `module`
 `register_*` hooks receive a function `register(name, factory)`, and `register_credits` one `register(name, function)`: a credit
 function is called with each group, so it is registered itself and not a class that makes it. A name registered twice is an
 error that names both plugins.
+
+A plugin brings a hook of its own as this module does, by `@lightning.hooks.hookspec`, and reads what others register with it
+from `lightning.plugins`: `plugins().get("tunes", name)` for `register_tunes`. A plugin that implements the hook of one that may
+be absent says `@lightning.hookimpl(optionalhook=True)`.
 """
 
 from __future__ import annotations
@@ -20,24 +24,25 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from lightning_server.protocol import Host, WebApp
     from starlette.types import ASGIApp
 
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
     from lightning.cli.app import Command
     from lightning.cli.check import Check
-    from lightning.config import Config
+    from lightning.config import Config, RunnerConfig
     from lightning.credit import Credit
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
     from lightning.gateway.calls import Parts
     from lightning.gateway.dialects import Dialect
     from lightning.gateway.stages import CallStage
-    from lightning.maintenance.keeper import Keeper
     from lightning.runner.protocol import Agent, Runner
-    from lightning.server.protocol import Host, WebApp
+    from lightning.runner.stages import AttemptStage
     from lightning.store.operation import OperationGroup
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
+    from lightning.trainer.run_server import RunServer
     from lightning.types import Caller, Rollout, StepRecord, StepState, Task, ToolEvent
 
 hookspec = pluggy.HookspecMarker("lightning")
@@ -100,16 +105,18 @@ def register_operations(register: Callable[[str, Callable[[], OperationGroup]], 
 
 
 @hookspec
-def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -> None:
-    """Keepers by URL scheme: a function from the URL to a `Keeper`.
-
-    `lightning db` inspects, copies and prunes a database with it.
-    """
+def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
+    """Runners for `Trainer(runner="name")`: a function from the agent and the configuration to a `Runner`."""
 
 
 @hookspec
-def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
-    """Runners for `Trainer(runner="name")`: a function from the agent and the configuration to a `Runner`."""
+def register_servers(register: Callable[[str, Callable[[], RunServer]], None]) -> None:
+    """What lets others in than the agents of a trainer's process: a function that makes a
+    `lightning.trainer.run_server.RunServer`.
+
+    Asked where clients are to run agents (`runner="remote"`, `server.port`), for a project but the default one, and for a port
+    beyond this machine. One plugin can be it; a training that needs none of this asks nobody.
+    """
 
 
 @hookspec
@@ -188,6 +195,16 @@ def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | 
     where that gateway's settings do not need it. It raises `ConfigError` for settings that cannot be met, and opens nothing:
     before a run starts, a gateway that is not used is made to see that. A stage that raises fails the call. Which stages stand
     before or after it the stage says itself; what is not said is refused at the start, unless `gateway.stage_order` says it.
+    """
+
+
+@hookspec
+def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], AttemptStage | None]], None]) -> None:
+    """Where a plugin stands around each attempt: `register("sandbox", make_sandbox)`.
+
+    The factory makes a `lightning.runner.stages.AttemptStage` of the settings `runner`, once for each runner; None where they
+    do not need it. It opens nothing. A stage that raises ends the attempt, which is made again. Which stages stand before or
+    after it the stage says itself; what is not said is refused at the start, unless `runner.stage_order` says it.
     """
 
 

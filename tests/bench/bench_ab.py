@@ -29,9 +29,9 @@ from lightning.policy_server.protocol import Usage
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.trainer.summary import Reporter
 from lightning.types import LLM, Task
+from lightning_branching.policies import EvaluatedModel
 from lightning_debug.ab import compare, shuffled
 from lightning_debug.evaluate import Setup, Variant
-from lightning_debug.policies import EvaluatedModel
 from lightning_debug.statistics import SequentialTest
 
 RATES = {"Guess: ": 0.5, "Think, then say: ": 0.8}

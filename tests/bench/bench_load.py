@@ -37,10 +37,10 @@ from aiohttp import web
 from bench_store import conversations, rollouts_of
 from lightning import asyncio_utils
 from lightning.plugins import plugins
-from lightning.server.tokens import put_token
-from lightning.store.http import HttpStore
 from lightning.store.protocol import Store
 from lightning.types import Lease, Outcome, Run, Scope, Transition
+from lightning_server.http_store import HttpStore
+from lightning_server.tokens import put_token
 
 CALLS, AGENTS, WARM = 3, 32, 8
 CONVERSATIONS = 128
@@ -116,8 +116,8 @@ async def server(announce: Callable[[object], None], upstream: str, url: str) ->
     """A Lightning Server over a store: control API and gateway on one port."""
     from lightning.config.sections import GatewayConfig
     from lightning.gateway import Gateway, Upstream
-    from lightning.server.auth import ALL_PROJECTS, issue_token
-    from lightning.server.control import Control
+    from lightning_server.auth import ALL_PROJECTS, issue_token
+    from lightning_server.control import Control
 
     store = plugins().store(url)
     await store.open()

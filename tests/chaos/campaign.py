@@ -30,11 +30,11 @@ import numpy as np
 import psutil
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.plugins import plugins
-from lightning.server.auth import issue_token
-from lightning.server.tokens import put_token
 from lightning.store.protocol import Store
 from lightning.types import Scope
 from lightning_examples.raw_python import MODEL
+from lightning_server.auth import issue_token
+from lightning_server.tokens import put_token
 
 from tests.chaos.agent import tasks as word_problems
 from tests.chaos.databases import DATABASES, Database

@@ -10,8 +10,6 @@ import threading
 import pytest
 from lightning import asyncio_utils
 from lightning.asyncio_utils import run_to_end, until_told
-from lightning.client import Client
-from lightning.types import LLM, Task
 
 uvloop = pytest.importorskip("uvloop")
 
@@ -42,12 +40,3 @@ def test_a_signal_cancels_what_runs_and_ends_as_ctrl_c_does(told: signal.Signals
     with pytest.raises(KeyboardInterrupt):
         asyncio_utils.run(until_told(main(), signal.SIGTERM))
     assert ended == [told]
-
-
-async def test_a_client_that_is_run_inside_a_loop_says_what_to_do_instead() -> None:
-    async def agent(task: Task, llm: LLM) -> float:
-        return 1.0
-
-    client = Client("http://127.0.0.1:9", agent, token="lt_a_b", runner="inline")
-    with pytest.raises(RuntimeError, match=r"an event loop runs .* already.*: `await client\.work\(\)`"):
-        client.run()

@@ -15,12 +15,12 @@ import lightning.types
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.client import Client
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
+from lightning.store import codec
 from lightning.testing import FakeVLLM, rollout
-from lightning.types import Caller, Task
+from lightning.types import Caller, Task, shared_prefix, token_ids
 from lightning.types.values import as_texts
 
 JSON = st.recursive(
@@ -28,6 +28,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )
+TOKENS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40).map(token_ids)
 
 
 class Graph:
@@ -83,7 +84,7 @@ def test_metadata_that_is_no_mapping_is_named() -> None:
 
 @pytest.mark.parametrize(
     "noun",
-    [item for item in vars(lightning.types).values() if dataclasses.is_dataclass(item)],
+    [item for item in vars(lightning.types).values() if isinstance(item, type) and dataclasses.is_dataclass(item)],
     ids=lambda noun: noun.__name__,
 )
 def test_the_type_hints_of_every_noun_resolve(noun: type) -> None:
@@ -113,8 +114,6 @@ SEQUENCES: dict[str, Callable[[Any], object]] = {
     "adapters": lambda names: lightning.Trainer("model", adapters=names),
     "adapters of install_adapters": _adapters_of,
     "adapters of rollout": lambda names: rollout(lambda task, llm: 1.0, "x", [], adapters=names),
-    "adapters of Client": lambda names: Client("http://127.0.0.1:1", print, adapters=names),
-    "runs": lambda names: Client("http://127.0.0.1:1", lambda task, llm: 1.0, runner="inline", runs=names),
     "aliases": lambda names: FakeVLLM(aliases=names),
     "Caller.path": lambda names: Caller("writer", path=names),
     "overrides": lambda names: load_config(None, names, {}),
@@ -143,3 +142,28 @@ def test_texts_are_taken_from_any_collection_and_nothing_else_is_one() -> None:
 def test_a_script_that_is_one_text_is_refused() -> None:
     with pytest.raises(DataError, match=r"script is the text 'yes', not a list of replies"):
         rollout(lambda task, llm: 1.0, "x", "yes")
+
+
+@given(TOKENS, TOKENS)
+def test_shared_prefix_counts_tokens(left: array[int], right: array[int]) -> None:
+    expected = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        expected += 1
+    assert shared_prefix(codec.pack(left), codec.pack(right), codec.ITEM) == expected
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 60))
+def test_shared_prefix_of_branches(trunk: int, left: int, right: int) -> None:
+    a = codec.pack(token_ids([7] * trunk + [1] * left))
+    b = codec.pack(token_ids([7] * trunk + [2] * right))
+    assert shared_prefix(a, b, codec.ITEM) == trunk
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40), st.integers(1, 5))
+def test_shared_prefix_counts_whole_items(left: bytes, right: bytes, item: int) -> None:
+    both = next(
+        (place for place, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )
+    assert shared_prefix(left, right, item) == both // item

@@ -11,14 +11,14 @@ import httpx
 import pytest
 from lightning.config import Config, with_settings
 from lightning.plugins import plugins
-from lightning.server import following
-from lightning.server.serving import Followed, serve
 from lightning.store.resource_ref import find, parse_reference
 from lightning.store.url import sqlite_url
 from lightning.trainer.checkpoints import WEIGHTS_NAME, weights_content
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Resource, ResourceKind
 from lightning_examples.raw_python import MODEL
+from lightning_server import following
+from lightning_server.serving import Followed, serve
 from safetensors.torch import load_file, save_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

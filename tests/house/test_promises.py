@@ -8,33 +8,35 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ATTACKS = "tests/core/security"
+ATTACKS, SERVER = "tests/core/security", "tests/plugins/server"
 SECURITY: dict[str, tuple[str, ...]] = {
     "An agent's API key opens little.": (
-        f"{ATTACKS}/test_attacks.py::test_the_agents_key_opens_no_route_of_the_control_api",
-        f"{ATTACKS}/test_attacks.py::test_an_attack_gets_what_the_table_says",
+        f"{SERVER}/security/test_attacks.py::test_the_agents_key_opens_no_route_of_the_control_api",
+        f"{SERVER}/security/test_attacks.py::test_an_attack_gets_what_the_table_says",
         "tests/core/gateway/test_access.py",
         "tests/core/gateway/test_every_dialect.py::test_a_key_that_was_refused_once_reaches_no_policy_server_again",
-        "tests/core/server/test_auth.py::test_the_agents_key_of_a_rollout_is_no_token",
+        "tests/plugins/server/test_auth.py::test_the_agents_key_of_a_rollout_is_no_token",
     ),
     "Tokens of the control API are scoped, hashed, and can be taken back.": (
-        "tests/core/server/test_auth.py::test_a_scope_is_what_it_says",
-        "tests/core/server/test_auth.py::test_only_an_admin_is_for_all_projects",
-        "tests/core/server/test_auth.py::test_no_secret_is_kept_logged_or_repeated",
-        "tests/core/server/test_auth.py::test_a_token_ends_when_its_time_is_over",
-        "tests/core/server/test_auth.py::test_a_revoked_token_is_refused_by_every_server_within_a_second",
-        f"{ATTACKS}/test_attacks.py::test_an_attack_gets_what_the_table_says",
+        "tests/plugins/server/test_auth.py::test_a_scope_is_what_it_says",
+        "tests/plugins/server/test_auth.py::test_only_an_admin_is_for_all_projects",
+        "tests/plugins/server/test_auth.py::test_no_secret_is_kept_logged_or_repeated",
+        "tests/plugins/server/test_auth.py::test_a_token_ends_when_its_time_is_over",
+        "tests/plugins/server/test_auth.py::test_a_revoked_token_is_refused_by_every_server_within_a_second",
+        f"{SERVER}/security/test_attacks.py::test_an_attack_gets_what_the_table_says",
     ),
     "Projects are kept apart.": (
-        f"{ATTACKS}/test_projects.py::test_every_method_of_the_store_has_a_rule",
-        f"{ATTACKS}/test_projects.py::test_what_is_anothers_answers_as_what_never_was",
-        f"{ATTACKS}/test_projects.py::test_nothing_that_one_project_does_is_seen_by_another",
+        f"{SERVER}/security/test_projects.py::test_every_method_of_the_store_has_a_rule",
+        f"{SERVER}/security/test_projects.py::test_what_is_anothers_answers_as_what_never_was",
+        f"{SERVER}/security/test_projects.py::test_nothing_that_one_project_does_is_seen_by_another",
     ),
-    "The servers' own secrets are told to nobody.": (f"{ATTACKS}/test_projects.py::test_secrets_are_told_to_nobody",),
+    "The servers' own secrets are told to nobody.": (
+        f"{SERVER}/security/test_projects.py::test_secrets_are_told_to_nobody",
+    ),
     "Servers bind loopback by default": (
-        f"{ATTACKS}/test_exposure.py::test_every_default_address_is_loopback",
-        f"{ATTACKS}/test_exposure.py::test_a_public_bind_is_refused_without_a_token",
-        f"{ATTACKS}/test_exposure.py::test_a_server_asks_before_it_listens",
+        f"{SERVER}/security/test_exposure.py::test_every_default_address_is_loopback",
+        f"{SERVER}/security/test_exposure.py::test_a_public_bind_is_refused_without_a_token",
+        f"{SERVER}/security/test_exposure.py::test_a_server_asks_before_it_listens",
         "tests/core/policy_server/test_profiles.py",
     ),
     "vLLM's control routes answer their owner alone.": (
@@ -43,7 +45,7 @@ SECURITY: dict[str, tuple[str, ...]] = {
     ),
     "Pages of other sites cannot reach a server on loopback.": (
         f"{ATTACKS}/test_limits.py::test_a_server_on_loopback_answers_to_its_names_only",
-        f"{ATTACKS}/test_attacks.py::test_an_attack_gets_what_the_table_says",
+        f"{SERVER}/security/test_attacks.py::test_an_attack_gets_what_the_table_says",
     ),
     "One client cannot take the port from the others.": (
         f"{ATTACKS}/test_limits.py::test_a_slow_client_is_cut_off",
@@ -53,13 +55,13 @@ SECURITY: dict[str, tuple[str, ...]] = {
         f"{ATTACKS}/test_limits.py::test_trying_tokens_quickly_ends_soon_and_disturbs_no_good_one",
         "tests/adapters/otel/test_tracing_ingest.py::test_who_sends_no_token_can_bring_little",
         "tests/adapters/otel/test_tracing_ingest.py::test_few_requests_without_a_token_are_read_at_a_time",
-        f"{ATTACKS}/test_attacks.py::test_an_attack_gets_what_the_table_says",
+        f"{SERVER}/security/test_attacks.py::test_an_attack_gets_what_the_table_says",
     ),
     "What others send is counted before it is parsed.": (
         "tests/core/test_memory_budget.py",
         f"{ATTACKS}/test_limits.py::test_a_body_is_counted_in_values_as_it_arrives",
         f"{ATTACKS}/test_limits.py::test_one_token_holds_half_of_the_memory_and_leaves_room_for_others",
-        "tests/core/runner/test_hostile_agents.py::test_a_report_that_would_fill_the_runners_memory_is_not_parsed",
+        "tests/plugins/sandbox/test_hostile_agents.py::test_a_report_that_would_fill_the_runners_memory_is_not_parsed",
         f"{ATTACKS}/test_redaction.py::test_four_times_the_text_takes_about_four_times_as_long",
     ),
     "Requests do not choose where calls go.": (
@@ -82,10 +84,10 @@ SECURITY: dict[str, tuple[str, ...]] = {
         "tests/core/cli/test_output.py::test_a_file_gets_a_content_as_it_is_and_a_terminal_does_not",
     ),
     "A server is believed nothing.": (
-        "tests/core/cli/test_pull.py::test_a_hostile_answer_is_one_line_of_error",
-        "tests/core/cli/test_pull.py::test_no_byte_is_written_that_was_not_announced",
-        "tests/core/cli/test_pull.py::test_a_disk_is_not_filled",
-        "tests/core/store/test_http.py::test_an_answer_without_end_is_not_kept_in_memory",
+        "tests/plugins/server/test_pull.py::test_a_hostile_answer_is_one_line_of_error",
+        "tests/plugins/server/test_pull.py::test_no_byte_is_written_that_was_not_announced",
+        "tests/plugins/server/test_pull.py::test_a_disk_is_not_filled",
+        "tests/plugins/server/test_http_store.py::test_an_answer_without_end_is_not_kept_in_memory",
     ),
     "No pickle on the wire or in what is kept.": (
         f"{ATTACKS}/test_files.py::test_only_the_packing_of_agents_knows_pickle",
@@ -121,14 +123,14 @@ SECURITY: dict[str, tuple[str, ...]] = {
         "tests/core/store/test_sqlite.py::test_nothing_is_acknowledged_into_a_file_that_is_not_at_its_place",
     ),
     "Agents can be kept in a sandbox": (
-        "tests/core/runner/test_hostile_agents.py::test_an_attack",
-        "tests/core/runner/test_sandbox.py::test_a_burglar_finds_nothing",
-        "tests/core/runner/test_sandbox.py::test_a_burglar_who_waits_for_the_first_run_finds_nothing",
-        "tests/core/runner/test_sandbox.py::test_hidden_folders_are_made_before_somebody_else_makes_them",
-        "tests/core/runner/test_sandbox.py::test_agents_do_not_get_the_token_of_their_runner",
+        "tests/plugins/sandbox/test_hostile_agents.py::test_an_attack",
+        "tests/plugins/sandbox/test_sandbox.py::test_a_burglar_finds_nothing",
+        "tests/plugins/sandbox/test_sandbox.py::test_a_burglar_who_waits_for_the_first_run_finds_nothing",
+        "tests/plugins/sandbox/test_sandbox.py::test_hidden_folders_are_made_before_somebody_else_makes_them",
+        "tests/plugins/sandbox/test_sandbox.py::test_agents_do_not_get_the_token_of_their_runner",
         "tests/core/runner/test_inline.py::test_a_sandbox_that_nothing_here_could_be_is_refused",
-        "tests/core/runner/test_sandbox.py::test_a_sandbox_for_agents_of_clients_is_theirs",
-        "tests/core/trainer/test_runs.py::test_agents_in_a_sandbox_see_neither_the_run_nor_its_store",
+        "tests/plugins/server/test_remote_runner.py::test_a_sandbox_for_agents_of_clients_is_theirs",
+        "tests/plugins/sandbox/test_house.py::test_agents_in_a_sandbox_see_neither_the_run_nor_its_store",
     ),
 }
 LAWS: dict[str, tuple[str, ...]] = {

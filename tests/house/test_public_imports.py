@@ -52,7 +52,7 @@ def test_what_is_listed_is_there_and_needed() -> None:
 SOURCE = """
 import lightning.gateway
 from lightning.store import SqliteThing
-from lightning.runner import process, lease_loop
+from lightning.runner import process, warmth
 from lightning.types.recorded import Span
 from lightning.moved import away
 from lightning.trainer.loop import Loop
@@ -70,7 +70,7 @@ def test_a_private_import_is_named_with_its_line_and_the_public_place(install) -
     assert said == [
         "curious_plugin imports what is private in lightning:",
         f"{file}:2: lightning.gateway: {nothing}",
-        f"{file}:4: lightning.runner.lease_loop: {nothing}",
+        f"{file}:4: lightning.runner.warmth: {nothing}",
         f"{file}:5: lightning.types.recorded.Span: import it from lightning.types",
         f"{file}:6: lightning.moved.away: this lightning has no such module",
         f"{file}:7: lightning.trainer.loop.Loop: {nothing}",

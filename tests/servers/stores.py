@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from lightning.store import Store, sqlite_url
-from lightning.store.http import HttpStore
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Caller, Rollout, Run, Task, Transition, logprobs, token_ids
 from lightning_postgres.store import PostgresStore
 from lightning_redis.store import RedisStore
+from lightning_server.http_store import HttpStore
 
 from tests.core.store.backends import BACKENDS
 from tests.servers.postgres import PostgresServer
@@ -68,6 +68,11 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "postgres":
         return str(request.getfixturevalue("postgres_url")())
     return sqlite_url(tmp_path / "store.db")
+
+
+def is_served(store: Store) -> bool:
+    """Whether a server stands before what keeps the data."""
+    return isinstance(store, HttpStore)
 
 
 @pytest.fixture

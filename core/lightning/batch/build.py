@@ -24,7 +24,7 @@ import numpy.typing as npt
 from lightning.batch.sample import IntArray, Sample, TokenSpan, sampler_logprobs
 from lightning.batch.trajectory import Group, Trajectory, find_flaw, first_flaw, inherited, is_trained
 from lightning.errors import ConfigError, DataError
-from lightning.types import Transition
+from lightning.types import GREEDY_BELOW, Transition
 
 Normalization = Literal["token-mean", "rollout-mean", "sequence-mean", "constant"]
 """What a token's weight is. With N trained tokens in the step, R rollouts that have any, C trained calls:
@@ -38,9 +38,6 @@ trained with the parent. A branch at a late call weighs no more for being short.
 
 MAX_ADVANTAGE = 1e14
 """The largest advantage or value target, either way: its square, times that of a logprob's gradient, has to be a float32."""
-
-GREEDY_BELOW = 1e-5
-"""vLLM samples greedily below this temperature, and then reports logprobs at temperature 1."""
 
 
 def build_samples(

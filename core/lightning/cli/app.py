@@ -48,17 +48,10 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
     {
         "demo": CoreCommand("lightning.cli.demo", "Train a real agent on this machine, in minutes."),
         "train": CoreCommand("lightning.cli.train", "Train the model behind your agent."),
-        "runner": CoreCommand("lightning.cli.runner", "Run an agent for Lightning Servers, on any machine."),
-        "serve": CoreCommand("lightning.cli.serve", "Serve a model through the gateway and record every call."),
         "runs": CoreCommand("lightning.cli.runs", "List runs, or show one."),
         "resources": CoreCommand(
             "lightning.cli.resources", "List, compare and promote versions of prompts, weights and settings."
         ),
-        "pull": CoreCommand(
-            "lightning.cli.pull", "Copy a version of weights into a folder, from this machine or a server."
-        ),
-        "token": CoreCommand("lightning.cli.tokens", "Make, list and revoke the tokens of a server's control API."),
-        "db": CoreCommand("lightning.cli.db", "Maintain a database: status, backup, restore, prune, export."),
         "audit": CoreCommand("lightning.cli.audit", "Check that a run was trained on exactly what its store holds."),
         "adapters": CoreCommand(
             "lightning.cli.adapters", "List the agent frameworks that can be trained on this machine."
@@ -69,8 +62,9 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
     }
 )
 FROM_PLUGINS = MappingProxyType(
-    {"plan": "planner", "console": "console", "deploy": "deploy", "sweep": "deploy"}
+    {"db": "db", "plan": "planner", "console": "console", "deploy": "deploy", "sweep": "deploy"}
     | dict.fromkeys(("replay", "branch"), "branching")
+    | dict.fromkeys(("runner", "serve", "token", "pull"), "server")
     | dict.fromkeys(("reward", "advise", "profile", "eval", "ab"), "debug")
 )
 """Commands that plugins of this distribution bring, with the extra that installs each."""

@@ -28,6 +28,7 @@ from lightning.installation import OWN, conflicts, install_command
 from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import free_memory
 from lightning.policy_server.model_facts import read_facts
+from lightning.trainer.stack import check_gateway
 
 COLOURS: dict[Status, str] = {"ok": "green", "missing": "yellow", "broken": "red", "low": "yellow"}
 
@@ -37,6 +38,7 @@ DEMO = "demo"
 MINIMUM_PYTHON = (3, 11)
 FREE_GB = 2.0
 """Disk below which a run may not have room for its checkpoints."""
+CURE_OF_STAGES = "update the plugin, or start without it: LIGHTNING_DISABLE_PLUGINS names those that are left out"
 LOADED_BYTES = 5
 """For each parameter of a model that is loaded: float32, and what is read of the file meanwhile."""
 
@@ -86,6 +88,7 @@ def examine(tries: Sequence[str] = ()) -> Iterator[Check]:
     yield from (_extra(extra, needed) for extra in found if extra.name not in (*VLLM, DEMO))
     yield _disk()
     yield from _plugins()
+    yield _stages()
 
 
 def _lightning() -> Iterator[Check]:
@@ -241,6 +244,15 @@ def _plugins() -> Iterator[Check]:
         plugins().demo("tiny")
     except PluginError as error:
         yield Check("demo tiny", "missing", str(error), "reinstall lightning", needed=True)
+
+
+def _stages() -> Check:
+    """Whether the stages of plugins can stand in the line of a gateway's calls, with the settings that nobody has changed."""
+    try:
+        found = check_gateway(Config().gateway).versions
+    except LightningError as error:
+        return Check("stages of calls", "broken", str(error), CURE_OF_STAGES, needed=True)
+    return Check("stages of calls", "ok", ", ".join(found) or "none", needed=True)
 
 
 def _show(checks: list[Check], ok: bool) -> None:

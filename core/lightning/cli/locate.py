@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from lightning.errors import ConfigError
-from lightning.maintenance import check_store
 from lightning.plugins import plugins
 from lightning.plugins.named import import_named as import_named  # for plugins
 from lightning.plugins.named import name_of as name_of  # for plugins
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import DATABASE, existing_store, run_id_of, store_in
+from lightning.store.resource_ref import DATABASE, run_id_of, store_in
 
 if TYPE_CHECKING:
     from lightning.runner.protocol import Agent
@@ -39,9 +38,7 @@ async def with_store(url: str, use: Callable[[Store], Awaitable[T]], *, make: bo
     """Open a store, use it, and close it. Raises `ConfigError` or `SchemaError` when opening would make one, unless it is to
     `make` one."""
     store = plugins().store(url)
-    if not make:
-        await check_store(existing_store(url))
-    await store.open()
+    await store.open(make=make)
     try:
         return await use(store)
     finally:

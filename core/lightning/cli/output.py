@@ -28,9 +28,9 @@ def print_json(value: object) -> None:
     try:
         text = orjson.dumps(value, default=_plain, option=orjson.OPT_INDENT_2).decode()
     except TypeError:  # a lone surrogate, or an integer of more than 64 bits, which tasks may hold
-        from lightning.maintenance.export_files import plain
+        from lightning.store.rows import plain_json
 
-        text = json.dumps(plain(value), default=lambda item: plain(_plain(item)), indent=2)
+        text = json.dumps(plain_json(value), default=lambda item: plain_json(_plain(item)), indent=2)
     sys.stdout.write(text.translate(_BEYOND_ASCII) + "\n")
 
 

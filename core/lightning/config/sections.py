@@ -471,6 +471,9 @@ class RunnerConfig(Section):
     sandbox_hidden: tuple[str, ...] = ("runs",)
     """Files and folders of the project that agents in a sandbox may not read: by default the runs, which hold the store
     and its secrets. So it is in the sandbox of a task in Harbor's format, whatever `runner.sandbox` is."""
+    stage_order: tuple[str, ...] = ()
+    """The order of plugins' stages around an attempt, by their names, first to last; needed where two stand at the same point
+    and neither says which comes first."""
     ray: RayConfig = RayConfig()
     k8s: KubernetesConfig = KubernetesConfig()
 

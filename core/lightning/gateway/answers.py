@@ -29,6 +29,7 @@ from lightning.gateway.http import (
     UpstreamError,
     data_of,
     error_of,
+    event_of,
     told_of_length,
     write_object,
 )
@@ -127,7 +128,7 @@ def _read_event(event: bytes, call: Call) -> tuple[bytes, bool]:
             return b"", last
         for read in call.readers:
             read(chunk)
-        return (b"data: " + write_object(chunk) + b"\n\n" if stripped else event), last
+        return (event_of(write_object(chunk)) if stripped else event), last
     except SHAPE_ERRORS as error:
         raise UpstreamError(f"a chunk is not shaped like vLLM's ({error!r})") from error
 

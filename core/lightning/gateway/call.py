@@ -61,7 +61,8 @@ class Call:
     answers. At `admitted` a stage may set `claims` (the attempt), `policy`, `before` (the chat messages before those of
     the request), `id_mark` (which the id of its answer begins with), `lineage` (the attempt whose earlier responses the request
     may go on with). `withheld` says why a stream is shown to the agent at once, when its versions are settled ("a branch"), and
-    not as it comes. `readers` are given each chunk of a stream as the agent sees it. `extras` are stored with the call, by the
+    not as it comes. `readers` are given each chunk of a stream as the agent sees it; what one raises is its
+    stage's failure, but for an `UpstreamError` (the chunk is not shaped like one). `extras` are stored with the call, by the
     name of the plugin.
 
     `started` says that the first bytes of the answer have left, `stopped_by` which stage refused the call or failed on it.

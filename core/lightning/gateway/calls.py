@@ -19,6 +19,7 @@ from functools import partial
 import aiohttp
 from starlette.types import Receive, Scope, Send
 
+from lightning.bounded import Once
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
 from lightning.gateway.answers import forget_unsound, pass_on, read_whole, refuse_unsound
@@ -108,7 +109,7 @@ class CallEndpoint:
         self._dialect, self._line = dialect, parts.line
         self._config, self._identity, self._policies = parts.config, parts.identity, parts.policies
         self._forwarder, self._recorder = parts.forwarder, parts.recorder
-        self._told: set[str] = set()
+        self._said = Once()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Never raises for what is the agent's, vLLM's, the store's or a plugin's fault."""
@@ -178,8 +179,7 @@ class CallEndpoint:
         """The request without tools that nobody here can run; each type of them is said once."""
         if not (types := self._dialect.hosted_tools(body)):
             return body
-        for kind in set(types) - self._told:
-            self._told.add(kind)
+        for kind in filter(self._said.first, sorted(types)):
             log.warning(
                 "agents ask for the tool %r, which runs on a provider's servers: it is left out (gateway.hosted_tools), and "
                 "the model never hears of it. Said once",
@@ -232,6 +232,7 @@ class CallEndpoint:
             raise UpstreamGoneError(f"its connection was lost in the middle of the answer ({error!r})") from error
         finally:
             response.close()  # if not read to the end: vLLM must see at once that nobody listens any more
+            call.readers.clear()  # they may hold the call, which is to be gone with its answer
 
     def _tokenize(self, call: Call) -> Tokenize:
         return partial(self._forwarder.tokenize, call.policy, call.ticket.rollout)
@@ -309,32 +310,27 @@ class CallEndpoint:
             raise self._identity.over(call.claims, error) from error
         except StoreError as error:
             raise refuse_unstored(error) from error
-        if status is CallStatus.OK and (why := why_no_ids(call.plan, call.capture)) and self._is_new(why):
+        if status is CallStatus.OK and (why := why_no_ids(call.plan, call.capture)) and self._said.first(why):
             log.warning("call %s is not trained on: %s (said once for each API)", call.capture.id, why)
         as_text = any(choice.logprobs and not choice.packed for choice in call.capture.choices.values())
-        if as_text and call.wants_packed and self._is_new(LOGPROBS_ARE_JSON):
+        if as_text and call.wants_packed and self._said.first(LOGPROBS_ARE_JSON):
             log.info(LOGPROBS_ARE_JSON)
-
-    def _is_new(self, text: str) -> bool:
-        """Whether it was not said yet."""
-        new = text not in self._told
-        self._told.add(text)
-        return new
 
     # not answered --------------------------------------------------------------------------------------------------
     async def _refused(
         self, call: Call | None, claims: Claims | None, refusal: RefusalError, scope: Scope, send: Send
     ) -> None:
         """Record a call that gets no answer, as what it was, and tell the agent."""
-        failed = refusal.code in (FAILED, NO_STAGE)
         planned = call if call is not None and call.is_planned else None
         is_kept = planned is not None and bool(planned.ticket.appended)
-        of_stage = planned is not None and bool(planned.stopped_by) and refusal.status >= 500
-        if planned is not None and not is_kept and (failed or of_stage or refusal.code in NO_SERVER):
-            why = refusal if failed or of_stage else None
-            await self._record_failure(planned, CallStatus.ERROR, unserved=True, why=why)
-        elif claims is not None and (failed or (not is_kept and _is_recorded(call, refusal))):
-            await self._record_refused(scope, claims if planned is None else planned.claims, refusal)
+        of_stage = call is not None and bool(call.stopped_by)
+        failed = refusal.code in (FAILED, NO_STAGE)
+        if planned is not None and not is_kept and (of_stage or refusal.code in NO_SERVER):
+            refused = of_stage and refusal.status in REQUEST_ERRORS
+            status, why = CallStatus.REFUSED if refused else CallStatus.ERROR, refusal if of_stage else None
+            await self._record_failure(planned, status, unserved=not refused, why=why)
+        elif claims is not None and (failed or (planned is None and (of_stage or refusal.status in REQUEST_ERRORS))):
+            await self._record_refused(scope, claims if call is None else call.claims, refusal)
         await self._refuse(call, send, refusal)
         if planned is not None and is_kept and (planned.stopped_by or refusal.code == STORE_FAILED):
             await self._take_back(planned)  # the store has taken it, or may have, though it did not say so
@@ -355,9 +351,9 @@ class CallEndpoint:
         """Record a call that was sent but not answered; a store that refuses this too is only logged.
 
         `unserved` says that its agent's failure is not its own, and the attempt is made again: no policy server has seen the
-        call, or a stage failed on it, which is `why`.
+        call, or a stage failed on it. `why` is how a stage failed, or refused it, which may be after it was sampled.
         """
-        if call is None or not call.is_planned or not (call.live.sent or unserved):
+        if call is None or not call.is_planned or not (call.live.sent or unserved or why is not None):
             return
         call.live.unserved |= unserved
         if call.ticket.appended:  # it may be durable already: another row would be another call
@@ -366,6 +362,9 @@ class CallEndpoint:
         forget_unsound(call)
         if why is not None:
             call.capture.refused = described(why.error)
+        if why is not None and status is CallStatus.REFUSED:
+            for choice in call.capture.choices.values() or [call.capture.choice(0)]:
+                choice.finish_reason = why.code
         try:
             await self._line.broken_off(call, Answer(0, outcome=status))
             await self._record(call, status)
@@ -401,12 +400,6 @@ class CallEndpoint:
         else:
             body, headers = self._dialect.refusal(refusal), (JSON_TYPE, *refusal.headers)
             await send_bytes(send, refusal.status, body, headers)
-
-
-def _is_recorded(call: Call | None, refusal: RefusalError) -> bool:
-    """Whether a refusal is one of the request itself, or of a stage."""
-    of_request = call is None or not call.is_planned or bool(call.stopped_by)
-    return of_request and refusal.status in REQUEST_ERRORS
 
 
 def _note_sampling(plan: Plan, capture: Capture) -> None:

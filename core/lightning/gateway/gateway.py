@@ -95,7 +95,7 @@ class Gateway:
         """Bind and serve on the running loop. Raises `GatewayError` when the address cannot be had."""
         if self._serving is not None:
             return
-        if why := why_idle(self._config, "record_requests"):
+        if why := why_idle(self.parts.line, self._config, "record_requests"):
             log.warning("what agents send and get is not kept: %s", why)
         listener = bind(self._config.host, self._config.port)
         self._serving = Serving(self._front, listener, self._config.limits, self._identity.key_of)
@@ -132,7 +132,7 @@ class Gateway:
             raise GatewayError(f"the rollout {rollout.id} is a branch, and {why}")
         self._recorder.expect(rollout.id, lease.attempt)
         token = self.issue(rollout.id, lease.attempt, sampling=sampling, run=run or rollout.run, branch=branch)
-        return LLM(base_url=f"{self.url}/v1", api_key=token, model=MODEL, branch=branch)
+        return LLM(base_url=f"{self.url}/v1", api_key=token, model=MODEL, extras=self.parts.line.told(rollout))
 
     async def served(self, run: str) -> bool:
         """Whether a call of this run would find a policy server that is up. Takes `SURE_SECONDS` at most, and that only until

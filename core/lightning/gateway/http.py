@@ -85,7 +85,7 @@ class RefusalError(Exception):
     @property
     def event(self) -> bytes:
         """The same as a server-sent event, for answers whose headers have left already."""
-        return b"data: " + self.body + b"\n\n"
+        return event_of(self.body)
 
 
 def told_of_length(payload: bytes) -> bytes | None:
@@ -270,6 +270,11 @@ class EventCutter:
     def rest(self) -> bytes:
         """What came after the last blank line: an event that was cut off, or nothing."""
         return bytes(self._buffer)
+
+
+def event_of(data: bytes, kind: str = "") -> bytes:
+    """The server-sent event with this payload of one line, named after its kind if it has one."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data) if kind else b"data: %b\n\n" % data
 
 
 def data_of(event: bytes) -> bytes | None:

@@ -14,7 +14,6 @@ import hashlib
 import logging
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -24,9 +23,10 @@ import orjson
 from jwt.utils import base64url_decode, base64url_encode
 from starlette.types import Scope
 
+from lightning.bounded import Bounded, Once
 from lightning.errors import ConfigError
 from lightning.gateway.http import Header, RefusalError
-from lightning.types import Caller
+from lightning.types import UNNAMED, Caller, recorded
 
 ALGORITHM = "HS256"
 AUDIENCE = "lightning-gateway"
@@ -79,7 +79,7 @@ class TokenSigner:
                 "secrets.token_bytes(32)"
             )
         self._key = hashlib.blake2b(secret, digest_size=32, person=b"lightning.gw").digest()
-        self._verified: OrderedDict[str, Claims] = OrderedDict()
+        self._verified = Bounded[str, Claims](CACHE_SIZE)
         self.watchers: list[KeyWatcher] = []
 
     def issue(
@@ -119,10 +119,8 @@ class TokenSigner:
         claims = self._decode(token)
         if claims.expires_at <= time.time():
             raise ExpiredTokenError(claims)
-        self._verified[token] = claims
+        self._verified.keep(token, claims)
         self._tell(token, claims, issued=False)
-        if len(self._verified) > CACHE_SIZE:
-            self._verified.popitem(last=False)
         return claims
 
     def _tell(self, token: str, claims: Claims, *, issued: bool) -> None:
@@ -179,8 +177,7 @@ def seconds_left(token: str) -> float:
 
 log = logging.getLogger(__name__)
 
-ROLLOUT_HEADER = b"x-lightning-rollout"
-CALLER_HEADER = b"x-lightning-caller"
+ROLLOUT_HEADER, CALLER_HEADER = recorded.ROLLOUT_HEADER.encode(), recorded.CALLER_HEADER.encode()
 KEYS = (b"x-api-key", b"api-key")
 """Headers in which Anthropic's and Azure's clients send their key."""
 ALIAS = "policy:"
@@ -189,7 +186,6 @@ STALE = 4096
 """Tokens of attempts that are over which are remembered at most."""
 NO_RETRY: Header = (b"x-should-retry", b"false")
 """OpenAI's and Anthropic's clients send a 409 again unless they are told not to, and each time vLLM would sample for nobody."""
-DEFAULT_CALLER = Caller("agent")
 
 OURS = frozenset(
     b"accept accept-encoding api-key authorization connection content-encoding content-length content-type cookie expect host "
@@ -204,8 +200,8 @@ class Identity:
 
     def __init__(self, signer: TokenSigner) -> None:
         self._signer = signer
-        self._complained = False
-        self._stale: OrderedDict[tuple[str, int, float], str] = OrderedDict()
+        self._said = Once()
+        self._stale = Bounded[tuple[str, int, float], str](STALE)
 
     def claims(self, scope: Scope) -> Claims:
         """The attempt this request belongs to. Raises `RefusalError` (401)."""
@@ -234,19 +230,13 @@ class Identity:
 
         The token is remembered and not the attempt: one that the store has lost (a failover) begins again with a new token.
         """
-        key = _key(claims)
-        self._stale[key] = str(why)
-        self._stale.move_to_end(key)
-        if len(self._stale) > STALE:
-            self._stale.popitem(last=False)
+        self._stale.keep(_key(claims), str(why))
         return refuse_stale(why)
 
     def check_over(self, claims: Claims) -> None:
         """Raise `RefusalError` (409) for a token that `over` was told of."""
-        why = self._stale.get(_key(claims))
-        if why is not None:
-            self._stale.move_to_end(_key(claims))
-            raise refuse_stale(why)
+        if (key := _key(claims)) in self._stale:
+            raise refuse_stale(self._stale.used(key))
 
     def watch(self, watcher: KeyWatcher) -> None:
         """Tell it of every key from now on. One that raises is logged, and the key is as good as before."""
@@ -254,10 +244,10 @@ class Identity:
 
     def caller(self, scope: Scope, model: object) -> Caller:
         """Who is calling: the adapter's header, else the model's alias (`policy:writer`), else `agent`."""
-        unnamed = DEFAULT_CALLER
+        unnamed = UNNAMED
         for name, value in scope["headers"]:
             if name == CALLER_HEADER and (found := self._parse(value)) is not None:
-                if found.path or found.agent != DEFAULT_CALLER.agent:
+                if found.path or found.agent != UNNAMED.agent:
                     return found
                 unnamed = found  # from an adapter that failed: it says so in `framework`, and no name
         if isinstance(model, str) and model.startswith(ALIAS) and len(model) > len(ALIAS):
@@ -268,8 +258,7 @@ class Identity:
         try:
             return parse_caller(value)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if not self._complained:
-                self._complained = True
+            if self._said.first():
                 log.warning("ignoring a bad %s header (said once): %s", CALLER_HEADER.decode(), error)
             return None
 

@@ -14,6 +14,7 @@ from pathlib import PurePath
 
 from lightning.addresses import Allowed
 from lightning.asyncio_utils import end
+from lightning.bounded import Once
 from lightning.errors import StoreError
 from lightning.gateway.fleet.member import Member
 from lightning.gateway.fleet.records import now
@@ -131,7 +132,7 @@ class AskedModels:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._seen: set[tuple[str, str]] = set()
-        self._told_of_limit = False
+        self._limit = Once()
 
     async def look(self, run: str, policy: Policy, model: object) -> None:
         """Warn when a call asks for a model that is not called as the run's policy is; once for each run and name."""
@@ -141,8 +142,7 @@ class AskedModels:
         if (run, name) in self._seen:
             return
         if len(self._seen) >= NAMES:
-            if not self._told_of_limit:
-                self._told_of_limit = True
+            if self._limit.first():
                 log.warning(
                     "agents have asked for %d models' names: from here on none is looked at, nor said here", NAMES
                 )

@@ -12,11 +12,11 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from lightning.bounded import Bounded
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
 from lightning.gateway.dialects import Capture, Choice
 from lightning.gateway.http import RefusalError
@@ -90,8 +90,8 @@ class Recorder:
 
     def __init__(self, store: Store, ttl: float) -> None:
         self._store, self._ttl = store, ttl
-        self._counters: OrderedDict[tuple[str, int], Counter] = OrderedDict()
-        self._expired: OrderedDict[tuple[str, int, float], None] = OrderedDict()
+        self._counters = Bounded[tuple[str, int], Counter](COUNTERS)
+        self._expired = Bounded[tuple[str, int, float], None](COUNTERS)
 
     def expect(self, rollout: str, attempt: int) -> None:
         """A new attempt has been leased: its numbers begin at 0, without asking the store.
@@ -99,19 +99,19 @@ class Recorder:
         Should that be wrong (another gateway has served the attempt), the store says so and the call is renumbered.
         """
         now = time.monotonic()
-        self._counters.setdefault((rollout, attempt), Counter(0, 0, now))
+        if (rollout, attempt) not in self._counters:
+            self._counters.keep((rollout, attempt), Counter(0, 0, now))
         self._forget_idle(now)
 
     def begin(self, rollout: str, attempt: int, choices: int, caller: Caller) -> Ticket:
         """Reserve numbers for a call that begins now. Does not wait for the store: `append` does."""
         now = time.monotonic()
         key = (rollout, attempt)
-        counter = self._counters.get(key)
+        counter = self._counters.used(key)
         if counter is None or counter.failed:
             base = asyncio.ensure_future(self._store.next_seq(rollout, attempt))
             base.add_done_callback(_retrieve)
-            counter = self._counters[key] = Counter(base, 0, now)
-        self._counters.move_to_end(key)
+            counter = self._counters.keep(key, Counter(base, 0, now))
         counter.touched = now
         self._forget_idle(now)
         ticket = Ticket(rollout, attempt, caller, counter, counter.used, time.time())
@@ -119,11 +119,8 @@ class Recorder:
         return ticket
 
     def _forget_idle(self, now: float) -> None:
-        while self._counters:
-            key, oldest = next(iter(self._counters.items()))
-            if len(self._counters) <= COUNTERS and now - oldest.touched <= self._ttl:
-                return
-            del self._counters[key]
+        while self._counters and now - next(iter(self._counters.values())).touched > self._ttl:
+            self._counters.popitem(last=False)
 
     async def append(self, call: Call, status: CallStatus) -> None:
         """Make a call's transitions durable; its ticket has them then. Raises `StoreError`; a number that was taken meanwhile
@@ -149,9 +146,7 @@ class Recorder:
         with contextlib.suppress(StaleAttemptError):  # nobody asks any more why that attempt failed
             await self._append(ticket, [_refused(ticket, await ticket.counter.first() + ticket.offset, call, refusal)])
         if refusal.code == EXPIRED:
-            self._expired[key] = None
-            if len(self._expired) > COUNTERS:
-                self._expired.popitem(last=False)
+            self._expired.keep(key, None)
 
     async def _append(self, ticket: Ticket, transitions: list[Transition]) -> None:
         for _ in range(CONFLICT_RETRIES):

@@ -19,10 +19,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
-from lightning.errors import ConfigError, GatewayError, PluginError, StoreError
+from lightning.errors import ConfigError, GatewayError, LightningError, StoreError
 from lightning.gateway.calls import CallEndpoint, Parts
 from lightning.gateway.dialects import Chat, Completions, Dialect
 from lightning.gateway.http import (
@@ -34,9 +34,11 @@ from lightning.gateway.http import (
 from lightning.gateway.identity import Claims, Identity
 from lightning.gateway.policy_registry import Policies
 from lightning.gateway.request_body import beside, read_body
-from lightning.gateway.stages import Line, NamedStage
+from lightning.gateway.stages import FAILED, Line, NamedStage
 from lightning.gateway.upstream.client import UNANSWERED, Forwarder
 from lightning.plugins import plugins
+from lightning.plugins.discovery import DISABLE
+from lightning.plugins.stages import warn_of_order
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +65,8 @@ class Others:
         self._recorder, self._line, self._directory = parts.recorder, parts.line, directory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. What an agent asks for and does not get is recorded as a refused call."""
+        """Serve one request. What an agent asks for and does not get is recorded as a refused call, a stage's failure as the
+        infrastructure's."""
         route = scope["path_params"]["route"]
         unknown = self._directory.no_such(scope["method"], without_token(scope["path"]))
         if f"/{route}" in (*self._directory.posts, *self._directory.gets):
@@ -75,21 +78,29 @@ class Others:
             if self._line.elsewhere(route) is None:
                 raise unknown from None
             raise
+        started = False
+
+        async def passed(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
         try:
-            if self._line.elsewhere(route) is None:
+            if self._line.elsewhere(route, rollout=claims.rollout) is None:
                 raise unknown
             payload = await read_body(scope, receive, self._config.max_body_bytes)
             model = await beside(scope, partial(_model_in, payload, scope))
-            pass_on = self._line.elsewhere(route, model)
+            pass_on = self._line.elsewhere(route, model, rollout=claims.rollout)
             if pass_on is None:
                 raise unknown
-            await pass_on(payload, scope, receive, send)
+            await pass_on(payload, scope, receive, passed)
         except ClientGoneError:
             return
         except RefusalError as refusal:
-            if scope["method"] == "POST" and refusal.status < 500:
+            if refusal.code == FAILED or (scope["method"] == "POST" and refusal.status < 500):
                 await self._record(scope, claims, refusal)
-            raise
+            if not started:  # else the connection ends without the answer's end
+                raise
 
     async def _record(self, scope: Scope, claims: Claims, refusal: RefusalError) -> None:
         name = f"route-{secrets.token_hex(12)}"
@@ -206,40 +217,48 @@ class Info:
             raise RefusalError(502, "upstream_failed", message) from error
 
 
-TAKEN: Final = {"providers": "providers", "record_requests": "texts"}
-"""Settings of the gateway that stages of plugins carry out, by the names of these stages."""
+OF_STAGES: Final = ("providers", "record_requests")
+"""Settings of the gateway that it carries out by a stage of a plugin."""
 
 
 def line_of(parts: Parts) -> Line:
     """The stages that plugins register, one of each kind for this gateway. Raises `GatewayError`, and `ConfigError` for a
     setting that is no default and that no stage carries out."""
-    plain = GatewayConfig()
-    for setting in TAKEN:
-        if getattr(parts.config, setting) != getattr(plain, setting) and (why := why_idle(parts.config, setting)):
-            raise ConfigError(why)
     named: list[NamedStage] = []
-    for name in plugins().names("call_stages"):
-        stage = plugins().call_stage(name)(parts)
+    known = plugins().names("call_stages")
+    for name in known:
+        owner, make = plugins().owner("call_stages", name), plugins().call_stage(name)
+        try:
+            stage = make(parts)
+        except LightningError:
+            raise
+        except Exception as error:
+            raise GatewayError(
+                f"the stage {name!r} of the plugin {owner} cannot be made ({type(error).__name__}: {error}). Mend the plugin, "
+                f"or start without it: {DISABLE}={owner.name}"
+            ) from error
         if stage is not None:
-            owner = plugins().owner("call_stages", name)
             named.append(NamedStage(name, stage, owner.version, owner.name))
-    return Line(named, parts.config.stage_order)
+    line = Line(named, parts.config.stage_order)
+    plain = GatewayConfig()
+    for setting in OF_STAGES:
+        if getattr(parts.config, setting) != getattr(plain, setting) and (why := why_idle(line, parts.config, setting)):
+            raise ConfigError(why)
+    warn_of_order(line.stages, known)
+    return line
 
 
-def why_idle(config: GatewayConfig, setting: str) -> str:
-    """Why a setting does nothing, and the cure: no plugin has the stage that carries it out. Empty where one has, or where the
-    setting is off."""
-    if not getattr(config, setting):
+def why_idle(line: Line, config: GatewayConfig, setting: str) -> str:
+    """Why a setting does nothing, and the cure: no stage of the line carries it out. Empty where one does, or where the setting
+    is off."""
+    if not getattr(config, setting) or any(setting in each.stage.carries_out for each in line.stages):
         return ""
-    try:
-        plugins().call_stage(TAKEN[setting])
-    except PluginError as error:
-        off = "false" if getattr(config, setting) is True else "{}"
-        return (
-            f"gateway.{setting} is set, and no plugin is there that carries it out: {error} Bring it back, or set "
-            f"gateway.{setting} = {off} to go on without it"
-        )
-    return ""
+    off = "false" if getattr(config, setting) is True else "{}"
+    return (
+        f"gateway.{setting} is set, and no plugin is there that carries it out: the stages of calls here are "
+        f"{', '.join(line.versions) or 'none'}.{plugins().left_out()} Bring the plugin back, or set gateway.{setting} = {off} "
+        "to go on without it"
+    )
 
 
 def spoken() -> list[Dialect]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from lightning.gateway.http import Body
 from lightning.gateway.identity import Claims
+from lightning.types import GREEDY_BELOW
 
 TOKEN_LIMITS = ("max_completion_tokens", "max_tokens")
 """The names of the limit of an answer's tokens; of two that are given vLLM takes the first."""
@@ -41,7 +42,6 @@ MASKS = (
 TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning", "tool_reference"})
 """Content parts of a chat message that are text, whatever the field is called that has it; a template writes out a tool that is
 referred to."""
-GREEDY_BELOW = 1e-5
 COOLEST = 0.01
 """The lowest temperature above 0 that vLLM samples at: it takes this one for all below."""
 

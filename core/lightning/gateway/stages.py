@@ -12,24 +12,26 @@ same point is said by one of them, or by `gateway.stage_order`; it never depends
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations, pairwise
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeAlias
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lightning.config.sections import GatewayConfig
 from lightning.errors import DataError, GatewayError, StoreError
 from lightning.gateway.call import Answer, Call, Request
 from lightning.gateway.http import Body, ClientGoneError, RefusalError, UpstreamError
 from lightning.gateway.identity import NO_RETRY
 from lightning.gateway.recorder import refuse_unstored
+from lightning.plugins import stages as named
 from lightning.store import extras
-from lightning.types import Transition
+from lightning.types import Json, Rollout, Transition
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ class ChangedFieldError(Exception):
     """A stage changed what the call was numbered by."""
 
 
-class CallStage:
+class CallStage(named.Stage):
     """A plugin's place in the line of calls. One is made for each gateway; it overrides the methods of the points where it
     stands.
 
@@ -62,15 +64,16 @@ class CallStage:
     stages that it stands before and after, whether or not these are there. What it has to remember of a call it keeps in a
     `weakref.WeakKeyDictionary`; what it opens, it pushes on `Parts.closing`. `answers` says for which keys, besides
     those of an attempt, it knows what their calls are: `branch`, `session`. A gateway without such a stage refuses these keys.
+    `carries_out` names the settings of the gateway that it carries out: a gateway without such a stage says that they do
+    nothing.
 
-    Each method may raise `RefusalError`: the agent gets that answer, and with a status of 400 to 499 the call is recorded as
-    refused. A `StoreError` is answered as the store's failure. Anything else that it raises is a failure of the plugin.
+    Each method may raise `RefusalError`: the agent gets that answer. With a status of 400 to 499 the call is recorded as
+    refused, with any other as one that failed by the infrastructure's fault, with all that was sampled. A `StoreError` is
+    answered as the store's failure. Anything else that it raises is a failure of the plugin.
     """
 
-    api: ClassVar[int] = 0
-    before: ClassVar[Collection[str]] = ()
-    after: ClassVar[Collection[str]] = ()
     answers: ClassVar[Collection[str]] = ()
+    carries_out: ClassVar[Collection[str]] = ()
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
         """The key is good and the body has been read. The answer, an ASGI application (such as Starlette's `JSONResponse`),
@@ -87,32 +90,25 @@ class CallStage:
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
         """The store has the call: one transition for each choice. The agent has not got the end of the answer."""
 
+    def told(self, rollout: Rollout) -> Json:
+        """What the plugin's stage of the same name around attempts is told of an attempt at this rollout, in `LLM.extras`; None
+        for nothing. A runner without such a stage does not make an attempt that it is told of."""
+
     def elsewhere(self, route: str, model: object) -> PassOn | None:
         """Who answers a route below `/v1` in the policy's place, for this model (None: not known yet); None for nobody."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamedStage:
-    """A stage under the name that it is registered with, by this plugin; `version` is that of its distribution."""
-
-    name: str
-    stage: CallStage
-    version: str = ""
-    plugin: str = ""
-
-    @property
-    def said(self) -> str:
-        """Its name for people, with its plugin's."""
-        return f"{self.name!r} of the plugin {self.plugin or self.name!r}"
-
-    @property
-    def off(self) -> str:
-        """What starts a process without it."""
-        return f"LIGHTNING_DISABLE_PLUGINS={self.plugin or self.name}"
-
-    def stands_at(self, point: str) -> bool:
-        """Whether it overrides this method."""
-        return getattr(type(self.stage), point) is not getattr(CallStage, point)
+NamedStage: TypeAlias = named.NamedStage[CallStage]
+CONTRACT: Final = named.Contract(
+    kind=CallStage,
+    api=API,
+    points=(*POINTS, "elsewhere", "told"),
+    ordered=(*POINTS, "elsewhere"),
+    setting="gateway.stage_order",
+    error=GatewayError,
+    of="calls",
+    where="gateway",
+)
 
 
 class Line:
@@ -122,15 +118,14 @@ class Line:
     def __init__(self, stages: Sequence[NamedStage], order: Sequence[str] = ()) -> None:
         for each in stages:
             _check(each)
-        self.stages = in_order(stages, order)
+        self.stages = CONTRACT.in_order(stages, order)
         if unknown := sorted(set(order) - {each.name for each in stages}):
             log.warning("gateway.stage_order names stages that no plugin has here: %s", ", ".join(unknown))
-        standing = {point: [each for each in self.stages if each.stands_at(point)] for point in POINTS}
-        self._admitted = [(each, each.stage.admitted) for each in standing["admitted"]]
-        self._sending = [(each, each.stage.sending) for each in standing["sending"]]
-        self._settled = [(each, each.stage.settled) for each in standing["settled"]]
-        self._kept = [(each, each.stage.kept) for each in standing["kept"]]
-        self._elsewhere = [each for each in self.stages if each.stands_at("elsewhere")]
+        self._standing = {point: [(each, getattr(each.stage, point)) for each in self._at(point)] for point in POINTS}
+        self._elsewhere = self._at("elsewhere")
+
+    def _at(self, point: str) -> list[NamedStage]:
+        return [each for each in self.stages if each.stands_at(point)]
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -146,6 +141,21 @@ class Line:
             "Start it with the plugin that brings such a stage: install the plugin, or take it out of LIGHTNING_DISABLE_PLUGINS"
         )
 
+    def told(self, rollout: Rollout) -> dict[str, Json]:
+        """See `CallStage.told`: by the names of the stages that say something."""
+        said: dict[str, Json] = {}
+        for each in self.stages:
+            try:
+                word = each.stage.told(rollout)
+            except Exception as error:
+                raise GatewayError(
+                    f"the stage {each.said} failed on the rollout {rollout.id} (told: {error!r}). Mend the plugin, or start "
+                    f"without it: {each.off}"
+                ) from error
+            if word is not None:
+                said[each.name] = word
+        return said
+
     def named(self, name: str) -> CallStage | None:
         """The stage of this name, if it stands in the line."""
         return next((each.stage for each in self.stages if each.name == name), None)
@@ -157,55 +167,61 @@ class Line:
         for kind, is_of in (("branch", claims.branch), ("session", bool(claims.session))):
             if is_of and (why := self.why_not(kind)):
                 raise RefusalError(501, NO_STAGE, f"This key is of {KEYS[kind]}, and {why}.", [NO_RETRY])
-        for each, method in self._admitted:
-            try:
-                answer = await method(call, request)
-            except RefusalError:
-                call.stopped_by = each.name
-                raise
-            except Exception as error:
-                raise _failed(each, "admitted", call, error) from error
-            if answer is not None:
-                return partial(_answer, each, answer, call)
-        return None
+        return await self._ask("admitted", call, request)
 
     async def sending(self, call: Call, body: Body) -> None:
         """See `CallStage.sending`."""
         fixed = [body.get(name) for name in FIXED]
-        for each, method in self._sending:
-            try:
-                await method(call, body)
-            except RefusalError:
-                call.stopped_by = each.name
-                raise
-            except Exception as error:
-                raise _failed(each, "sending", call, error) from error
+
+        def check() -> None:
             if [body.get(name) for name in FIXED] != fixed:
                 changed = ", ".join(name for name, was in zip(FIXED, fixed, strict=True) if body.get(name) != was)
-                why = ChangedFieldError(f"it changed {changed}, by which the answer is read")
-                raise _failed(each, "sending", call, why)
+                raise ChangedFieldError(f"it changed {changed}, by which the answer is read")
+
+        await self._ask("sending", call, body, check)
 
     async def settled(self, call: Call, answer: Answer) -> None:
         """See `CallStage.settled`."""
-        for each, method in self._settled:
-            try:
-                await method(call, answer)
-            except UpstreamError:  # what was read is not shaped like an answer
-                raise
-            except RefusalError:
-                call.stopped_by = each.name
-                raise
-            except Exception as error:
-                raise _failed(each, "settled", call, error) from error
+        await self._ask("settled", call, answer)
         for name, why in _not_storable(call):
             call.stopped_by = name
             log.error("a call of %s is not answered: %s", call.claims.rollout, why)
             raise RefusalError(500, FAILED, f"The call is not answered: {why}.") from why
 
+    async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
+        """See `CallStage.kept`."""
+        await self._ask("kept", call, transitions)
+
+    async def _ask(
+        self, point: str, call: Call, given: object, check: Callable[[], None] | None = None
+    ) -> ASGIApp | None:
+        """Ask the stages that stand at a point, one after the other, at `admitted` until one has an answer of its own. `check`
+        raises what a stage has done wrong."""
+        for each, method in self._standing[point]:
+            try:
+                answer = await method(call, given)
+                if check:
+                    check()
+            except RefusalError:
+                call.stopped_by = each.name
+                raise
+            except Exception as error:
+                if point == "settled" and isinstance(error, UpstreamError):
+                    raise  # what was read is not shaped like an answer
+                raise _failed(each, point, call, error) from error
+            if answer is not None and point == "admitted":
+                return partial(_answer, each, answer, call)
+            if call.readers:
+                call.readers[:] = [
+                    reader if isinstance(reader, _StageReader) else _StageReader(each, call, reader)
+                    for reader in call.readers
+                ]
+        return None
+
     async def broken_off(self, call: Call, answer: Answer) -> None:
         """Ask all stages but the one that stopped the call to settle it. It gets no answer, and is stored whatever they say."""
         call.extras.clear()  # those of an answer that nobody gets
-        for each, method in self._settled:
+        for each, method in self._standing["settled"]:
             if each.name != call.stopped_by:
                 try:
                     await method(call, answer)
@@ -214,20 +230,35 @@ class Line:
         for _, error in _not_storable(call):
             log.warning("call %s broke off and is stored without some extras: %s", call.capture.id, error)
 
-    async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
-        """See `CallStage.kept`."""
-        for each, method in self._kept:
-            try:
-                await method(call, transitions)
-            except RefusalError:
-                call.stopped_by = each.name
-                raise
-            except Exception as error:
-                raise _failed(each, "kept", call, error) from error
+    def elsewhere(self, route: str, model: object = None, *, rollout: str = "") -> PassOn | None:
+        """The first that answers a route in the policy's place, for an agent of this rollout. It raises `RefusalError`, and so
+        does what it returns, for a stage that fails."""
+        for each in self._elsewhere:
+            with _failing_closed(each, "elsewhere", rollout):
+                found = each.stage.elsewhere(route, model)
+            if found is not None:
+                return partial(_pass_on, each, found, rollout)
+        return None
 
-    def elsewhere(self, route: str, model: object = None) -> PassOn | None:
-        """The first that answers a route in the policy's place."""
-        return next((found for each in self._elsewhere if (found := each.stage.elsewhere(route, model))), None)
+
+@dataclass(frozen=True, slots=True)
+class _StageReader:
+    """Reads a stream for a stage."""
+
+    stage: NamedStage
+    call: Call
+    read: Callable[[Body], None]
+
+    def __call__(self, chunk: Body) -> None:
+        try:
+            self.read(chunk)
+        except UpstreamError:  # the chunk is not shaped like one
+            raise
+        except RefusalError:
+            self.call.stopped_by = self.stage.name
+            raise
+        except Exception as error:
+            raise _failed(self.stage, "a reader", self.call, error) from error
 
 
 def _not_storable(call: Call) -> Iterator[tuple[str, DataError]]:
@@ -247,20 +278,40 @@ async def _answer(stage: NamedStage, app: ASGIApp, call: Call, scope: Scope, rec
         call.started = call.started or message["type"] == "http.response.start"
         await send(message)
 
-    try:
+    with _failing_closed(stage, "admitted", call):
         await app(scope, receive, passed)
-    except (RefusalError, ClientGoneError):  # an agent that has hung up is no failure of the stage
+
+
+async def _pass_on(
+    stage: NamedStage, pass_on: PassOn, rollout: str, payload: bytes, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Have a stage answer a route in the policy's place. Raises `RefusalError` where that fails."""
+    with _failing_closed(stage, "elsewhere", rollout):
+        await pass_on(payload, scope, receive, send)
+
+
+@contextmanager
+def _failing_closed(stage: NamedStage, point: str, asked: Call | str) -> Iterator[None]:
+    """What a stage raises in the block is its failure, but for a refusal of its own and an agent that has hung up."""
+    try:
+        yield
+    except (RefusalError, ClientGoneError):
         raise
+    except ClientDisconnect as error:  # Starlette's word for it
+        raise ClientGoneError from error
     except Exception as error:
-        raise _failed(stage, "admitted", call, error) from error
+        raise _failed(stage, point, asked, error) from error
 
 
-def _failed(stage: NamedStage, point: str, call: Call, error: Exception) -> RefusalError:
-    """The refusal of a call on which a stage failed (500), which names the stage; of one that the store failed (503)."""
-    call.stopped_by = stage.name
+def _failed(stage: NamedStage, point: str, asked: Call | str, error: Exception) -> RefusalError:
+    """The refusal of a call on which a stage failed (500), which names the stage; of one that the store failed (503). `asked`:
+    the call, or the rollout of a request that is no call."""
+    rollout = asked if isinstance(asked, str) else asked.claims.rollout
+    if not isinstance(asked, str):
+        asked.stopped_by = stage.name
     if isinstance(error, StoreError):
         return refuse_unstored(error)
-    log.error("the stage %s failed on a call of %s (%s)", stage.said, call.claims.rollout, point, exc_info=error)
+    log.error("the stage %s failed on a call of %s (%s)", stage.said, rollout, point, exc_info=error)
     told = str(error) if isinstance(error, ChangedFieldError) else type(error).__name__  # others may quote credentials
     message = (
         f"The stage {stage.said} failed on this call ({point}: {told}), so that it is not answered. The gateway's log has the "
@@ -271,62 +322,15 @@ def _failed(stage: NamedStage, point: str, call: Call, error: Exception) -> Refu
 
 def _check(each: NamedStage) -> None:
     """Raise `GatewayError` for a stage that cannot stand where it means to."""
-    stage, kind = each.stage, type(each.stage)
-    if not isinstance(stage, CallStage):
-        raise GatewayError(
-            f"the stage {each.said} is a {kind.__name__}: derive it from `lightning.gateway.stages.CallStage`"
-        )
-    if stage.api != API:
-        wanted = f"for API {stage.api}" if stage.api else "without saying for which API (its author writes `api = 1`)"
-        raise GatewayError(
-            f"the stage {each.said} was written {wanted}; this gateway has API {API} (`lightning.gateway.stages.API`). Install "
-            f"a release of the plugin for it, or set {each.off}"
-        )
-    for field in ("before", "after", "answers"):
+    CONTRACT.check(each)
+    stage = each.stage
+    for field in ("answers", "carries_out"):
         if isinstance(getattr(stage, field), str):
             raise GatewayError(
                 f"`{field}` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)"
             )
-    for name in (name for name in vars(kind) if not name.startswith("_") and not hasattr(CallStage, name)):
-        if meant := difflib.get_close_matches(name, (*POINTS, "elsewhere"), 1, 0.8):
-            raise GatewayError(f"the stage {each.said} has {name!r}, which is never asked: did you mean {meant[0]!r}?")
+    for name in (name for name in stage.carries_out if name not in GatewayConfig.model_fields):
+        raise GatewayError(f"`carries_out` of the stage {each.said} has {name!r}, which is no setting of the gateway")
     for point in filter(each.stands_at, POINTS):
         if not inspect.iscoroutinefunction(getattr(stage, point)):
             raise GatewayError(f"{point!r} of the stage {each.said} is awaited: begin it with `async def`")
-
-
-def in_order(stages: Sequence[NamedStage], order: Sequence[str]) -> list[NamedStage]:
-    """The stages as `before`, `after` and `order` have them. Raises `GatewayError` naming two whose order is not said though
-    they stand at one point, and those that would stand before themselves."""
-    later: dict[str, set[str]] = {}
-    for each in stages:
-        for name in each.stage.before:
-            later.setdefault(each.name, set()).add(name)
-        for name in each.stage.after:
-            later.setdefault(name, set()).add(each.name)
-    for first, second in pairwise(order):
-        later.setdefault(first, set()).add(second)
-    behind = {name: frozenset(_reached(name, later)) for name in {*later, *(each.name for each in stages)}}
-    for name, found in behind.items():
-        if name in found:
-            circle = " and ".join(repr(other) for other in sorted({name, *found}) if name in behind.get(other, ()))
-            raise GatewayError(f"the order of the stages of calls goes round: {circle} each stand before the other")
-    for one, other in combinations(stages, 2):
-        shared = [point for point in (*POINTS, "elsewhere") if one.stands_at(point) and other.stands_at(point)]
-        if shared and other.name not in behind[one.name] and one.name not in behind[other.name]:
-            raise GatewayError(
-                f"the stages {one.name!r} and {other.name!r} both stand at {shared[0]!r}, and neither says which "
-                f'comes first: set gateway.stage_order = ["{one.name}", "{other.name}"], or the other way round'
-            )
-    return sorted(sorted(stages, key=lambda each: each.name), key=lambda each: -len(behind[each.name]))
-
-
-def _reached(name: str, later: Mapping[str, Collection[str]]) -> Iterator[str]:
-    seen: set[str] = set()
-    waiting = list(later.get(name, ()))
-    while waiting:
-        found = waiting.pop()
-        if found not in seen:
-            seen.add(found)
-            yield found
-            waiting.extend(later.get(found, ()))

@@ -27,6 +27,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from types import FrameType
 
+from lightning.bounded import Once
 from lightning.errors import DataError
 from lightning.instrument.last_call import Trail
 from lightning.instrument.otel_parent import parent_of_spans
@@ -48,7 +49,7 @@ LONGEST_LABEL = 8192
 _current: ContextVar[ActiveAttempt | None] = ContextVar("lightning_session", default=None)
 _active: list[ActiveAttempt] = []
 _lock = threading.RLock()
-_said: set[str] = set()
+_said = Once()
 _said_in_fork = mmap.mmap(-1, 1)  # shared by all processes that are forked from this one
 
 
@@ -476,7 +477,6 @@ def label(response_id: str, *, agent: str, path: Sequence[str] = ()) -> None:
 def log_once(key: str, message: str, *arguments: object) -> None:
     """Warn the first time; what runs for every call of every agent must not flood the log."""
     with _lock:
-        first = key not in _said
-        _said.add(key)
+        first = _said.first(key)
     if first:
         logger.warning(message, *arguments)

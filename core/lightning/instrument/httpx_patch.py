@@ -32,17 +32,13 @@ from lightning.instrument.context import (
 )
 from lightning.instrument.frameworks import NO_ADAPTER, without_adapter
 from lightning.instrument.providers import NOWHERE, Url, elsewhere, is_policys
-from lightning.types import Caller
+from lightning.types import CALLER_HEADER, ROLLOUT_HEADER, UNNAMED, Caller
 
-ROLLOUT_HEADER = "x-lightning-rollout"
-CALLER_HEADER = "x-lightning-caller"
 TRACE_HEADER = "traceparent"
 ID_HEADER = "x-request-id"
 LIBRARIES = ("httpx", "httpx2")
 FAILED = 400
 """From this status on a reply is a refusal or a failure, and no call that a reward could belong to."""
-UNNAMED = "agent"
-"""What the gateway calls an agent that nobody named."""
 
 
 class HttpxResponse(Protocol):
@@ -109,7 +105,7 @@ def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | No
     except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
         log_once("tap", "a model call goes out without the name of its agent: %r", error)
         return None
-    return attempt, caller.name if caller is not None else UNNAMED
+    return attempt, caller.name if caller is not None else UNNAMED.name
 
 
 def _noted(caller: Caller | None) -> Caller | None:
@@ -118,7 +114,7 @@ def _noted(caller: Caller | None) -> Caller | None:
         return caller
     if not (framework := without_adapter()):
         return caller
-    return replace(caller or Caller(UNNAMED), framework=f"{NO_ADAPTER}{framework}")
+    return replace(caller or UNNAMED, framework=f"{NO_ADAPTER}{framework}")
 
 
 def _say_if_nameless(caller: Caller | None) -> None:

@@ -6,7 +6,7 @@ plugins take the same road as a stranger's.
 
 from __future__ import annotations
 
-from lightning.plugins.discovery import DISABLE, GROUP, KINDS, Kind, PluginInfo, State
+from lightning.plugins.discovery import DISABLE, GROUP, PluginInfo, State
 from lightning.plugins.manager import Plugins, plugins
 
-__all__ = ["DISABLE", "GROUP", "KINDS", "Kind", "PluginInfo", "Plugins", "State", "plugins"]
+__all__ = ["DISABLE", "GROUP", "PluginInfo", "Plugins", "State", "plugins"]

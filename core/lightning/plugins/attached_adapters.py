@@ -14,16 +14,14 @@ from typing import NamedTuple
 
 import pluggy
 
+from lightning.bounded import Once
 from lightning.plugins.discovery import PluginInfo
-from lightning.types import Caller, StepState, ToolEvent
+from lightning.types import UNNAMED, Caller, StepState, ToolEvent
 
 logger = logging.getLogger(__name__)
 
 FAILED = "adapter-failed:"
 """What `Caller.framework` begins with, before the adapter's name, in a call that an adapter's fault left without its name."""
-
-NOBODY = Caller("agent")
-"""As the gateway names a call that comes without a name."""
 
 
 def failed_adapter(caller: Caller) -> str:
@@ -67,7 +65,7 @@ class Adapters:
         self._changes = 0
         """How often the answer to who is asked may have changed: what was found before counts no more."""
         self._absent: tuple[str, ...] = ()
-        self._said: set[str] = set()
+        self._said = Once()
 
     def begin(self, emit: Callable[[ToolEvent | StepState], None], names: frozenset[str] | None) -> Installation:
         """A new installation with no adapter attached yet."""
@@ -153,7 +151,7 @@ class Adapters:
             if caller is not None:
                 self._complain(name, f"its lightning_identify returned {caller!r}, not a lightning.Caller")
                 failed = (name, *failed)
-        return around or (_marked(NOBODY, failed) if failed else None)
+        return around or (_marked(UNNAMED, failed) if failed else None)
 
     def _changed(self) -> None:
         self._changes += 1
@@ -178,13 +176,11 @@ class Adapters:
         try:
             emit(event)
         except Exception as error:  # noqa: BLE001 — recording must not change what the agent does
-            if "" not in self._said:
-                self._said.add("")
+            if self._said.first():
                 logger.warning("a tool event was lost, its receiver failed: %r", error)
 
     def _complain(self, name: str, problem: str) -> None:
-        if name not in self._said:
-            self._said.add(name)
+        if self._said.first(name):
             logger.warning("the adapter %s: %s (said once)", self._infos[name], problem)
 
 

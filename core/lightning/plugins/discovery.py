@@ -12,10 +12,11 @@ import importlib.metadata
 import logging
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib.metadata import Distribution, EntryPoint
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from lightning._version import __version__
 from lightning.errors import PluginError
@@ -122,30 +123,8 @@ def near(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else "."
 
 
-Kind: TypeAlias = Literal[
-    "algorithms",
-    "credits",
-    "engines",
-    "stores",
-    "operations",
-    "keepers",
-    "runners",
-    "agents",
-    "tasks",
-    "trackers",
-    "commands",
-    "checks",
-    "demos",
-    "web_apps",
-    "dialects",
-    "routes",
-    "call_stages",
-]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-
-
-def one(kind: Kind) -> str:
-    """The kind in the singular."""
+def one(kind: str) -> str:
+    """A kind of registered names in the singular; `register_algorithms` registers `algorithms`."""
     return "group of operations" if kind == "operations" else kind.removesuffix("s").replace("_", " ")
 
 
@@ -153,10 +132,10 @@ class RegisteredNames:
     """The names of all kinds, each with the plugin that gave it."""
 
     def __init__(self) -> None:
-        self._taken: dict[Kind, dict[str, tuple[str, object]]] = {kind: {} for kind in KINDS}
-        self._contested: dict[tuple[Kind, str], set[str]] = {}
+        self._taken: defaultdict[str, dict[str, tuple[str, object]]] = defaultdict(dict)
+        self._contested: dict[tuple[str, str], set[str]] = {}
 
-    def take(self, kind: Kind, plugin: str, name: str, factory: object) -> None:
+    def take(self, kind: str, plugin: str, name: str, factory: object) -> None:
         """Register a name.
 
         Raises `PluginError` when it is taken, or not a name, or what it stands for cannot be called; a credit function that is
@@ -175,20 +154,20 @@ class RegisteredNames:
             raise PluginError(f"it registers the {one(kind)} {name!r}, which the plugin {owner!r} registers as well")
         self._taken[kind][name] = (plugin, factory)
 
-    def known(self, kind: Kind) -> list[str]:
+    def known(self, kind: str) -> list[str]:
         """The names of a kind, sorted."""
         return sorted(self._taken[kind])
 
-    def claimants(self, kind: Kind, name: str) -> list[str]:
+    def claimants(self, kind: str, name: str) -> list[str]:
         """The plugins that quarrel about a name; empty when none do."""
         return sorted(self._contested.get((kind, name), ()))
 
-    def find(self, kind: Kind, name: str) -> object | None:
+    def find(self, kind: str, name: str) -> object | None:
         """What a name stands for, or None."""
         found = self._taken[kind].get(name)
         return None if found is None else found[1]
 
-    def owner(self, kind: Kind, name: str) -> str:
+    def owner(self, kind: str, name: str) -> str:
         """The plugin that gave a name."""
         return self._taken[kind][name][0]
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pluggy
 
@@ -20,18 +20,19 @@ from lightning import hooks
 from lightning.errors import PluginError
 from lightning.installation import install_command
 from lightning.plugins.attached_adapters import Adapters, Installation
-from lightning.plugins.discovery import DISABLE, GROUP, KINDS, Kind, PluginInfo, RegisteredNames, discover, near, one
+from lightning.plugins.discovery import DISABLE, GROUP, PluginInfo, RegisteredNames, discover, near, one
 from lightning.plugins.importing import imported, on_import
 from lightning.types import Caller, StepState, Task, ToolEvent
 from lightning.types.values import as_texts
 
 if TYPE_CHECKING:
+    from lightning_server.protocol import Host, WebApp
     from starlette.types import ASGIApp
 
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
     from lightning.cli.app import Command
     from lightning.cli.check import Check
-    from lightning.config import Config
+    from lightning.config import Config, RunnerConfig
     from lightning.credit import Credit
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
@@ -39,40 +40,44 @@ if TYPE_CHECKING:
     from lightning.gateway.dialects import Dialect
     from lightning.gateway.stages import CallStage
     from lightning.runner.protocol import Agent, Runner
-    from lightning.server.protocol import Host, WebApp
+    from lightning.runner.stages import AttemptStage
     from lightning.store.operation import Operation, OperationGroup
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
+    from lightning.trainer.run_server import RunServer
 
 ALONE = ("lightning_install", "lightning_identify")
 """Hooks that are called plugin by plugin, so that a wrapper around them would never run."""
 
 
-def check(manager: pluggy.PluginManager, plugin: object) -> None:
+def check(manager: pluggy.PluginManager, plugin: Any) -> None:
     """Raise `PluginError` for the first thing in a plugin that cannot work."""
     specs = hook_names(manager)
     for name in dir(plugin):
         options = manager.parse_hookimpl_opts(plugin, name)
         if options is None:
-            if name in specs and _is_its_own(plugin, name):
+            if name in specs and _is_its_own(plugin, name) and manager.parse_hookspec_opts(plugin, name) is None:
                 raise PluginError(f"its function {name} is not marked as a hook: put @lightning.hookimpl above it")
             continue
         spec = options.get("specname") or name
         if spec in specs:
-            _check_arguments(spec, getattr(plugin, name))
+            _check_arguments(manager, spec, getattr(plugin, name))
         elif not options["optionalhook"]:
-            raise PluginError(f"it implements {spec!r}, which is no hook{near(spec, specs)}")
+            raise PluginError(
+                f"it implements {spec!r}, which is no hook{near(spec, specs)} If a plugin that may be absent brings it, write "
+                "@lightning.hookimpl(optionalhook=True)"
+            )
         if spec in ALONE and (options["wrapper"] or options["hookwrapper"]):
             raise PluginError(f"its {spec} is a wrapper; this hook takes plain functions only")
 
 
 def hook_names(manager: pluggy.PluginManager) -> list[str]:
-    """Every hook that `lightning.hooks` specifies."""
-    return [name for name in dir(hooks) if manager.parse_hookspec_opts(hooks, name) is not None]
+    """Every hook that `lightning.hooks` or a plugin specifies."""
+    return sorted(name for name, caller in vars(manager.hook).items() if caller.has_spec())
 
 
-def _check_arguments(spec: str, function: Callable[..., object]) -> None:
-    wanted = list(inspect.signature(getattr(hooks, spec)).parameters)
+def _check_arguments(manager: pluggy.PluginManager, spec: str, function: Callable[..., object]) -> None:
+    wanted = getattr(manager.hook, spec).spec.argnames
     given = inspect.signature(function).parameters.values()
     extra = [item.name for item in given if item.name not in wanted and item.default is item.empty]
     if extra:
@@ -86,8 +91,14 @@ def _is_its_own(plugin: object, name: str) -> bool:
 
 logger = logging.getLogger(__name__)
 
-EXTRAS: Mapping[tuple[Kind, str], str] = {("algorithms", "apo"): "prompts"}
-"""The extras that bring names which the documentation gives to users of the core."""
+EXTRAS: Mapping[tuple[str, str], str] = {
+    ("algorithms", "apo"): "prompts",
+    ("stores", "http"): "server",
+    ("stores", "https"): "server",
+    ("runners", "remote"): "server",
+    ("servers", ""): "server",
+}
+"""The extras that bring names which the documentation gives to users of the core; for an empty name, any of the kind."""
 
 
 class _Isolating(pluggy.PluginManager):
@@ -121,7 +132,7 @@ class Plugins:
         self._entries: dict[str, EntryPoint] = {}
         self._infos: dict[str, PluginInfo] = {}
         self._names = RegisteredNames()
-        self._asked: set[tuple[Kind, str]] = set()
+        self._asked: set[tuple[str, str]] = set()
         self._adapters = Adapters(self._manager, self._infos)
         self._arrivals: deque[str] = deque()
 
@@ -132,7 +143,7 @@ class Plugins:
         self._load()
         return self._manager.hook
 
-    def get(self, kind: Kind, name: str) -> object:
+    def get(self, kind: str, name: str) -> object:
         """What was registered under a name. Raises `PluginError` for an unknown name and for one claimed twice."""
         self._register_all(kind)
         if claimants := self._names.claimants(kind, name):
@@ -145,7 +156,7 @@ class Plugins:
             raise PluginError(self._no_such(kind, name))
         return found
 
-    def names(self, kind: Kind) -> list[str]:
+    def names(self, kind: str) -> list[str]:
         """Every registered name of a kind, sorted."""
         self._register_all(kind)
         return self._names.known(kind)
@@ -165,6 +176,18 @@ class Plugins:
     def runner(self, name: str) -> Callable[[Agent, Config], Runner]:
         """The factory of a runner."""
         return cast("Callable[[Agent, Config], Runner]", self.get("runners", name))
+
+    def server(self, wanted: str) -> Callable[[], RunServer]:
+        """The factory of what lets clients in. Raises `PluginError`, which says what `wanted` it, unless there is one."""
+        known = self.names("servers")
+        if len(known) > 1:
+            both = " and ".join(str(self.owner("servers", name)) for name in known)
+            raise PluginError(f"{wanted} needs one server, and there are two: {both}. Set {DISABLE} to one of them.")
+        if not known:
+            raise PluginError(
+                f"{wanted} needs a plugin that lets clients in, and there is none.{self._cures('servers')}"
+            )
+        return cast("Callable[[], RunServer]", self.get("servers", known[0]))
 
     def agent(self, name: str) -> Callable[[str], Agent]:
         """What makes an agent of the text after its name."""
@@ -202,6 +225,10 @@ class Plugins:
         """The factory of a stage in the line of calls."""
         return cast("Callable[[Parts], CallStage | None]", self.get("call_stages", name))
 
+    def attempt_stage(self, name: str) -> Callable[[RunnerConfig], AttemptStage | None]:
+        """The factory of a stage around the attempts of a runner."""
+        return cast("Callable[[RunnerConfig], AttemptStage | None]", self.get("attempt_stages", name))
+
     def operations(self) -> tuple[Operation, ...]:
         """The operations that plugins bring to every store. Raises `PluginError` for one that two bring, or the store has."""
         from lightning.store.protocol import Store
@@ -227,7 +254,7 @@ class Plugins:
         assert operation.group is not None, "a plugin brings it"
         return self.owner("operations", operation.group.name)
 
-    def owner(self, kind: Kind, name: str) -> PluginInfo:
+    def owner(self, kind: str, name: str) -> PluginInfo:
         """The plugin that registers a name."""
         self._register_all(kind)
         return self._infos[self._names.owner(kind, name)]
@@ -249,9 +276,21 @@ class Plugins:
     # the plugins themselves -------------------------------------------------------------------------------------
     def plugins(self) -> list[PluginInfo]:
         """Every plugin that is installed, by name, in whatever state it is."""
-        for kind in KINDS:
-            self._register_all(kind)
+        self._load()
+        for hook in hook_names(self._manager):
+            if hook.startswith("register_"):
+                self._register_all(hook.removeprefix("register_"))
         return sorted(self._infos.values(), key=lambda info: info.name)
+
+    def left_out(self) -> str:
+        """Why plugins that might have what is missed have not: a sentence for each, after a space."""
+        text = ""
+        for info in self.plugins():
+            if info.state in ("broken", "disabled"):
+                text += f" The plugin {info}, which might have it, is {info.state}: {info.error}."
+            elif info.state == "waiting":
+                text += f" The plugin {info} is loaded once {info.waits_for} is imported."
+        return text
 
     def adapters(self) -> list[PluginInfo]:
         """The plugins that name agents or report tools, those that wait for a framework, and any that is broken."""
@@ -316,26 +355,36 @@ class Plugins:
                 self._entries, infos = discover()
                 self._found = True
                 self._infos.update(infos)
-            for name in list(self._entries):
-                module = self._infos[name].waits_for
-                if not module or imported(module):
-                    self._load_one(name)
+            modules = {name: self._infos[name].waits_for for name in self._entries}
+            self._load_these(name for name, module in modules.items() if not module or imported(module))
             self._loaded = True
 
-    def _load_one(self, name: str) -> None:
-        entry = self._entries.pop(name, None)  # first of all: loading may come back here
-        if entry is None:
-            return
-        info = self._infos[name]
+    def _load_these(self, names: Iterable[str]) -> None:
+        """Import plugins, with the hooks that they bring, and only then look at what hooks they implement."""
+        made: dict[str, object] = {}
+        for name in names:
+            entry = self._entries.pop(name, None)  # first of all: loading may come back here
+            if entry is None:
+                continue
+            try:
+                made[name] = plugin = entry.load()
+                if any(self._manager.parse_hookspec_opts(plugin, each) is not None for each in dir(plugin)):
+                    self._manager.add_hookspecs(plugin)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 — whatever it is, the others must still load
+                made.pop(name, None)
+                self._break(name, error)
+        for name, plugin in made.items():
+            self._register(name, plugin)
+
+    def _register(self, name: str, plugin: object) -> None:
         try:
-            plugin = entry.load()
             check(self._manager, plugin)
             self._manager.register(plugin, name)
             implemented = sorted(caller.name for caller in self._manager.get_hookcallers(plugin) or ())
-        except (Exception, SystemExit) as error:  # noqa: BLE001 — whatever it is, the others must still load
+        except (Exception, SystemExit) as error:  # noqa: BLE001 — as above
             self._break(name, error)
         else:
-            self._infos[name] = replace(info, state="loaded", hooks=tuple(implemented))
+            self._infos[name] = replace(self._infos[name], state="loaded", hooks=tuple(implemented))
             self._adapters.attach_everywhere(name)
 
     def _break(self, name: str, error: BaseException) -> None:
@@ -346,11 +395,13 @@ class Plugins:
         message = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
         self._infos[name] = self._infos[name].broken(message)
 
-    def _register_all(self, kind: Kind) -> None:
+    def _register_all(self, kind: str) -> None:
         """Ask each plugin once for what it registers of a kind, when that is first asked for: it may import much for it."""
         self._load()
         with self._locked():
-            caller: pluggy.HookCaller = getattr(self._manager.hook, f"register_{kind}")
+            caller: pluggy.HookCaller | None = getattr(self._manager.hook, f"register_{kind}", None)
+            if caller is None or not caller.has_spec():
+                raise PluginError(f"no plugin that is loaded brings the hook register_{kind}")
             for implementation in list(caller.get_hookimpls()):
                 name = implementation.plugin_name
                 if (kind, name) in self._asked:
@@ -362,17 +413,17 @@ class Plugins:
                 except (Exception, SystemExit) as error:  # noqa: BLE001 — as above
                     self._break(name, error)
 
-    def _no_such(self, kind: Kind, name: str) -> str:
+    def _no_such(self, kind: str, name: str) -> str:
         known = self._names.known(kind)
         text = f"there is no {one(kind)} {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
+        return text + self._cures(kind, name)
+
+    def _cures(self, kind: str, name: str = "") -> str:
+        """What brings a name that is not there, or could."""
+        text = ""
         if extra := EXTRAS.get((kind, name)):
             text += f" The plugin {extra!r} brings it. Run: {install_command(extra)}"
-        for info in self.plugins():
-            if info.state in ("broken", "disabled"):
-                text += f" The plugin {info}, which might have it, is {info.state}: {info.error}."
-            elif info.state == "waiting":
-                text += f" The plugin {info} is loaded once {info.waits_for} is imported."
-        return text
+        return text + self.left_out()
 
     def _arrived(self, name: str, _module: ModuleType) -> None:
         """A framework has just been imported. Its importer must never wait for us: who holds the lock may wait for it."""
@@ -383,7 +434,7 @@ class Plugins:
         while self._arrivals and self._lock.acquire(blocking=False):
             try:
                 while self._arrivals:
-                    self._load_one(self._arrivals.popleft())
+                    self._load_these([self._arrivals.popleft()])
             finally:
                 self._lock.release()
 

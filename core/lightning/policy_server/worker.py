@@ -20,13 +20,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeAlias
 
+from lightning.bounded import Bounded
 from lightning.policy_server.launch import OWNED, die_with_parent
 from lightning.policy_server.model_folder import weight_tensors
 
@@ -46,10 +46,10 @@ if os.environ.get(OWNED):
 class State:
     """What is known of a worker; its `GlooReceiver` shares it."""
 
+    departed: Bounded[str, int]
+    """Response tokens of requests that left the engine since the last update, newest last."""
     version: int | None = 0
     """None while, or since, the weights are not those of one version."""
-    departed: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    """Response tokens of requests that left the engine since the last update, newest last."""
     unwatched: str = ""
     """Why some that left were not counted; empty where all were."""
     claim: str = ""
@@ -180,8 +180,8 @@ class WorkerExtension:
         """What is known of this worker; from the first time on its requests are watched, and those with a seed keep theirs."""
         state = getattr(self, "_lightning_state", None)
         if state is None:
-            state = self._lightning_state = State()
-            _watch(self, state, self._LIGHTNING_REMEMBERED)
+            state = self._lightning_state = State(Bounded(self._LIGHTNING_REMEMBERED))
+            _watch(self, state)
             keep_seeds(_runner(self))
             if (engine := getattr(self, "weight_transfer_engine", None)) is not None:
                 engine.lightning_state = state
@@ -231,7 +231,7 @@ def _ids_are_plain() -> bool:
     return os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0").strip().lower() in ("1", "true")
 
 
-def _watch(worker: object, state: State, remembered: int) -> None:
+def _watch(worker: object, state: State) -> None:
     """Note every request's length when the scheduler says that it has left, and what a new one finds in the prefix cache.
 
     The method is wrapped on the worker itself: a mixin stands behind vLLM's own class and cannot override it.
@@ -252,11 +252,8 @@ def _watch(worker: object, state: State, remembered: int) -> None:
                 counts = _sampled(_runner(worker), leaving)
             except Exception as error:  # noqa: BLE001 — would end the engine; told by `lightning_in_flight`
                 counts, state.unwatched = {}, repr(error)
-            for request_id in counts:
-                state.departed.pop(request_id, None)
-            state.departed.update(counts)
-            while len(state.departed) > remembered:
-                state.departed.popitem(last=False)
+            for request_id, count in counts.items():
+                state.departed.keep(request_id, count)
         return execute(scheduler_output, *args, **kwargs)
 
     setattr(worker, "execute_model", execute_model)  # noqa: B010

@@ -12,11 +12,12 @@ import itertools
 import json
 import logging
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.errors import RunnerError
@@ -25,8 +26,7 @@ from lightning.instrument.tool_slots import UNLIMITED, ToolLimits
 from lightning.memory_budget import Holder
 from lightning.runner import socket_framing
 from lightning.runner.forkserver_main import kill_group
-from lightning.runner.sandbox import PARENT, Sandbox
-from lightning.runner.sandbox_network import Network, receive_listeners
+from lightning.runner.stages import NO_STAGES, AttemptLine, Enclosure
 from lightning.runner.worker import without_proxy
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,9 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _OURS = frozenset({"LIGHTNING_TOKEN", "LIGHTNING_VLLM_SECRET"})
 _STORE = "LIGHTNING_STORE"
 """Says in deployments where the store is; the password beside it is then the store's, not one that the agent's tools need."""
+
+_INIT = 1
+"""What is the parent of a fork server in an enclosure."""
 
 _LOOPBACK = "http://127.0.0.1"
 
@@ -66,11 +69,11 @@ class Worker:
         exited: asyncio.Future[int | None],
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        network: Network | None = None,
+        unattended: Callable[[], None] | None = None,
     ) -> None:
         self.pid, self.served = pid, 0
         self.exited = exited
-        self._network = network
+        self._unattended = unattended  # ends what serves its enclosure
         self._reader, self._writer = reader, writer
 
     async def ask(self, request: bytes, holder: Holder) -> bytes:
@@ -96,8 +99,8 @@ class Worker:
     def hang_up(self) -> None:
         """Close the connection; an idle worker then leaves by itself."""
         self._writer.close()
-        if self._network is not None:
-            self._network.close()
+        if self._unattended is not None:
+            self._unattended()
 
     async def _exchange(self, request: bytes, holder: Holder) -> bytes:
         name = self.served.to_bytes(socket_framing.NAME)
@@ -107,7 +110,7 @@ class Worker:
 
 
 class ForkServer:
-    """Start with `start`, end with `close`; both belong to one event loop. All that it forks is in one `sandbox`, if any."""
+    """Start with `start`, end with `close`; both belong to one event loop. All that it forks is in one `enclosure`, if any."""
 
     def __init__(
         self,
@@ -117,17 +120,17 @@ class ForkServer:
         adapters: Sequence[str] | None = None,
         reroute: Sequence[str] = (),
         tool_limits: ToolLimits = UNLIMITED,
-        hidden: Sequence[str] = (),
-        sandbox: Sandbox | None = None,
+        line: AttemptLine = NO_STAGES,
+        enclosure: Enclosure | None = None,
     ) -> None:
-        self._shipped, self.sandbox = shipped, sandbox
+        self._shipped, self.enclosure = shipped, enclosure
+        self._line = pickle.dumps((line, enclosure and enclosure.inside))
         self._setup = {
             "preload": list(preload),
             "adapters": None if adapters is None else list(adapters),
             "reroute": list(reroute),
             "tool_limits": {"folder": tool_limits.folder, "runs": dict(tool_limits.runs)},
-            "hidden": list(hidden),
-            "own": own(os.environ if sandbox is None else sandbox.environment),
+            "own": own(os.environ if enclosure is None else enclosure.environment),
         }
         self.warmed: int | None = None  # modules that every rollout begins with since the first has imported them
         self.threads = ""  # once started: those that the agent's modules started there, in words; no worker has them
@@ -162,7 +165,8 @@ class ForkServer:
         setup = json.dumps(self._setup).encode()
         incoming = _Incoming(self._control)
         try:
-            await loop.sock_sendall(self._control, socket_framing.pack(setup) + socket_framing.pack(self._shipped))
+            for each in (setup, self._line, self._shipped):
+                await loop.sock_sendall(self._control, socket_framing.pack(each))
             answer = await incoming.next()
         except ConnectionAbortedError as error:
             raise RunnerError(f"no agent can be run: {error}") from error
@@ -180,11 +184,11 @@ class ForkServer:
         self._listener = asyncio.create_task(self._listen(incoming))
 
     def _start_process(self, control: int) -> subprocess.Popen[bytes]:
-        code = _COMMAND.format(descriptor=control, parent=PARENT if self.sandbox else os.getpid())
+        code = _COMMAND.format(descriptor=control, parent=_INIT if self.enclosure else os.getpid())
         threads = dict.fromkeys(_ONE_THREAD, "1")
-        if self.sandbox is not None:  # our arguments may hold passwords, and its processes can read their own
+        if self.enclosure is not None:  # our arguments may hold passwords, and its processes can read their own
             command = [sys.executable, "-c", code, json.dumps([sys.path, sys.argv[:1]])]
-            return self.sandbox.start(command, [control], {**for_import(self.sandbox.environment), **threads})
+            return self.enclosure.start(command, [control], {**for_import(self.enclosure.environment), **threads})
         return subprocess.Popen(  # noqa: S603 — our own code; a thread could end and take it along
             [sys.executable, "-c", code, json.dumps([sys.path, sys.argv])],
             pass_fds=(control,),
@@ -201,17 +205,17 @@ class ForkServer:
     async def _fork(self) -> Worker:
         if not self.alive:
             raise WorkerDiedError("the fork server of the agents' processes is gone")
-        reached = self.sandbox.network if self.sandbox else ()
         ours, theirs = socket.socketpair()
         request = next(self._requests)
         forked: asyncio.Future[tuple[int, asyncio.Future[int | None]]] = asyncio.get_running_loop().create_future()
         try:
             with theirs:
-                await self._send({"fork": request, "listen": [[each.inside, each.port] for each in reached]}, theirs)
+                await self._send({"fork": request}, theirs)
             self._forks[request] = forked  # before anything can be heard of it
             pid, exited = await forked  # it may have exited by now, so the future comes with the news
             ours.setblocking(False)
-            network = await receive_listeners(ours, reached) if reached else None
+            enclosure = self.enclosure
+            unattended = await enclosure.attend(ours) if enclosure and enclosure.inside else None
             reader, writer = await asyncio.open_unix_connection(sock=ours)
         except BaseException as error:
             ours.close()  # the worker, if there is one, reads the end and leaves
@@ -220,7 +224,7 @@ class ForkServer:
             raise
         finally:
             self._forks.pop(request, None)
-        return Worker(pid, exited, reader, writer, network)
+        return Worker(pid, exited, reader, writer, unattended)
 
     def kill(self, worker: Worker) -> None:
         """Kill a worker's process group now, or as soon as the fork server can hear of it."""
@@ -261,7 +265,7 @@ class ForkServer:
 
     async def close(self) -> None:
         """Kill every worker and end the fork server. Idempotent."""
-        if self.sandbox is not None and self._process is not None:
+        if self.enclosure is not None and self._process is not None:
             self._process.kill()  # which ends all that is in it
         if self._listener is not None:
             self._listener.cancel()
@@ -296,9 +300,9 @@ class ForkServer:
     def _kill_groups(self) -> None:
         """The workers die with the fork server, but what their agents started does not: end it from here.
 
-        A sandbox ends with all that is in it, and its process ids mean others out here.
+        An enclosure ends with all that is in it, and its process ids mean others out here.
         """
-        if self.sandbox is None:
+        if self.enclosure is None:
             for pid in self._exits:
                 kill_group(pid)
 

@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import pickle
 import platform
 import selectors
 import signal
@@ -19,7 +20,8 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lightning.errors import LightningError
@@ -27,9 +29,10 @@ from lightning.instrument import emit
 from lightning.instrument.providers import remember
 from lightning.instrument.tool_slots import ToolLimits
 from lightning.plugins import plugins
-from lightning.runner import bwrap, sandbox_network, socket_framing, worker
+from lightning.runner import socket_framing, worker
 from lightning.runner.agent_serialization import unpack_agent
 from lightning.runner.forks import flush, without_children
+from lightning.runner.stages import NO_STAGES, AttemptLine
 from lightning.runner.warmth import Contexts, Stores, build_model
 
 _PR_SET_PDEATHSIG = 1
@@ -48,16 +51,16 @@ _COPE_WITH_FORKS = frozenset({"opentelemetry", "sentry_sdk", "tqdm"})
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serve the parent at the other end of `descriptor`. The first two messages are the setup (JSON) and the agent."""
+    """Serve the parent at the other end of `descriptor`. The first messages are the setup (JSON), the stages and the agent."""
     die_with_parent(parent, signal.SIGTERM)
     with socket.socket(fileno=descriptor) as control:
-        head, shipped = socket_framing.receive(control), socket_framing.receive(control)
-        if head is None or shipped is None:
+        head, packed, shipped = (socket_framing.receive(control) for _ in range(3))
+        if head is None or packed is None or shipped is None:
             return
         setup = json.loads(head)
         remember(setup["own"])
-        bwrap.hide(setup["hidden"])
-        error, threads = _prepare(setup, shipped)
+        inside = _Inside()
+        error, threads = _prepare(setup, packed, shipped, inside)
         try:
             socket_framing.send(control, json.dumps({"ready": not error, "error": error, "threads": threads}).encode())
         except OSError:
@@ -65,11 +68,20 @@ def main(descriptor: int, parent: int) -> None:
         if not error:
             gc.collect()
             gc.freeze()  # forked workers then share these pages instead of copying them
-            _Template(control, parent, shipped, setup).serve()
+            _Template(control, parent, shipped, setup, inside).serve()
 
 
-def _prepare(setup: dict[str, Any], shipped: bytes) -> tuple[str, str]:
-    """Import once what every worker will need; return what went wrong, or nothing, and the threads that this started.
+@dataclass(slots=True)
+class _Inside:
+    """What the stages of plugins do in here: those around attempts, and what an enclosure has each worker do first."""
+
+    line: AttemptLine = NO_STAGES
+    enter: Callable[[socket.socket], None] | None = None
+
+
+def _prepare(setup: dict[str, Any], packed: bytes, shipped: bytes, inside: _Inside) -> tuple[str, str]:
+    """Install the stages, which are then `inside`, and import once what every worker will need; return what went wrong, or
+    nothing, and the threads that this started.
 
     The agent is unpickled and thrown away: that imports every module it refers to. The adapters are installed and
     removed again for the same reason; a worker does that itself, so threads of theirs are in the workers.
@@ -77,6 +89,9 @@ def _prepare(setup: dict[str, Any], shipped: bytes) -> tuple[str, str]:
     doing = threads = ""
     before = threading.enumerate()
     try:
+        doing = "installing the stages of plugins"
+        inside.line, inside.enter = pickle.loads(packed)  # noqa: S301 — from the runner
+        inside.line.install()
         for module in setup["preload"] or ():
             doing = f"preloading module {module!r} (runner.preload)"
             with without_children():
@@ -162,9 +177,12 @@ def _outlive_sigterm() -> None:
 class _Template:
     """The loop that forks, kills and reaps. Messages to the parent: `forked` or `failed` for a request, then `exited`."""
 
-    def __init__(self, control: socket.socket, parent: int, shipped: bytes, setup: dict[str, Any]) -> None:
+    def __init__(
+        self, control: socket.socket, parent: int, shipped: bytes, setup: dict[str, Any], inside: _Inside
+    ) -> None:
         self._control, self._parent, self._pid = control, parent, os.getpid()
         self._shipped, self._adapters, self._reroute = shipped, setup["adapters"], setup["reroute"] or []
+        self._inside = inside
         self._limits = ToolLimits(**setup["tool_limits"])
         self._children: set[int] = set()
         self._buffer = bytearray()
@@ -215,12 +233,12 @@ class _Template:
         while (message := socket_framing.unpack(self._buffer)) is not None:
             command = json.loads(message)
             if "fork" in command:
-                self._fork(command["fork"], self._descriptors.pop(0), command["listen"])
+                self._fork(command["fork"], self._descriptors.pop(0))
             elif command["kill"] in self._children:
                 kill_group(command["kill"])
         return bool(data)
 
-    def _fork(self, request: int, descriptor: int, listen: list[list[str | int]]) -> None:
+    def _fork(self, request: int, descriptor: int) -> None:
         flush()  # or both processes would write what is buffered
         try:
             pid = os.fork()
@@ -229,7 +247,7 @@ class _Template:
             os.close(descriptor)
             return
         if pid == 0:
-            self._become_worker(descriptor, listen)
+            self._become_worker(descriptor)
         self._reporter = self._reporter or pid
         with contextlib.suppress(OSError):  # the child does the same; whoever comes first
             os.setpgid(pid, pid)
@@ -237,7 +255,7 @@ class _Template:
         self._children.add(pid)
         self._tell({"forked": request, "pid": pid})
 
-    def _become_worker(self, descriptor: int, listen: list[list[str | int]]) -> NoReturn:
+    def _become_worker(self, descriptor: int) -> NoReturn:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -254,9 +272,18 @@ class _Template:
                 os.close(self._tell_imports)
             die_with_parent(self._pid, signal.SIGKILL)
             with socket.socket(fileno=descriptor) as sock:
-                if listen:
-                    sandbox_network.send_listeners(sock, sandbox_network.listen(listen))
-                worker.serve(sock, self._shipped, self._adapters, self._reroute, self._contexts, self._limits, tell)
+                if self._inside.enter is not None:
+                    self._inside.enter(sock)
+                worker.serve(
+                    sock,
+                    self._shipped,
+                    self._adapters,
+                    self._reroute,
+                    self._contexts,
+                    self._limits,
+                    tell,
+                    self._inside.line,
+                )
             code = 0
         except (BrokenPipeError, ConnectionResetError):
             code = 0

@@ -23,11 +23,10 @@ from lightning.instrument.providers import own, remember
 from lightning.instrument.tool_slots import limit_tools, unheld
 from lightning.plugins import plugins
 from lightning.runner.agent_serialization import check_agent
-from lightning.runner.branch_tools import NoBranchError, answered_with, recorded_runs
-from lightning.runner.bwrap import hide
 from lightning.runner.forks import without_children
 from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
+from lightning.runner.stages import NO_STAGES, AttemptRefusedError, attempt_line, enter
 from lightning.runner.tool_limits import LimitWatch, make_slots
 from lightning.runner.worker import is_async
 from lightning.types import LLM, Fault, Lease, Outcome, Task
@@ -58,6 +57,7 @@ class InlineRunner:
         self._slots = asyncio.Semaphore(config.concurrency)
         self._installed: contextlib.ExitStack | None = None
         self._watch = LimitWatch(config.tool_limits)
+        self._line = NO_STAGES
 
     @property
     def concurrency(self) -> int:
@@ -65,14 +65,22 @@ class InlineRunner:
         return self._config.concurrency
 
     async def start(self) -> None:
-        """Install the tap and the adapters. Idempotent."""
+        """Install the tap, the stages of plugins and the adapters. Raises `RunnerError` or `ConfigError` when such a stage
+        cannot do what the settings ask for. Idempotent."""
         if self._installed is not None:
             return
+        self._line = attempt_line(self._config)
+        if self._line.enclosing:
+            raise RunnerError(
+                f"the stage {self._line.enclosing} encloses the processes of agents, and runner='inline' runs them in this "
+                "very process: use runner='process', or switch the stage off by its settings"
+            )
+        await self._line.begin()
         self._slots = asyncio.Semaphore(self._config.concurrency)
         remember(own(os.environ))
         with contextlib.ExitStack() as installing:
             installing.callback(install_tap(self._config.reroute))
-            installing.callback(hide(self._config.sandbox_hidden))
+            installing.callback(self._line.install())
             installing.callback(limit_tools(make_slots(self._config.tool_limits)))
             installing.callback(plugins().install_adapters(emit, self._config.adapters))
             self._installed = installing.pop_all()
@@ -110,16 +118,27 @@ class InlineRunner:
     async def _guarded(self, task: Task, llm: LLM, attempt: ActiveAttempt) -> Outcome:
         started = time.monotonic()
         try:
-            runs = await asyncio.to_thread(recorded_runs, llm) if llm.branch else None
-            with answered_with(llm, runs):
-                return returned(await self._call(task, llm, attempt), attempt, time.monotonic() - started)
+            around = self._line.around(task, llm)
+            if not around:
+                return await self._outcome(task, llm, attempt)
+            context, contexts = contextvars.copy_context(), contextlib.ExitStack()
+            try:
+                await _whole_thread(context.run, enter, contexts, around, llm)
+                return await asyncio.create_task(self._outcome(task, llm, attempt), context=context)
+            finally:
+                context.run(contexts.close)
+        except AttemptRefusedError as error:
+            return failed(error.fault, str(error), attempt, time.monotonic() - started)
+
+    async def _outcome(self, task: Task, llm: LLM, attempt: ActiveAttempt) -> Outcome:
+        started = time.monotonic()
+        try:
+            return returned(await self._call(task, llm, attempt), attempt, time.monotonic() - started)
         except asyncio.CancelledError as error:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
             return raised(error, attempt, time.monotonic() - started)
-        except NoBranchError as error:
-            return failed(error.fault, str(error), attempt, time.monotonic() - started)
         except BaseException as error:  # noqa: BLE001 — isolates the user's agent, and the object that it returned
             return raised(error, attempt, time.monotonic() - started)
 
@@ -137,6 +156,16 @@ class InlineRunner:
         attempt.calls.begin()  # after a thread, here
         with without_children():
             return await result
+
+
+async def _whole_thread(function: Callable[..., None], *arguments: object) -> None:
+    """Call a function in a thread; when this is cancelled, once the thread is through."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        raise
 
 
 async def _in_thread(function: Callable[[], Reward | Awaitable[Reward]]) -> Reward | Awaitable[Reward]:

@@ -4,7 +4,7 @@ The invariant: a lease this worker holds is renewed while its agent runs and is 
 ends, however it ends. With a `Source` there is always more to do, and a rollout is made only when there is room to run it.
 
 Where leases come from and outcomes go to is a `Delivery`: the store itself for agents beside the trainer (`work`), a server
-for a client (`lightning.client`). The loop is one.
+for a client on another machine. The loop is one.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def _end(text: str, length: int) -> str:
 def encode_request(task: Task, llm: LLM) -> bytes:
     """One attempt to run, as JSON."""
     fields = {"input": task.input, "expected": task.expected, "metadata": dict(task.metadata), "id": task.id}
-    call = [llm.base_url, llm.api_key, llm.model, dict(llm.prompts), llm.seed, llm.branch]
+    call = [llm.base_url, llm.api_key, llm.model, dict(llm.prompts), llm.seed, dict(llm.extras)]
     return _dump({"task": fields, "llm": call})
 
 

@@ -1,43 +1,15 @@
-"""The runners that come with lightning, as a plugin, and the one that runs no agents: `remote`.
-
-The invariant: with `remote` nothing is leased in this process; whoever has the server's URL and a token of the scope
-`runner` may lease.
-"""
+"""The runners that come with lightning, as a plugin."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.errors import RunnerError
 from lightning.hooks import hookimpl
-from lightning.types import LLM, Lease, Outcome
 
 if TYPE_CHECKING:
     from lightning.config import Config
     from lightning.runner.protocol import Agent, Runner
-
-
-class RemoteRunner:
-    """Agents run wherever `lightning runner` (or a program that speaks the control API) is started."""
-
-    concurrency = 0
-
-    async def start(self) -> None:
-        """Nothing is started here."""
-
-    async def run(self, lease: Lease, llm: LLM) -> Outcome:
-        """Raises `RunnerError`: agents run elsewhere."""
-        raise RunnerError(
-            "runner='remote' runs no agents in this process: start `lightning runner` where they are to run"
-        )
-
-    async def close(self) -> None:
-        """Clients go on: they wait for the next trainer, or for a server."""
-
-
-logger = logging.getLogger(__name__)
 
 
 def process_runner(agent: Agent, config: Config) -> Runner:
@@ -54,31 +26,8 @@ def inline_runner(agent: Agent, config: Config) -> Runner:
     return InlineRunner(agent, config.runner)
 
 
-def remote_runner(agent: Agent, config: Config) -> Runner:
-    """Clients of the run's server, started by whoever has its URL and a token."""
-    from lightning.runner.plugin import RemoteRunner
-
-    if config.runner.tool_limits:
-        from lightning.config.fields import toml_value
-
-        logger.warning(
-            "runner.tool_limits bounds no tool here: with runner='remote' it is a setting of each client, and holds for all "
-            "clients of a machine together; start them with `lightning runner --set runner.tool_limits='%s'`",
-            toml_value(config.runner.tool_limits),
-        )
-    if config.runner.sandbox != "none":
-        logger.warning(
-            "runner.sandbox is %r here and keeps no agent in: with runner='remote' it is a setting of each client; start "
-            "them with `lightning runner --set runner.sandbox=%s`",
-            config.runner.sandbox,
-            config.runner.sandbox,
-        )
-    return RemoteRunner()
-
-
 @hookimpl
 def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
-    """`process` (the default), `inline` and `remote`."""
+    """`process` (the default) and `inline`."""
     register("process", process_runner)
     register("inline", inline_runner)
-    register("remote", remote_runner)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,8 +19,7 @@ from lightning.runner.agent_serialization import pack_agent
 from lightning.runner.forkserver import GRACE, ForkServer, Worker, WorkerDiedError
 from lightning.runner.outcomes import decode_outcome, decode_request, encode_request, failed, unheld_in
 from lightning.runner.protocol import Agent
-from lightning.runner.sandbox import bubblewrap, check
-from lightning.runner.sandbox_network import AllowedHost, targets, url_inside
+from lightning.runner.stages import NO_STAGES, Enclosure, FailedStageError, attempt_line
 from lightning.runner.tool_limits import LimitWatch, make_slots
 from lightning.types import LLM, Fault, Lease, Outcome
 
@@ -29,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessRunner:
-    """A pool of at most `config.concurrency` workers, forked from a process that has the imports done; with a sandbox from one
-    for each worker, which is alone in it.
+    """A pool of at most `config.concurrency` workers, forked from a process that has the imports done; where a plugin's stage
+    encloses processes, from one for each worker, which is alone in it.
 
     Agents see `OPENAI_BASE_URL` and `OPENAI_API_KEY` of their rollout in the environment, and Anthropic's two; what they
     print goes where this process prints; standard input is empty. Only a process that left its process group (a daemon)
@@ -46,7 +44,8 @@ class ProcessRunner:
         self._starting = asyncio.Lock()
         self._replies = Budget()
         self._told_of_threads = False
-        self._sandboxes: dict[Worker, ForkServer] = {}
+        self._enclosed: dict[Worker, ForkServer] = {}
+        self._line = NO_STAGES
         self._ending: set[asyncio.Task[None]] = set()
         self._limits = UNLIMITED
         self._watch = LimitWatch(config.tool_limits)
@@ -57,18 +56,20 @@ class ProcessRunner:
         return self._config.concurrency
 
     async def start(self) -> None:
-        """Load the agent once. Raises `RunnerError` when it cannot be loaded in a new process, or there can be no sandbox.
-        Idempotent."""
+        """Load the agent once. Raises `RunnerError` when it cannot be loaded in a new process, and `RunnerError` or
+        `ConfigError` when a plugin's stage cannot do what the settings ask for. Idempotent."""
         if self._server is None:
-            if self._config.sandbox == "bwrap":
-                await asyncio.to_thread(check)
-                targets("", self._config.sandbox_network)  # or the first rollout would find what is wrong with it
+            self._line = attempt_line(self._config)
+            self._line.check_packing()
+            await self._line.begin()
             self._slots = asyncio.Semaphore(self._config.concurrency)
             self._starting = asyncio.Lock()
             self._replies = Budget()
             self._limits = make_slots(self._config.tool_limits)
-            self._server = await self._new_server()
-            if self._config.sandbox == "bwrap":  # it has shown that the agent can be loaded; each rollout has its own
+            with self._line.enclosing_blamed():
+                enclosure = self._line.enclosure("", self._needed)
+                self._server = await self._new_server(enclosure)
+            if enclosure is not None:  # it has shown that the agent can be loaded; each rollout has its own
                 await self._server.close()
 
     async def run(self, lease: Lease, llm: LLM) -> Outcome:
@@ -82,7 +83,7 @@ class ProcessRunner:
         async with self._slots:
             try:
                 worker, request = await self._take(request)
-            except WorkerDiedError as error:
+            except (WorkerDiedError, FailedStageError) as error:
                 return failed(Fault.INFRASTRUCTURE, str(error))
             started = time.monotonic()
             reusable = False
@@ -119,19 +120,20 @@ class ProcessRunner:
         idle, self._idle = self._idle, []
         for worker in idle:
             worker.hang_up()
-        for each in (server, *self._sandboxes.values()):
+        for each in (server, *self._enclosed.values()):
             if each is not None:
                 await each.close()
         await asyncio.gather(*self._ending)
-        self._sandboxes.clear()
+        self._enclosed.clear()
         self._replies.close()
         self._watch.close()
 
     async def _take(self, request: bytes) -> tuple[Worker, bytes]:
-        """An idle worker that still lives, else a new one; and the request as it is to read it. In a sandbox it is alone
-        there, and the gateway may have another address."""
-        if self._config.sandbox == "bwrap":
-            return await self._take_sandboxed(request)
+        """An idle worker that still lives, else a new one; and the request as it is to read it. In an enclosure it is
+        alone there, and the gateway may have another address."""
+        if self._line.enclosing:
+            with self._line.enclosing_blamed():
+                return await self._take_enclosed(request)
         while self._idle:
             worker = self._idle.pop()
             if not worker.exited.done():
@@ -146,31 +148,40 @@ class ProcessRunner:
             raise WorkerDiedError("the process runner was closed")
         return await self._server.fork(), request
 
-    async def _take_sandboxed(self, request: bytes) -> tuple[Worker, bytes]:
+    async def _take_enclosed(self, request: bytes) -> tuple[Worker, bytes]:
         task, llm = decode_request(request)
-        network = targets(llm.base_url, self._config.sandbox_network)
-        request = encode_request(task, replace(llm, base_url=url_inside(llm.base_url, network)))
+
+        def inside(enclosure: Enclosure) -> bytes:
+            return encode_request(task, replace(llm, base_url=enclosure.url(llm.base_url)))
+
         while self._idle:
             worker = self._idle.pop()
-            sandbox = self._sandboxes[worker].sandbox
-            if not worker.exited.done() and sandbox is not None and sandbox.network == network:
-                return worker, request
-            self._end_sandbox(worker)
-        server = await self._new_server(network)
+            enclosure = self._enclosed[worker].enclosure
+            if not worker.exited.done() and enclosure is not None and enclosure.reaches(llm.base_url):
+                return worker, inside(enclosure)
+            self._end_enclosed(worker)
+        enclosure = self._line.enclosure(llm.base_url, self._needed)
+        assert enclosure is not None, "a stage stands there"
+        server = await self._new_server(enclosure)
         try:
             worker = await server.fork()
         except BaseException:
             await server.close()
             raise
-        self._sandboxes[worker] = server
-        return worker, request
+        self._enclosed[worker] = server
+        return worker, inside(enclosure)
+
+    @property
+    def _needed(self) -> tuple[str, ...]:
+        """What lightning itself reads in an enclosure."""
+        return (self._limits.folder,) if self._config.tool_limits else ()
 
     def _give_back(self, worker: Worker, reusable: bool) -> None:
         reusable = reusable and self._server is not None
         if reusable and worker.served < self._config.rollouts_per_process:
             self._idle.append(worker)
-        elif worker in self._sandboxes:
-            self._end_sandbox(worker)
+        elif worker in self._enclosed:
+            self._end_enclosed(worker)
         elif self._server is None:
             worker.hang_up()
         elif not reusable:
@@ -179,26 +190,22 @@ class ProcessRunner:
             worker.hang_up()
             asyncio.get_running_loop().call_later(GRACE, self._server.kill, worker)  # if a thread of the agent keeps it
 
-    def _end_sandbox(self, worker: Worker) -> None:
+    def _end_enclosed(self, worker: Worker) -> None:
         worker.hang_up()
-        ending = asyncio.create_task(self._sandboxes.pop(worker).close())
+        ending = asyncio.create_task(self._enclosed.pop(worker).close())
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
-    async def _new_server(self, network: Sequence[AllowedHost] = ()) -> ForkServer:
+    async def _new_server(self, enclosure: Enclosure | None = None) -> ForkServer:
         config = self._config
-        sandbox = None
-        if config.sandbox == "bwrap":
-            files = (*config.sandbox_files, self._limits.folder) if config.tool_limits else config.sandbox_files
-            sandbox = bubblewrap(files, config.sandbox_hidden, config.sandbox_environment, network)
         server = ForkServer(
             self._shipped,
             preload=config.preload,
             adapters=config.adapters,
             reroute=config.reroute,
             tool_limits=self._limits,
-            hidden=config.sandbox_hidden,
-            sandbox=sandbox,
+            line=self._line,
+            enclosure=enclosure,
         )
         await server.start()
         if server.threads and not self._told_of_threads:

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.machinery import PathFinder
 from urllib.parse import urlsplit
 
@@ -28,11 +29,11 @@ from lightning.instrument.tool_slots import ToolLimits, limit_tools, unheld
 from lightning.plugins import plugins
 from lightning.runner import socket_framing
 from lightning.runner.agent_serialization import is_installed, unpack_agent
-from lightning.runner.branch_tools import NoBranchError, branch_tools
 from lightning.runner.forks import flush, without_children
 from lightning.runner.outcomes import decode_request, encode_outcome, failed, raised, returned
 from lightning.runner.protocol import Agent, Reward
 from lightning.runner.seeding import seed_process
+from lightning.runner.stages import NO_STAGES, AttemptLine, AttemptRefusedError, enter
 from lightning.runner.warmth import Contexts, built_models
 from lightning.types import LLM, Outcome, Task
 
@@ -45,6 +46,7 @@ def serve(
     contexts: Contexts,
     limits: ToolLimits,
     needs: int | None = None,
+    line: AttemptLine = NO_STAGES,
 ) -> None:
     """Answer requests, each under its name, until the parent closes the socket. After the first, what it has imported and built
     since the fork is written to the descriptor `needs`, as a line of JSON."""
@@ -61,7 +63,7 @@ def serve(
             name, request = request[: socket_framing.NAME], request[socket_framing.NAME :]
             task, llm = decode_request(request)
             seed_process(llm.seed)
-            outcome = run_agent(agent, task, llm, loop)
+            outcome = run_agent(agent, task, llm, loop, line)
             flush()
             socket_framing.send(sock, name + encode_outcome(outcome, unheld(outcome.tool_events)))
             if needs is not None:
@@ -94,22 +96,37 @@ def _found_in(places: Sequence[str], name: str) -> bool:
     return list(there.submodule_search_locations or ()) == list(here.submodule_search_locations or ())
 
 
-def run_agent(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcome:
-    """One attempt. What the agent raises, `SystemExit` included, is its outcome."""
+def run_agent(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner, line: AttemptLine = NO_STAGES) -> Outcome:
+    """One attempt, inside what the stages of plugins put around it. What the agent raises, `SystemExit` included, is its
+    outcome."""
     started = time.monotonic()
     with _environment(llm), activate(llm, alone=True) as attempt:
+        context = contextvars.copy_context()  # what the agent sets there ends with the rollout
+        contexts = ExitStack()
         try:
-            with branch_tools(llm):
-                result = _call(agent, task, llm, attempt, loop)
-            return returned(result, attempt, time.monotonic() - started)
-        except NoBranchError as error:
+            try:
+                context.run(enter, contexts, line.around(task, llm), llm)
+                return _outcome(agent, task, llm, attempt, loop, context)
+            finally:
+                context.run(contexts.close)
+        except AttemptRefusedError as error:
             return failed(error.fault, str(error), attempt, time.monotonic() - started)
-        except BaseException as error:  # noqa: BLE001 — isolates the user's agent, and the object that it returned
-            return raised(error, attempt, time.monotonic() - started)
 
 
-def _call(agent: Agent, task: Task, llm: LLM, attempt: ActiveAttempt, loop: asyncio.Runner) -> object:
-    context = contextvars.copy_context()  # what the agent sets there ends with the rollout
+def _outcome(
+    agent: Agent, task: Task, llm: LLM, attempt: ActiveAttempt, loop: asyncio.Runner, context: contextvars.Context
+) -> Outcome:
+    started = time.monotonic()
+    try:
+        result = _call(agent, task, llm, attempt, loop, context)
+        return returned(result, attempt, time.monotonic() - started)
+    except BaseException as error:  # noqa: BLE001 — isolates the user's agent, and the object that it returned
+        return raised(error, attempt, time.monotonic() - started)
+
+
+def _call(
+    agent: Agent, task: Task, llm: LLM, attempt: ActiveAttempt, loop: asyncio.Runner, context: contextvars.Context
+) -> object:
     if is_async(agent):
         return loop.run(_started_in_loop(agent, task, llm, attempt), context=context)
     with without_children():

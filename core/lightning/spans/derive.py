@@ -27,7 +27,7 @@ from lightning.spans.attributes import (
     UNKNOWN_TOOL,
     text,
 )
-from lightning.types import Caller, Json, Outcome, Span, ToolEvent, Transition
+from lightning.types import UNNAMED, Caller, Json, Outcome, Span, ToolEvent, Transition
 
 FRAMEWORK = "otel"
 MOST_ABOVE = 100
@@ -36,8 +36,6 @@ LONGEST_PATH = 32
 """Names in a caller's path; of more the innermost stay."""
 DEEPEST = 32
 """Levels of a tool's arguments that are read as JSON; deeper ones stay text, which any store and any reader can take."""
-UNNAMED = Caller("agent")
-"""The caller of a call that no adapter, alias or header has named."""
 
 
 def with_spans(outcome: Outcome, spans: Sequence[Span], calls: Sequence[Transition]) -> Outcome:

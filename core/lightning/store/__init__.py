@@ -4,7 +4,18 @@ Whatever database is behind it, a store keeps the contract of `lightning.store.p
 plugin manager, so nothing here imports a database.
 """
 
-from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse, Store
+from lightning.store.protocol import LATEST, PRUNED, Alias, MetricPoint, Page, ResourceUse, Store
 from lightning.store.url import StoreURL, parse, sqlite_url
 
-__all__ = ["LATEST", "Alias", "MetricPoint", "Page", "ResourceUse", "Store", "StoreURL", "parse", "sqlite_url"]
+__all__ = [
+    "LATEST",
+    "PRUNED",
+    "Alias",
+    "MetricPoint",
+    "Page",
+    "ResourceUse",
+    "Store",
+    "StoreURL",
+    "parse",
+    "sqlite_url",
+]

@@ -31,7 +31,7 @@ import zstandard
 
 from lightning.errors import DataError, StoreError
 from lightning.installation import other_format
-from lightning.types import LogProbs, TokenIds
+from lightning.types import LogProbs, TokenIds, shared_prefix
 
 VERSION: Final = 1
 LEVEL: Final = 3
@@ -39,7 +39,8 @@ DIGEST_BYTES: Final = 8
 """Against accidents, not forgers: what an optimizer step trained is proven by the SHA-256 digests of its `StepRecord`."""
 HEAD_BYTES: Final = 1 + DIGEST_BYTES
 """What `stored_digest` reads of a blob."""
-_ITEM: Final = 4
+ITEM: Final = 4
+"""Bytes of a packed token id or log-probability."""
 _MAX_SHIFT: Final = 35
 _LEAST_BLOCK: Final = 4
 """Bytes of the shortest block of a zstandard frame: one byte, and how often it repeats."""
@@ -86,7 +87,7 @@ _local = _Local()
 
 def pack(values: TokenIds | LogProbs) -> bytes:
     """The little-endian bytes of an `array('i')` or `array('f')`. Raises `DataError` for any other array."""
-    if not isinstance(values, array) or values.typecode not in "if" or values.itemsize != _ITEM:
+    if not isinstance(values, array) or values.typecode not in "if" or values.itemsize != ITEM:
         kind = f"array({values.typecode!r})" if isinstance(values, array) else type(values).__name__
         raise DataError(
             f"expected array('i') of token ids or array('f') of log-probabilities, got {kind}: "
@@ -128,21 +129,6 @@ def stored_digest(blob: bytes) -> bytes:
     return bytes(blob[1:HEAD_BYTES])
 
 
-def shared_prefix(prompt: bytes, parent: bytes) -> int:
-    """How many leading tokens two packed id arrays have in common."""
-    limit = min(len(prompt), len(parent)) // _ITEM
-    if prompt[: limit * _ITEM] == parent[: limit * _ITEM]:
-        return limit
-    low, high = 0, limit  # prompt[:low] is shared, prompt[:high] is not: bytes compare far faster than Python counts
-    while high - low > 1:
-        middle = (low + high) // 2
-        if prompt[low * _ITEM : middle * _ITEM] == parent[low * _ITEM : middle * _ITEM]:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
 def pack_tokens(tokens: CallTokens) -> Packed:
     """Everything of the encoding that does not depend on a parent. Raises `DataError` for wrong arrays."""
     for name, values, code in (
@@ -159,15 +145,15 @@ def pack_tokens(tokens: CallTokens) -> Packed:
 def encode(tokens: CallTokens, parent: bytes = b"") -> bytes:
     """Encode against the packed full tokens of a parent (empty: against nothing). Raises `DataError` for wrong arrays."""
     packed = pack_tokens(tokens)
-    return encode_packed(packed, shared_prefix(packed.prompt, parent))
+    return encode_packed(packed, shared_prefix(packed.prompt, parent, ITEM))
 
 
 def encode_packed(packed: Packed, shared: int) -> bytes:
     """Encode against a parent whose full tokens begin with the first `shared` ids of the prompt."""
-    rest = packed.prompt[shared * _ITEM :]
+    rest = packed.prompt[shared * ITEM :]
     planes = _to_planes(rest + packed.response, packed.logprobs)
     low, high = (_local.compressor.compress(plane) if plane else b"" for plane in planes)
-    lengths = (len(part) // _ITEM for part in (rest, packed.response, packed.logprobs))
+    lengths = (len(part) // ITEM for part in (rest, packed.response, packed.logprobs))
     return b"".join((bytes((VERSION,)), packed.digest, *map(_to_varint, (shared, *lengths, len(low))), low, high))
 
 
@@ -178,13 +164,13 @@ def decode(blob: bytes, parent: bytes = b"") -> CallTokens:
     """
     digest = stored_digest(blob)
     (shared, n_rest, n_response, n_logprobs, n_low), start = _read_varints(blob, 1 + DIGEST_BYTES, 5)
-    if shared * _ITEM > len(parent):
+    if shared * ITEM > len(parent):
         raise StoreError("token blob is corrupt: it shares more tokens with its parent than the parent has")
     n_ids = n_rest + n_response
     low = _decompress(blob[start : start + n_low], 2 * n_ids + 3 * n_logprobs)
     high = _decompress(blob[start + n_low :], 2 * n_ids + n_logprobs)
     ids, logprobs = _from_planes(low, high, n_ids, n_logprobs)
-    prompt, response = parent[: shared * _ITEM] + ids[: n_rest * _ITEM], ids[n_rest * _ITEM :]
+    prompt, response = parent[: shared * ITEM] + ids[: n_rest * ITEM], ids[n_rest * ITEM :]
     if content_digest(prompt, response, logprobs) != digest:
         raise StoreError("token blob is corrupt: its content does not match its checksum")
     return CallTokens(unpack_ids(prompt), unpack_ids(response), unpack_logprobs(logprobs))
@@ -194,7 +180,7 @@ def _native(data: bytes) -> bytes:
     """Between little-endian and this machine's order, either way: the same bytes, or the four of each number reversed."""
     if sys.byteorder == "little":
         return data
-    return b"".join(data[at : at + _ITEM][::-1] for at in range(0, len(data), _ITEM))
+    return b"".join(data[at : at + ITEM][::-1] for at in range(0, len(data), ITEM))
 
 
 def _check_version(blob: bytes) -> None:
@@ -252,17 +238,17 @@ def _decompress(frame: bytes, size: int) -> bytes:
 
 def _to_planes(ids: bytes, logprobs: bytes) -> tuple[bytes, bytes]:
     """`low` and `high`, as the module says."""
-    low = (ids[0::_ITEM], ids[1::_ITEM], logprobs[0::_ITEM], logprobs[1::_ITEM], logprobs[2::_ITEM])
-    high = (ids[2::_ITEM], ids[3::_ITEM], logprobs[3::_ITEM])
+    low = (ids[0::ITEM], ids[1::ITEM], logprobs[0::ITEM], logprobs[1::ITEM], logprobs[2::ITEM])
+    high = (ids[2::ITEM], ids[3::ITEM], logprobs[3::ITEM])
     return b"".join(low), b"".join(high)
 
 
 def _from_planes(low: bytes, high: bytes, n_ids: int, n_logprobs: int) -> tuple[bytes, bytes]:
-    ids, logprobs = bytearray(n_ids * _ITEM), bytearray(n_logprobs * _ITEM)
-    ids[0::_ITEM], ids[1::_ITEM] = low[:n_ids], low[n_ids : 2 * n_ids]
-    ids[2::_ITEM], ids[3::_ITEM] = high[:n_ids], high[n_ids : 2 * n_ids]
+    ids, logprobs = bytearray(n_ids * ITEM), bytearray(n_logprobs * ITEM)
+    ids[0::ITEM], ids[1::ITEM] = low[:n_ids], low[n_ids : 2 * n_ids]
+    ids[2::ITEM], ids[3::ITEM] = high[:n_ids], high[n_ids : 2 * n_ids]
     for byte in range(3):
         start = 2 * n_ids + byte * n_logprobs
-        logprobs[byte::_ITEM] = low[start : start + n_logprobs]
-    logprobs[3::_ITEM] = high[2 * n_ids :]
+        logprobs[byte::ITEM] = low[start : start + n_logprobs]
+    logprobs[3::ITEM] = high[2 * n_ids :]
     return bytes(ids), bytes(logprobs)

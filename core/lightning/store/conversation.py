@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from lightning.errors import StoreError
-from lightning.store.json_text import as_list, dump
+from lightning.store.rows import as_list, dump
 from lightning.types import Conversation, Transition
 
 CONVERSATION: Final = "conversation"

@@ -29,7 +29,7 @@ from lightning.errors import ParentGoneError, StoreError
 from lightning.installation import other_format
 from lightning.memory_budget import compact
 from lightning.store.protocol import Store
-from lightning.types import Json, Rollout, ToolEvent, Transition
+from lightning.types import Json, Rollout, ToolEvent, Transition, shared_prefix
 
 TEXTS: Final = "texts"
 """The extra of a call that its exchange is."""
@@ -204,8 +204,8 @@ def pack(path: str, status: int, request: bytes, reply: bytes, base: Said = NOBO
     if len(request) > LARGEST or len(reply) > LARGEST:
         request = reply = b""
         base, flags = NOBODY, flags | Flag.TOO_LARGE
-    start = shared(request, base.request)
-    end = shared(request[start:][::-1], base.request[start:][::-1])
+    start = shared_prefix(request, base.request)
+    end = shared_prefix(request[start:][::-1], base.request[start:][::-1])
     middle = request[start : len(request) - end]
     if not start + end:
         base = NOBODY
@@ -220,21 +220,6 @@ def pack(path: str, status: int, request: bytes, reply: bytes, base: Said = NOBO
 def _dictionary(base: Said) -> zstandard.ZstdCompressionDict | None:
     said = base.reply[:LARGEST_DICTIONARY]
     return zstandard.ZstdCompressionDict(said, dict_type=zstandard.DICT_TYPE_RAWCONTENT) if len(said) >= 8 else None
-
-
-def shared(one: bytes, other: bytes) -> int:
-    """How many bytes both begin with."""
-    limit = min(len(one), len(other))
-    if one[:limit] == other[:limit]:
-        return limit
-    low, high = 0, limit  # one[:low] is shared, one[:high] is not: bytes compare far faster than Python counts
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def packed_in(call: Transition) -> bytes | None:

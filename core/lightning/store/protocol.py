@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from lightning.types import (
     Json,
@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 
 LATEST = "latest"
 """The alias that every resource has: its newest version. It moves by itself."""
+
+PRUNED: Final = "pruned"
+"""The key of a run's state that says that calls were removed: `at` (Unix seconds), `rollouts` (how many lost theirs), `trained`
+(whether some of them had been trained)."""
+
+TRACES_RUN: Final = "gateway/traces"
+"""Where in the state gateways keep the traces of attempts: `[rollout, attempt, expires_at]` by trace. No run has this id, since
+it would be a folder's name."""
 
 MAX_SPANS = 10_000
 """Spans kept of one attempt; a service in an endless loop must not fill the database."""
@@ -120,8 +128,12 @@ class Store(Protocol):
     the same id changes nothing more and is answered as it was; with other arguments it is another call.
     """
 
-    async def open(self) -> None:
-        """Connect, and make the tables of a new database. Raises `SchemaError` for a corrupt or another schema. Idempotent."""
+    async def open(self, *, make: bool = True) -> None:
+        """Connect, and make the tables of a new database. Idempotent.
+
+        Raises `SchemaError` for a corrupt or another schema. Where there is no store it makes one, unless `make` is false: then
+        it raises `ConfigError` or `SchemaError`.
+        """
 
     async def close(self) -> None:
         """Flush what was acknowledged and disconnect. Idempotent."""
@@ -325,3 +337,12 @@ class Store(Protocol):
 
     async def resource_uses(self, name: str) -> list[ResourceUse]:
         """What was earned under each version of a resource, by version, run and split."""
+
+
+@runtime_checkable
+class ShowsProject(Protocol):
+    """A store that may show one project alone, with that project's own names."""
+
+    @property
+    def project(self) -> str | None:
+        """The project that is shown; None: all, with names as they are stored."""

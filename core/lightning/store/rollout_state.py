@@ -19,7 +19,9 @@ from typing import Final
 
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
 from lightning.store import codec, extras
-from lightning.store.json_text import (
+from lightning.store.protocol import LATEST, ResourceUse
+from lightning.store.rows import (
+    Row,
     caller_to_json,
     dump,
     finite,
@@ -28,10 +30,9 @@ from lightning.store.json_text import (
     step_rewards_to_text,
     step_states_to_text,
     tool_events_to_text,
+    versions_from_resources,
     versions_to_text,
 )
-from lightning.store.protocol import LATEST, ResourceUse
-from lightning.store.rows import Row, versions_from_resources
 from lightning.types import CallStatus, Fault, Json, Outcome, Rollout, Status, StepRecord, Transition
 
 EXCUSED = 3
@@ -281,7 +282,7 @@ def uses_of_versions(name: str, counted: Iterable[Row]) -> list[ResourceUse]:
     ]
 
 
-def transition_digest(transition: Transition, content: bytes) -> bytes:
+def record_digest(transition: Transition, content: bytes) -> bytes:
     """BLAKE2b-128 over every field of a transition; `content` is the codec's digest of its token arrays.
 
     Two transitions are the same for the store if and only if these agree.

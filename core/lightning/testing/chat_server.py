@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
 
-from lightning.types import LLM, Caller
+from lightning.types import CALLER_HEADER, LLM, ROLLOUT_HEADER, Caller
 
 PIECES = re.compile(r"\s*\S+|\s+")
 """What a stream of a text is made of."""
@@ -37,12 +37,12 @@ class ChatRequest:
     @property
     def rollout(self) -> str | None:
         """The rollout token that the tap wrote."""
-        return self.headers.get("x-lightning-rollout")
+        return self.headers.get(ROLLOUT_HEADER)
 
     @property
     def caller(self) -> Caller | None:
         """The caller that the tap wrote."""
-        text = self.headers.get("x-lightning-caller")
+        text = self.headers.get(CALLER_HEADER)
         if text is None:
             return None
         fields = json.loads(text)

@@ -1,7 +1,7 @@
 """One rollout of an agent against a model that plays a script: what training would see of it.
 
-The invariant: it goes the way it goes in training (tap, adapters, gateway, store, judged outcome), in this process and without
-another server, so that a debugger and a test's patches reach the agent.
+The invariant: it goes the way it goes in training (tap, adapters, stages, gateway, store, judged outcome), in this process and
+without another server, so that a debugger and a test's patches reach the agent.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from lightning.asyncio_utils import outside_of_loops
+from lightning.config import RunnerConfig
 from lightning.errors import DataError
 from lightning.instrument import emit, install_tap
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent
+from lightning.runner.stages import attempt_line
 from lightning.runner.worker import run_agent
 from lightning.store import exchanges
 from lightning.store.exchanges import Exchange
@@ -89,11 +91,19 @@ def _run(agent: Agent, task: Task, llm: LLM) -> Outcome:
     """On one loop for all rollouts, as in a worker: clients that an agent keeps belong to the loop they began in."""
     if not _free.acquire(blocking=False):  # a rollout inside another one, or in a thread beside it
         with asyncio.Runner() as loop:
-            return run_agent(agent, task, llm, loop)
+            return _run_with_stages(agent, task, llm, loop)
     try:
-        return run_agent(agent, task, llm, _loop)
+        return _run_with_stages(agent, task, llm, _loop)
     finally:
         _free.release()
+
+
+def _run_with_stages(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcome:
+    line = attempt_line(RunnerConfig())
+    loop.run(line.begin())
+    with ExitStack() as installed:
+        installed.callback(line.install())
+        return run_agent(agent, task, llm, loop, line)
 
 
 def _in_order(replies: Sequence[Reply | ToolCall | str]) -> Script:

@@ -18,17 +18,17 @@ import numpy as np
 from lightning.algorithms.intake import trains
 from lightning.algorithms.protocol import Batch
 from lightning.batch.trajectory import Group, is_trained
+from lightning.bounded import Once
 from lightning.engines.logprob_gap import FLOAT32, GapBound
 from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
-from lightning.gateway.sampling import GREEDY_BELOW
 from lightning.policy_server.protocol import PolicyServer, Usage
 from lightning.runner.policy_faults import read_cause
 from lightning.store.exchanges import why_not_replayable
 from lightning.trainer.diagnosis import Attempted, Course, Diagnosis
 from lightning.trainer.rules import diagnose, nothing_trained
 from lightning.trainer.summary import NAMED, POLICY_FAULT, Evaluation, mean_parts
-from lightning.types import TOO_LONG, Caller, CallStatus, Fault, Rollout, Status, Transition
+from lightning.types import GREEDY_BELOW, TOO_LONG, Caller, CallStatus, Fault, Rollout, Status, Transition
 
 if TYPE_CHECKING:
     from lightning.config.sections import TaskOrder
@@ -51,7 +51,7 @@ class UsageMeter:
     def __init__(self, policy: PolicyServer) -> None:
         self._policy = policy
         self._before = Usage()
-        self._said: set[str] = set()
+        self._said = Once()
 
     async def step(self, groups: Sequence[Group]) -> dict[str, float]:
         """`prefix_hit_share` (of the prompts' tokens, those found in the cache) and `preemptions` since the last time."""
@@ -61,11 +61,11 @@ class UsageMeter:
         again = any(count < before for count, before in zip(now, self._before, strict=True))
         since = now if again else Usage(*(count - before for count, before in zip(now, self._before, strict=True)))
         self._before = now
-        if since.preemptions and self._first("preempted"):
+        if since.preemptions and self._said.first("preempted"):
             logger.warning(
                 "vLLM put %d requests back for want of KV cache, and computes them again: %s", since.preemptions, CURE
             )
-        if self._nothing_found(since, groups) and self._first("prefixes"):
+        if self._nothing_found(since, groups) and self._said.first("prefixes"):
             logger.warning(
                 "vLLM found no beginning of a prompt in its prefix cache, in %d requests of %.0f tokens on average, though "
                 "rollouts of one task begin alike: %s; or take --no-enable-prefix-caching out of its arguments",
@@ -79,11 +79,6 @@ class UsageMeter:
     def _nothing_found(self, since: Usage, groups: Sequence[Group]) -> bool:
         alike = any(len(group.trajectories) > 1 for group in groups)
         return alike and not since.cached_tokens and since.prompt_tokens >= LONG_PROMPT * since.requests > 0
-
-    def _first(self, what: str) -> bool:
-        first = what not in self._said
-        self._said.add(what)
-        return first
 
 
 def step_metrics(
@@ -224,13 +219,14 @@ class Remarks:
         self._course: list[Mapping[str, float]] = []
         self._evaluations: Sequence[Evaluation] = ()
         self._reasons: set[str] = set()
-        self._said: set[str] = set()
+        self._said = Once()
         self._steps = self._idle = 0
 
     def restored(self, course: Iterable[Mapping[str, float]], evaluations: Sequence[Evaluation]) -> None:
         """The metrics of the steps that were taken before this process, and the evaluations: what they say was said then."""
         self._course, self._evaluations = list(course), evaluations
-        self._said |= {found.cause for found in diagnose(course=self._now)}
+        for found in diagnose(course=self._now):
+            self._said.first(found.cause)
 
     def evaluated(self, evaluations: Sequence[Evaluation]) -> list[Diagnosis]:
         """All held-out evaluations so far that can be compared. Returns what the rules found and had not found before."""
@@ -242,7 +238,7 @@ class Remarks:
         return Course(self._course, self._evaluations, self._gap, self._order)
 
     def _say(self, when: str, found: Iterable[Diagnosis]) -> list[Diagnosis]:
-        new = [diagnosis for diagnosis in found if not diagnosis.minor and self._first(diagnosis.cause)]
+        new = [diagnosis for diagnosis in found if not diagnosis.minor and self._said.first(diagnosis.cause)]
         for diagnosis in new:
             logger.warning("%s: %s", when, diagnosis.text)
         return new
@@ -270,18 +266,13 @@ class Remarks:
                 level = logging.INFO if reason in ORDINARY else logging.WARNING
                 logger.log(level, "step %d: %s", step + 1, _why(reason, groups, batch, calls, train_agents))
         self._reasons |= batch.skipped.keys()
-        if (media := int(metrics.get("dropped/media", 0))) and calls and self._first("media"):
+        if (media := int(metrics.get("dropped/media", 0))) and calls and self._said.first("media"):
             logger.warning("step %d: %s", step + 1, are_media(media, media + len(calls)))
-        if metrics.get("too_long") and self._first("too_long"):
+        if metrics.get("too_long") and self._said.first("too_long"):
             logger.warning("step %d: %s", step + 1, are_too_long(int(metrics["too_long"])))
         self._course.append(metrics)
         attempts = [Attempted.of(member) for group in groups for member in group.trajectories]
         return self._say(f"step {step + 1}", diagnose(attempts, train_agents, failures, self._now))
-
-    def _first(self, what: str) -> bool:
-        first = what not in self._said
-        self._said.add(what)
-        return first
 
     def _say_idle(
         self,

@@ -22,7 +22,6 @@ from lightning.plugins.named import name_of
 from lightning.policy_server.profiles import shares_gpu
 from lightning.policy_server.weight_transfer import Sender
 from lightning.runner.protocol import Agent, Runner
-from lightning.server.projects import of_project
 from lightning.store.epochs import Epoch, keep_epochs, mark_over
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import run_id_of
@@ -38,6 +37,7 @@ from lightning.trainer.model import with_dtypes
 from lightning.trainer.prompts import Prompts, resolve_prompts
 from lightning.trainer.recorded import RECORDED, Record, check_record, record_of, steps_of_pass
 from lightning.trainer.replay import optimizer_of
+from lightning.trainer.run_server import of_project
 from lightning.trainer.runs import AGENT, check_run, claim_folder, describe_algorithm, name_folder
 from lightning.trainer.stack import Stack, open_stack
 from lightning.trainer.summary import Evaluation, Reporter, Summary, summarize

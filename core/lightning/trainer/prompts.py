@@ -10,14 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning.errors import ConfigError, StoreError
-from lightning.maintenance import check_store
 from lightning.plugins import plugins
-from lightning.server.auth import ALL_PROJECTS
-from lightning.server.projects import of_project
-from lightning.store.http import HttpStore
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import PREFIX, existing_store, find, parse_reference
 from lightning.store.url import redacted
+from lightning.trainer.run_server import of_project
 from lightning.types import DEFAULT_PROJECT, Json, Resource, ResourceKind, Rollout
 
 STATE = "prompts"
@@ -109,22 +106,14 @@ async def _found(store: Store, text: str, home: str, project: str) -> Resource:
     place = reference.place or home
     if not place:
         return await find(store, reference)
-    url = existing_store(place)
-    await check_store(url)
-    other = plugins().store(url)
-    await other.open()
+    other = plugins().store(existing_store(place))
+    await other.open(make=False)
     try:
-        seen = other if await _is_of_one_project(other) else of_project(other, project)
-        resource = await find(seen, replace(reference, place=""))
+        resource = await find(of_project(other, project), replace(reference, place=""))
     finally:
         await other.close()
     origin: dict[str, Json] = {"store": redacted(place), "version": resource.version}
     return await store.put_resource(replace(resource, metadata={**resource.metadata, "origin": origin}))
-
-
-async def _is_of_one_project(store: Store) -> bool:
-    """Whether it is a server, which shows to a token of one project that project's own names."""
-    return isinstance(store, HttpStore) and (await store.version()).project != ALL_PROJECTS
 
 
 def _text(resource: Resource) -> str:

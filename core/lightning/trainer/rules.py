@@ -21,10 +21,8 @@ from lightning.trainer.course_rules import COURSE_RULES
 from lightning.trainer.diagnosis import Attempted, Course, Diagnosis, Evidence
 from lightning.trainer.shared_memory import shared_answers
 from lightning.trainer.training_data import NOT, OF_MODEL, is_trainable
-from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition
+from lightning.types import TOO_LONG, UNNAMED, Caller, CallStatus, ToolEvent, Transition
 
-UNNAMED: Final = Caller("agent").agent
-"""The name of a caller of whom no adapter and no header says anything."""
 LONGEST: Final = 300
 """Characters of a refusal that are shown."""
 LEAST_PAIRS: Final = 60
@@ -121,7 +119,7 @@ def clamped(evidence: Evidence) -> Iterator[Diagnosis]:
 def lost_names(evidence: Evidence) -> Iterator[Diagnosis]:
     """Some calls have an agent's name and others have none."""
     calls = [call.caller for call in evidence.answered]
-    named = Counter(caller.name for caller in calls if caller.agent != UNNAMED or caller.path)
+    named = Counter(caller.name for caller in calls if caller.agent != UNNAMED.agent or caller.path)
     unnamed = len(calls) - named.total()
     if named and unnamed:
         yield Diagnosis(

@@ -23,6 +23,7 @@ from lightning.gateway import Gateway, Upstream
 from lightning.gateway.connections import bind
 from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.fleet.records import UNKNOWN, gateway_secret, served_version
+from lightning.gateway.stages import Line
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.auto_settings import Demand
 from lightning.policy_server.process import reserved_port
@@ -31,17 +32,15 @@ from lightning.policy_server.protocol import PolicyServer, Probe, Update
 from lightning.policy_server.weight_transfer import Sender
 from lightning.policy_server.weight_transfer.folder import WeightsFolder
 from lightning.runner.lease_loop import Source
-from lightning.runner.protocol import ClientRunner, Runner, Site
-from lightning.server.agents import HowToCall
-from lightning.server.auth import check_exposure
-from lightning.server.control import Control, on_server_port, runner_token
-from lightning.server.projects import of_project
+from lightning.runner.protocol import ClientRunner, Runner
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.store.rollout_state import EXCUSED
 from lightning.trainer.agents import Agents
+from lightning.trainer.how_to_call import HowToCall
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.prompts import Prompts
+from lightning.trainer.run_server import ClientDoor, RunServer, check_exposure, of_project, run_server
 from lightning.types import LLM, Lease, Rollout, Run
 
 logger = logging.getLogger(__name__)
@@ -247,9 +246,10 @@ def seed_of(config: Config) -> int | None:
     return config.trainer.seed if config.gateway.seed_calls else None
 
 
-def check_gateway(config: GatewayConfig) -> None:
-    """Raise what making a gateway with these settings raises (`ConfigError`, `GatewayError`), before anything is started."""
-    Gateway(MemoryStore(), (), config, secret=secrets.token_bytes())
+def check_gateway(config: GatewayConfig) -> Line:
+    """The stages of a gateway with these settings. Raises what making one raises (`ConfigError`, `GatewayError`), before
+    anything is started."""
+    return Gateway(MemoryStore(), (), config, secret=secrets.token_bytes()).parts.line
 
 
 async def make_gateway(
@@ -305,22 +305,23 @@ async def why_not_served(store: Store, run: str, version: int, config: Config) -
 
 async def open_server(
     resources: AsyncExitStack,
+    server: RunServer,
     store: Store,
     policy: PolicyServer,
     config: Config,
     run: str,
     *,
     waiting: AsyncExitStack | None = None,
-) -> tuple[Gateway, Control]:
-    """`open_gateway` on the port of the section `server`, with the control API on it."""
-    gateway = await make_gateway(store, policy, on_server_port(config), run, shared=True)
+) -> tuple[Gateway, ClientDoor]:
+    """`open_gateway` on the port that clients know, where the server answers them."""
+    gateway = await make_gateway(store, policy, server.on_port(config), run, shared=True)
     resources.push_async_callback(gateway.close)
-    control = Control(store, gateway, config)
-    resources.push_async_callback(control.close)
+    door = server.open(store, gateway, config)
+    resources.push_async_callback(door.close)
     if waiting is not None:
         await waiting.enter_async_context(gateway.hold())
     await gateway.start()
-    return gateway, control
+    return gateway, door
 
 
 async def open_stack(
@@ -344,21 +345,22 @@ async def open_stack(
     """
     weights_folder = WeightsFolder(config.policy_server, model, folder, sender)
     resources.callback(weights_folder.close)  # after vLLM has ended
-    to_clients = runner.concurrency == 0 or config.server.port != 0
-    check_ports(on_server_port(config).gateway if to_clients else config.gateway, config.policy_server)
+    server = _server_for(runner, config)
+    settings = config.gateway if server is None else server.on_port(config).gateway
+    check_ports(settings, config.policy_server)
     log, demand = folder / "vllm.log", _demand(runner, config)
     policy = make_policy_server(model, config.policy_server, log=log, sender=sender, demand=demand)
     resources.push_async_callback(policy.close)
     resources.push_async_callback(runner.close)
-    await check_exposure(store, config.server.host if to_clients else config.gateway.host)
+    await check_exposure(store, settings.host)
     owner = Owner(store, run.id, seed=seed_of(config))
     await owner.open((), UNKNOWN)  # whatever answers now where a dead trainer's server did is not this run's policy
     await together(policy.start(), runner.start())
     waiting = AsyncExitStack()
     holding = waiting if restores else None
-    control: Control | None = None
-    if to_clients:
-        gateway, control = await open_server(resources, store, policy, config, run.id, waiting=holding)
+    door: ClientDoor | None = None
+    if server is not None:
+        gateway, door = await open_server(resources, server, store, policy, config, run.id, waiting=holding)
     else:
         gateway = await open_gateway(resources, store, policy, config, run.id, waiting=holding)
     stack = Stack(
@@ -377,7 +379,7 @@ async def open_stack(
     stack.owner = owner
     resources.push_async_callback(owner.close)
     await owner.serve(stack.upstreams(), UNKNOWN if restores else policy.version)
-    look_after = stack.supervise() if control is None else await _admit_clients(stack, control, store)
+    look_after = stack.supervise() if door is None else await _admit_clients(stack, door)
     stack._supervisor = asyncio.create_task(look_after)  # noqa: SLF001 — the factory completes its own class
     resources.push_async_callback(cancel, stack._supervisor)  # noqa: SLF001 — as above
     return stack
@@ -389,14 +391,20 @@ def _demand(runner: Runner, config: Config) -> Demand:
     return Demand(concurrency, trains_meanwhile=meanwhile, shares_gpu=shares_gpu(config))
 
 
-async def _admit_clients(stack: Stack, control: Control, store: Store) -> Coroutine[object, object, object]:
+def _server_for(runner: Runner, config: Config) -> RunServer | None:
+    """What lets clients in, where some are meant to come. Raises `PluginError` where no plugin can."""
+    if config.server.port:
+        return run_server(f"server.port = {config.server.port}")
+    return None if runner.concurrency else run_server("a runner whose agents run in clients")
+
+
+async def _admit_clients(stack: Stack, door: ClientDoor) -> Coroutine[object, object, object]:
     """Let clients lease what the run makes; returns what looks after the policy server, and after a runner's own clients."""
     stack.agents.shared = True
-    file, token = await runner_token(store, stack.folder, stack.run.project, only=True)
+    invitation = await door.invite(stack.run, stack.folder)
     if isinstance(stack.runner, ClientRunner):
-        site = Site(control.url, token, stack.run.id, store)
-        return together(stack.supervise(), stack.runner.attend(site))
-    stack.agents.how_to_join = f"LIGHTNING_TOKEN=$(cat {file}) lightning runner --server {control.url} MODULE:AGENT"
+        return together(stack.supervise(), stack.runner.attend(invitation.site))
+    stack.agents.how_to_join = invitation.command
     return stack.supervise()
 
 

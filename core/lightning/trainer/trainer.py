@@ -19,8 +19,6 @@ from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent
-from lightning.server.control import project_of
-from lightning.server.projects import of_project
 from lightning.store.epochs import mark_over
 from lightning.store.resource_ref import DATABASE
 from lightning.store.url import redacted, sqlite_url
@@ -33,6 +31,7 @@ from lightning.trainer.model import resolve_model
 from lightning.trainer.opening import RunOpening, check_model, say_how_to_join
 from lightning.trainer.plan import as_tasks
 from lightning.trainer.prompts import resolve_prompts
+from lightning.trainer.run_server import check_server_settings, of_project, project_of
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.session import Session
 from lightning.trainer.stack import check_gateway
@@ -105,6 +104,7 @@ class Trainer(RunOpening):
         self.config = with_settings(base, given)
         _check_lifetimes(self.config)
         self._project = project_of(self.config)
+        check_server_settings(self.config)
         self.config.optimizer_model.check()  # settings are kept with the run: none that hold a password get that far
         check_gateway(self.config.gateway)
         if resume and out is None:

@@ -13,6 +13,7 @@ from typing import Protocol
 from lightning.algorithms.protocol import Algorithm
 from lightning.batch.branches import is_void
 from lightning.batch.trajectory import Group, Trajectory
+from lightning.bounded import Once
 from lightning.config import Config
 from lightning.config.sections import TrainerConfig
 from lightning.credit import Branched
@@ -21,6 +22,7 @@ from lightning.gateway.routes import why_idle
 from lightning.store.exchanges import why_not_replayable
 from lightning.trainer.branch_points import branch_points
 from lightning.trainer.plan import branch_rollouts
+from lightning.trainer.stack import check_gateway
 from lightning.trainer.training_data import of_groups
 from lightning.types import Rollout, Transition
 
@@ -45,7 +47,7 @@ def check_tree(config: Config, group_sizes: Iterable[int], *, recorded: bool, se
         )
     if not config.gateway.record_requests:
         raise ConfigError("trainer.sampling = tree needs gateway.record_requests: branches begin with what is recorded")
-    if why := why_idle(config.gateway, "record_requests"):
+    if why := why_idle(check_gateway(config.gateway), config.gateway, "record_requests"):
         raise ConfigError(f"trainer.sampling = tree: branches begin with what is recorded. {why}")
     for size in group_sizes:
         if (trunks := trunks_of(config.trainer, size)) >= size:
@@ -101,7 +103,7 @@ class TreeGrower:
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
-        self._told: set[str] = set()
+        self._said = Once()
 
     def trunks(self, group_size: int) -> int:
         """How many rollouts of a group begin at its task."""
@@ -160,8 +162,7 @@ class TreeGrower:
         return bool(why)
 
     def _tell(self, why: str) -> None:
-        if why not in self._told:
-            self._told.add(why)
+        if self._said.first(why):
             logger.warning("a group has no branches, as trainer.sampling = tree asks for: %s (said once)", why)
 
     def metrics(self, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:

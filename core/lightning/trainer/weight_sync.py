@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from lightning.algorithms.protocol import Batch
 from lightning.batch.sample import FloatArray, Sample
+from lightning.bounded import Once
 from lightning.config import Config
 from lightning.engines.logprob_gap import GapBound, bound_for, of_few
 from lightning.engines.protocol import Engine, WritesAdapters
@@ -84,7 +85,7 @@ class Prober:
         self._engine, self._bound = engine, bound_of(config)
         self._tokens: list[_Tokens] = []
         self._baseline = GapBound(0.0, 0.0, 1.0)
-        self._below, self._told = 0, False
+        self._below, self._said = 0, Once()
 
     def remember(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         """Ask about tokens of this batch from now on, if it has any. The gaps of its step, which were taken before the update,
@@ -139,8 +140,7 @@ class Prober:
     def _note(self, moved: float) -> None:
         """Tell, once, that updates are lost in the difference between sampler and trainer."""
         self._below = self._below + 1 if moved < NOISE * self._baseline.mean else 0
-        if self._below == STEPS_BELOW and not self._told:
-            self._told = True
+        if self._below == STEPS_BELOW and self._said.first():
             logger.warning(
                 "the last %d updates changed logprobs by less than the %.2g nats by which sampler and trainer differ, so that "
                 "agents hardly see them: raise engine.lr, or set engine.dtype = 'float32'",

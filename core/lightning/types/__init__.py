@@ -16,11 +16,15 @@ from enum import StrEnum
 from lightning.errors import DataError
 from lightning.types.recorded import (
     BRANCH_VOID,
+    CALLER_HEADER,
     CONVERSATION_ID,
     EXPIRED,
+    GREEDY_BELOW,
     POLICY,
+    ROLLOUT_HEADER,
     SERVED,
     TOO_LONG,
+    UNNAMED,
     UNSERVED,
     Caller,
     CallStatus,
@@ -32,17 +36,21 @@ from lightning.types.recorded import (
     Transition,
     VersionRun,
 )
-from lightning.types.values import Json, LogProbs, TokenIds, logprobs, not_json, token_ids
+from lightning.types.values import Json, LogProbs, TokenIds, logprobs, not_json, shared_prefix, token_ids
 
 __all__ = [
     "BRANCH_VOID",
+    "CALLER_HEADER",
     "CONVERSATION_ID",
     "DEFAULT_PROJECT",
     "EXPIRED",
+    "GREEDY_BELOW",
     "LLM",
     "POLICY",
+    "ROLLOUT_HEADER",
     "SERVED",
     "TOO_LONG",
+    "UNNAMED",
     "UNSERVED",
     "CallStatus",
     "Caller",
@@ -70,6 +78,7 @@ __all__ = [
     "VersionRun",
     "logprobs",
     "new_id",
+    "shared_prefix",
     "token_ids",
 ]
 
@@ -165,8 +174,8 @@ class LLM:
     `api_key` is a signed token that belongs to one attempt of one rollout and expires with it. `prompts` are the prompt
     templates that components have in this rollout, by the component's name, where they are not the agent's own. `seed` follows
     from the run's seed, the rollout's place in the run, its task and the attempt; an agent may seed generators of its own with
-    it. It is None where agents are not seeded (`runner.seed_agents`). In a `branch` of another rollout the first calls, and the
-    tools that ran between them, are answered from that one's record.
+    it. It is None where agents are not seeded (`runner.seed_agents`). `extras` are what plugins' stages in the gateway tell
+    those of the same names around the attempt.
     """
 
     base_url: str
@@ -174,7 +183,7 @@ class LLM:
     model: str
     prompts: Mapping[str, str] = field(default_factory=dict, hash=False)
     seed: int | None = None
-    branch: bool = False
+    extras: Mapping[str, Json] = field(default_factory=dict, hash=False)
 
     @property
     def url_with_token(self) -> str:

@@ -9,6 +9,7 @@ from array import array  # noqa: F401 — type hints resolve `TokenIds` and `Log
 from collections.abc import Mapping, Sequence  # noqa: F401 — type hints resolve `Json` here
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 from lightning.types.values import Json, LogProbs, TokenIds, as_texts
 
@@ -17,8 +18,8 @@ class CallStatus(StrEnum):
     """How a model call ended: only `OK` calls are ever trained.
 
     `MEDIA` calls were answered, too, but the prompt had an image, audio, video or a file, of which its token ids say nothing.
-    `REFUSED` ones were not sampled: the gateway or the policy server does not take such a request. The agent was told so with a
-    status of 400 to 499.
+    `REFUSED` ones were not sampled, since the gateway or the policy server does not take such a request, or a plugin's stage
+    refused them afterwards, with what was sampled. The agent was told so with a status of 400 to 499.
     """
 
     OK = "ok"
@@ -66,6 +67,16 @@ class Caller:
     def name(self) -> str:
         """What tells one agent from another: the path, as `train_agents` matches it; the agent's name without one."""
         return "/".join(self.path) or self.agent
+
+
+UNNAMED: Final = Caller("agent")
+"""The caller of a call that no adapter, no header and no alias has named."""
+CALLER_HEADER: Final = "x-lightning-caller"
+"""The header of a call that says who is calling: a `Caller` as JSON."""
+ROLLOUT_HEADER: Final = "x-lightning-rollout"
+"""The header of a call with the rollout's key, where a client has a key of its own."""
+GREEDY_BELOW: Final = 1e-5
+"""vLLM samples greedily below this temperature, and then reports logprobs at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +188,7 @@ class Transition:
     prompt_ids: TokenIds
     response_ids: TokenIds
     logprobs: LogProbs
-    caller: Caller = Caller("agent")
+    caller: Caller = UNNAMED
     versions: tuple[VersionRun, ...] = (VersionRun(0, 0),)
     status: CallStatus = CallStatus.OK
     finish_reason: str = ""

@@ -1,4 +1,4 @@
-"""What values are made of: JSON, and token arrays.
+"""What values are made of: JSON, and token arrays; and how much two of them begin with together.
 
 The invariant: token arrays are `array.array` buffers that numpy and torch can read without a copy, and whoever holds one must
 treat it as read-only.
@@ -45,6 +45,23 @@ def token_ids(values: Sequence[int] = ()) -> TokenIds:
 def logprobs(values: Sequence[float] = ()) -> LogProbs:
     """Pack floats into the project's log-probability array."""
     return array("f", values)
+
+
+def shared_prefix(one: bytes, other: bytes, item: int = 1) -> int:
+    """How many items of `item` bytes each both begin with."""
+    limit = min(len(one), len(other)) // item
+    if one[: limit * item] == other[: limit * item]:
+        return limit
+    if one[:item] != other[:item]:
+        return 0
+    low, high = 1, limit  # one[:low] is shared, one[:high] is not: bytes compare far faster than Python counts
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low * item : middle * item] == other[low * item : middle * item]:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def not_json(value: object, depth: int = 0) -> tuple[str, str] | None:

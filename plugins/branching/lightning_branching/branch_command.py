@@ -16,12 +16,11 @@ from lightning.cli.output import AsJson, escape, fail, print_json, print_table, 
 from lightning.config import Config, load_config
 from lightning.errors import ConfigError
 from lightning.store.url import redacted
-from lightning_debug.ab_command import read_prompt, warn_of_name
-from lightning_debug.eval_command import ConfigFile, Runner
 
 from lightning_branching.branch_parent import unused
 from lightning_branching.branching import BranchOutcome, BranchReport
 from lightning_branching.branching import branch as run_branches
+from lightning_branching.prompt_texts import read_prompt, warn_of_name
 
 
 def branch(
@@ -69,7 +68,7 @@ def branch(
         ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Run tools that the record does not answer.")] = False,
-    runner: Runner = "process",
+    runner: Annotated[str, typer.Option(help="What runs agents: process or inline, or a plugin's.")] = "process",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -77,7 +76,7 @@ def branch(
         ),
     ] = None,
     as_json: AsJson = False,
-    config: ConfigFile = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
 ) -> None:
     """Run a recorded rollout again from one of its calls on, several times: what came before is answered from the record."""
     prompts, (sampling, settings) = _prompts(prompt or []), _split(set_ or [])

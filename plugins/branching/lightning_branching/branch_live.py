@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from lightning.config import Config
 from lightning.errors import ConfigError
 from lightning.runner.protocol import Runner
-from lightning.server.agents import HowToCall
-from lightning.server.projects import of_project
 from lightning.store.protocol import Store
 from lightning.trainer.agents import Agents
+from lightning.trainer.how_to_call import HowToCall
 from lightning.trainer.prompts import Prompts
+from lightning.trainer.run_server import of_project
 from lightning.trainer.stack import join_gateway
 from lightning.types import LLM, Lease, Rollout, Run
 

@@ -6,12 +6,12 @@ The invariant: what is at hand is bounded. What is not at hand any more is read 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
 from lightning.batch.branches import Prefix, RecordedRollout, edit_key, meant_changes, prefix_of, read_rollout
+from lightning.bounded import Bounded
 from lightning.errors import DataError, StoreError
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
@@ -45,7 +45,7 @@ class RecordedParent:
     that is made again says something else."""
 
     recorded: RecordedRollout
-    _said: OrderedDict[int, exchanges.Said] = field(default_factory=OrderedDict)
+    _said: Bounded[int, exchanges.Said] = field(default_factory=lambda: Bounded(SAID))
 
     def told_against(self, prefix: Prefix) -> list[exchanges.Said]:
         """What the calls of a branch are packed against to begin with: the call at which it branches, which its first call
@@ -53,14 +53,11 @@ class RecordedParent:
         unpack a long rollout takes milliseconds of the event loop, and its requests may be megabytes."""
         last = sorted(prefix.answered, key=lambda call: call.transition.ended_at)[1 - TOLD :]
         numbers = [call.transition.seq for call in (prefix.at, *last)]
-        if unknown := [number for number in numbers if number not in self._said]:
+        said = {number: self._said[number] for number in numbers if number in self._said}
+        if unknown := [number for number in numbers if number not in said]:
             calls = [call.transition for call in self.recorded.calls]
-            self._said.update(zip(unknown, exchanges.said_in_parent(calls, unknown), strict=True))
-        for number in numbers:
-            self._said.move_to_end(number)
-        while len(self._said) > SAID:
-            self._said.popitem(last=False)
-        return [self._said[number] for number in numbers]
+            said.update(zip(unknown, exchanges.said_in_parent(calls, unknown), strict=True))
+        return [self._said.keep(number, said[number]) for number in numbers]
 
 
 @dataclass(slots=True)
@@ -70,16 +67,15 @@ class Branches:
     store: Store
     texts: Inherits | None
     """The stage that keeps the texts of calls; None where none are kept."""
-    _known: OrderedDict[tuple[str, int], BranchedAttempt] = field(default_factory=OrderedDict)
+    _known: Bounded[tuple[str, int], BranchedAttempt] = field(default_factory=lambda: Bounded(REMEMBERED))
     _reading: dict[tuple[str, int], asyncio.Task[BranchedAttempt]] = field(default_factory=dict)
-    _parents: OrderedDict[tuple[str, int], asyncio.Task[RecordedParent]] = field(default_factory=OrderedDict)
+    _parents: Bounded[tuple[str, int], asyncio.Task[RecordedParent]] = field(default_factory=lambda: Bounded(PARENTS))
 
     async def of(self, claims: Claims) -> BranchedAttempt:
         """The branch of an attempt. Raises `RefusalError`: 409 where it is void from the beginning, 503 when the store cannot
         tell."""
         key = (claims.rollout, claims.attempt)
-        if (known := self._known.get(key)) is not None:
-            self._known.move_to_end(key)
+        if (known := self._known.used(key)) is not None:
             return known
         reading = self._reading.get(key)
         if reading is None:  # one reading for all calls that come at once: they share what is left of the prefix
@@ -116,18 +112,14 @@ class Branches:
             self.texts.inherit((name, number), found.told_against(prefix))
         branch = BranchedAttempt(prefix, (parent, attempt), rollout.run, meant)
         branch.goes_on(await self.store.transitions(name, number))
-        self._known[name, number] = branch  # before the reading is over: whoever comes then must not read again
-        if len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
-        return branch
+        # before the reading is over: whoever comes then must not read again
+        return self._known.keep((name, number), branch)
 
     async def _parent(self, parent: str, attempt: int) -> RecordedParent:
         key = (parent, attempt)
         reading = self._parents.get(key)
         if reading is None:  # one reading for all branches that come at once: they share what it finds
-            reading = self._parents[key] = asyncio.ensure_future(self._read_parent(parent, attempt))
-            if len(self._parents) > PARENTS:
-                self._parents.popitem(last=False)
+            reading = self._parents.keep(key, asyncio.ensure_future(self._read_parent(parent, attempt)))
         try:
             return await asyncio.shield(reading)
         except BaseException:

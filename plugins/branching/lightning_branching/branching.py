@@ -22,13 +22,12 @@ from lightning.batch.branches import CHANGES, is_void
 from lightning.cli.locate import load_agent, name_of, with_store
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
-from lightning.maintenance import check_store
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent
 from lightning.store import exchanges
 from lightning.store.epochs import mark_over
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import existing_store, store_in
+from lightning.store.resource_ref import store_in
 from lightning.store.url import parse
 from lightning.trainer.agents import hidden_from_agents
 from lightning.trainer.model import with_dtypes
@@ -38,8 +37,6 @@ from lightning.trainer.stack import Stack, open_stack, why_not_served
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Json, Rollout, Run
-from lightning_debug.ab import longest_literal, texts_in
-from lightning_debug.policies import EvaluatedModel, find_model, model_of_run
 
 from lightning_branching.branch_live import LiveAgents, open_live
 from lightning_branching.branch_parent import (
@@ -53,6 +50,8 @@ from lightning_branching.branch_parent import (
     remarks,
     unused,
 )
+from lightning_branching.policies import EvaluatedModel, find_model, model_of_run
+from lightning_branching.prompt_texts import longest_literal, texts_in
 
 SPLIT: Final = "branch"
 """The split of branches: they are neither trained on nor a held-out evaluation."""
@@ -243,8 +242,7 @@ async def _branched(plan: _Plan, reporter: Reporter) -> BranchReport:
     parent, config = plan.parent, plan.config
     async with AsyncExitStack() as resources:
         store = plugins().store(parent.url)
-        await check_store(existing_store(parent.url))
-        await store.open()
+        await store.open(make=False)
         resources.push_async_callback(store.close)
         run, number = await _new_run(store, plan)
         folder = plan.out / run.id

@@ -13,7 +13,8 @@ from itertools import islice
 from typing import Any, Final
 
 from lightning.batch.branches import RecordedCall
-from lightning.store.exchanges import shared, written
+from lightning.store.exchanges import written
+from lightning.types import shared_prefix
 
 MOST_VALUES: Final = 20_000
 """Values of a request by which it is likened to others."""
@@ -101,7 +102,7 @@ def _alike(sent: Counter[tuple[str, bytes]], other: Any) -> float:
 def _shared_ends(one: bytes, other: bytes) -> int:
     """How many bytes two texts share at their beginnings and ends: it tells apart parallel calls whose texts all differ."""
     most = min(len(one), len(other))
-    return shared(one, other) + min(most, shared(one[::-1], other[::-1]))
+    return shared_prefix(one, other) + min(most, shared_prefix(one[::-1], other[::-1]))
 
 
 def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, bytes]]:

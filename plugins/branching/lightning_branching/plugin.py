@@ -1,4 +1,5 @@
-"""Branches and replays of recorded rollouts, as a plugin: a stage of calls, the route of a branch's tools, and two commands."""
+"""Branches and replays of recorded rollouts, as a plugin: a stage of calls and one around attempts, the route of a branch's
+tools, and two commands."""
 
 from __future__ import annotations
 
@@ -8,17 +9,28 @@ from typing import TYPE_CHECKING
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
+    from lightning.config import RunnerConfig
     from lightning.gateway.calls import Parts
     from lightning.gateway.stages import CallStage
+    from lightning.runner.stages import AttemptStage
     from starlette.types import ASGIApp
 
 
 @hookimpl
 def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | None]], None]) -> None:
     """`branches`."""
-    from lightning_branching.stage import BRANCHES, BranchesStage
+    from lightning_branching.stage import BranchesStage
+    from lightning_branching.tools import BRANCHES
 
     register(BRANCHES, BranchesStage)
+
+
+@hookimpl
+def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], AttemptStage | None]], None]) -> None:
+    """`branches`."""
+    from lightning_branching.tools import BRANCHES, BranchToolsStage
+
+    register(BRANCHES, lambda config: BranchToolsStage())
 
 
 @hookimpl

@@ -22,11 +22,11 @@ from lightning.cli.output import escape, say
 from lightning.cli.runs import answers
 from lightning.errors import ConfigError, DataError, LightningError
 from lightning.runner.protocol import Agent
-from lightning.server.agents import HowToCall
-from lightning.server.projects import of_project
 from lightning.store.epochs import epoch_at, read_epochs
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import run_id_of, store_in
+from lightning.trainer.how_to_call import HowToCall
+from lightning.trainer.run_server import of_project
 from lightning.types import DEFAULT_PROJECT, Json, Rollout, Run
 
 from lightning_branching.recorded import read_whole
@@ -168,17 +168,20 @@ async def found_in(store: Store, rollout: str, attempt: int | None, *, with_tool
     recorded = await read_whole(store, rollout, attempt, with_tools=with_tools)
     run = await store.get_run(recorded.rollout.run)
     how = await HowToCall.of_run(store, recorded.rollout.run)
-    project = DEFAULT_PROJECT if run is None else run.project
+    seen = of_project(store, DEFAULT_PROJECT if run is None else run.project)
+    named = await seen.get_rollout(recorded.rollout.id)
+    if named is None:
+        raise DataError(f"the rollout {recorded.rollout.id} is gone")
 
     async def text(name: str, version: int) -> str:
-        resource = await of_project(store, project).get_resource(name, version)
+        resource = await seen.get_resource(name, version)
         if resource is None:
             raise DataError(f"version {version} of the prompt {name!r}, which the rollout ran with, is gone")
         return str(resource.content)
 
     settings = await _settings_of(store, run, recorded.rollout)
     adapters, reroute = _runner_settings(settings)
-    prompts = await how.prompts(recorded.rollout, project, text)
+    prompts = await how.prompts(named, text)
     seed = how.agent_seed(recorded.rollout)
     return Found(recorded, prompts, seed, adapters, reroute, how, run, settings)
 

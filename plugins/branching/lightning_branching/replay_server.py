@@ -19,16 +19,14 @@ from aiohttp import web
 from lightning.batch.branches import RecordedCall, RecordedRollout
 from lightning.errors import ConfigError
 from lightning.store import exchanges
-from lightning.types import LLM, Caller, CallStatus, Transition
+from lightning.types import CALLER_HEADER, LLM, ROLLOUT_HEADER, UNNAMED, Caller, CallStatus, Transition
 
 from lightning_branching.divergence import Divergence, diverged
 from lightning_branching.recorded import RecordedCalls
 from lightning_branching.streams import STREAMS, stream_of
 
 MODEL: Final = "policy"
-CALLER: Final = "x-lightning-caller"
 ALIAS: Final = "policy:"
-ROLLOUT: Final = "x-lightning-rollout"
 NO_RETRY: Final = {"x-should-retry": "false"}
 """On what the replay itself refuses."""
 
@@ -130,7 +128,7 @@ class ReplayServer:
         return await self._answer(request, path, body)
 
     async def _answer(self, request: web.Request, path: str, body: dict[str, Any]) -> web.StreamResponse:
-        caller = _caller(request.headers.get(CALLER), body.get("model"))
+        caller = _caller(request.headers.get(CALLER_HEADER), body.get("model"))
         if self.until is not None and len(self.served) >= self.until:
             self.stopped = True
             self.end()
@@ -161,7 +159,7 @@ class ReplayServer:
         return _refuse(path, 504, "not_recorded", why)
 
     def _unknown(self, caller: str, path: str, body: Mapping[str, Any]) -> web.Response:
-        nameless = caller == Caller("agent").name  # a program without adapter, which may have had one
+        nameless = caller == UNNAMED.name  # a program without adapter, which may have had one
         refused = next((each for each in self._refusals if nameless or each.caller.name == caller), None)
         if refused is not None:
             self._refusals.remove(refused)
@@ -183,7 +181,7 @@ class ReplayServer:
 
     def _has_key(self, request: web.Request) -> bool:
         given = (
-            request.headers.get(ROLLOUT, ""),
+            request.headers.get(ROLLOUT_HEADER, ""),
             request.headers.get("authorization", "").removeprefix("Bearer ").strip(),
             request.headers.get("x-api-key", ""),
             request.headers.get("api-key", ""),
@@ -212,10 +210,10 @@ def _caller(header: str | None, model: object) -> str:
     """The path of who is calling: as its adapter says, else as the model's alias says."""
     try:
         said = json.loads(header or "{}")
-        found = Caller(str(said.get("agent") or "agent"), tuple(map(str, said.get("path") or ())))
+        found = Caller(str(said.get("agent") or UNNAMED.agent), tuple(map(str, said.get("path") or ())))
     except (ValueError, AttributeError, TypeError):
-        found = Caller("agent")
-    if found == Caller("agent") and isinstance(model, str) and len(model) > len(ALIAS) and model.startswith(ALIAS):
+        found = UNNAMED
+    if found == UNNAMED and isinstance(model, str) and len(model) > len(ALIAS) and model.startswith(ALIAS):
         return model.removeprefix(ALIAS)
     return found.name
 

@@ -16,12 +16,11 @@ from typing import Final
 from lightning.config import Config
 from lightning.engines.protocol import Engine, WritesAdapters
 from lightning.errors import AuditError, ConfigError, LightningError
-from lightning.maintenance.prune import PRUNED
 from lightning.plugins import plugins
 from lightning.policy_server.model_folder import hash_weights
 from lightning.policy_server.weight_transfer import BACKENDS
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
-from lightning.store.protocol import Store
+from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import NUMERIC, Numeric, base_digest, machine
 from lightning.trainer.own_loop import OWN_LOOP

@@ -18,20 +18,19 @@ from lightning.gateway.http import Body, send_bytes, too_deep
 from lightning.gateway.request_body import beside
 from lightning.gateway.stages import CallStage
 from lightning.store import exchanges
-from lightning.types import CallStatus
+from lightning.types import CallStatus, Json, Rollout
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning_branching.branched_attempt import BranchedAttempt
 from lightning_branching.branches import Branches, Inherits
 from lightning_branching.streams import stream_of
+from lightning_branching.tools import BRANCHES
 
 if TYPE_CHECKING:
     from lightning.gateway.call import Answer, Call, Request
     from lightning.gateway.calls import Parts
 
-BRANCHES: Final = "branches"
-"""The name of the stage."""
 TEXTS: Final = "texts"
 """The name of the stage that keeps the texts of calls."""
 
@@ -51,6 +50,10 @@ class BranchesStage(CallStage):
         """The branches at work. Their texts are told against those of their parents."""
         texts = self._parts.line.named(TEXTS)
         return Branches(self._parts.store, texts if isinstance(texts, Inherits) else None)
+
+    def told(self, rollout: Rollout) -> Json:
+        """Whether it is a branch: its tools are answered, too (`lightning_branching.tools`)."""
+        return True if rollout.parent is not None else None
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
         """Answer a call of a branch from the record, if that has it."""

@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+from lightning.gateway.http import event_of
+
 Body = dict[str, Any]
 INVALID: Final = "INVALID_JSON"
 """Under this name a Message has tool arguments that are no JSON; a stream passes them on as they are."""
@@ -117,12 +119,11 @@ def _part_events(part: Body, at: Body) -> Iterator[Body]:
 
 
 def _data(body: Body) -> bytes:
-    return b"data: " + json.dumps(body).encode() + b"\n\n"
+    return event_of(json.dumps(body).encode())
 
 
 def _event(body: Body) -> bytes:
-    kind: str = body["type"]
-    return b"event: " + kind.encode() + b"\n" + _data(body)
+    return event_of(json.dumps(body).encode(), body["type"])
 
 
 STREAMS: Final[Mapping[str, Callable[[Body, Mapping[str, Any]], Iterator[bytes]]]] = {

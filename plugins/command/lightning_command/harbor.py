@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.errors import ConfigError, DataError, RunnerError
+from lightning.errors import ConfigError, DataError, PluginError, RunnerError
 from lightning.installation import install_command
-from lightning.runner import bwrap
+from lightning.plugins import plugins
 from lightning.text_files import read_text
 from lightning.types import Task
+from lightning_sandbox import bwrap
 
 from lightning_command.running import CommandResult, read_reward
 
@@ -141,7 +142,13 @@ def _json(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bubblewrap() -> str:
-    """Where it is. Raises `ConfigError` when it is not installed."""
+    """Where it is. Raises `ConfigError` when it is not installed, or nobody would tell the sandbox what to hide."""
+    try:
+        plugins().attempt_stage("sandbox")
+    except PluginError as error:
+        raise ConfigError(
+            f"tasks in Harbor's format run in a sandbox, which must hide what runner.sandbox_hidden names: {error}"
+        ) from error
     found = bwrap.find()
     if found is None:
         raise ConfigError(

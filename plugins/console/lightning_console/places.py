@@ -17,10 +17,8 @@ from urllib.parse import unquote
 
 from lightning.cli.runs import databases
 from lightning.errors import ConfigError, LightningError
-from lightning.maintenance import check_store
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import existing_store
 from lightning.store.url import parse, redacted
 from lightning.types import Run
 
@@ -102,8 +100,7 @@ class Places:
 
     async def _open(self, url: str) -> Store:
         store, file = plugins().store(url), _file_of(url)
-        await check_store(existing_store(url))
-        await store.open()
+        await store.open(make=False)
         self._opened[url] = store, file
         return store
 

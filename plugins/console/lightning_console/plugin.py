@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
-    from lightning.server.protocol import Host, WebApp
+    from lightning_server.protocol import Host, WebApp
 
 
 @hookimpl

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import math
 import random
-import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from lightning.cli.locate import with_store
 from lightning.errors import ConfigError
-from lightning.server.projects import of_project
 from lightning.store import exchanges
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.checkpoints import WEIGHTS_NAME, weights_content
+from lightning.trainer.run_server import of_project
 from lightning.trainer.summary import Reporter
 from lightning.types import Fault, Json, Resource, ResourceKind, Rollout, Task
 from lightning_branching.divergence import first_difference
+from lightning_branching.prompt_texts import longest_literal, texts_in
 
 from lightning_debug.evaluate import Evaluator, Setup, Variant, check_any_scored
 from lightning_debug.statistics import SequentialTest
@@ -302,27 +302,6 @@ class _Asked:
                 ):
                     return True
         return False
-
-
-def longest_literal(template: str) -> str:
-    """The longest part of a template that stays as it is when its fields are filled in."""
-    try:
-        parts = [literal for literal, *_ in string.Formatter().parse(template)]
-    except ValueError:  # no template, but a text with braces
-        parts = [template]
-    return max(parts, key=len, default=template)
-
-
-def texts_in(value: Any) -> Iterator[str]:
-    """Every text in a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from texts_in(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from texts_in(item)
 
 
 async def promote(url: str, winner: Variant, alias: str, found: Comparison) -> str:

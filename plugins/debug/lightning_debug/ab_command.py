@@ -14,13 +14,13 @@ from typing import Annotated, Final
 import typer
 from lightning.asyncio_utils import run_to_end
 from lightning.cli.locate import load_agent
-from lightning.cli.output import AsJson, escape, print_json, print_table, say, stoppable, warn
+from lightning.cli.output import AsJson, escape, print_json, print_table, say, stoppable
 from lightning.config import Config, with_settings
-from lightning.errors import ConfigError, DataError
-from lightning.instrument.components import declared_prompts
+from lightning.errors import ConfigError
 from lightning.store.resource_ref import existing_store
-from lightning.text_files import read_text
 from lightning.trainer.summary import Reporter
+from lightning_branching.policies import find_model
+from lightning_branching.prompt_texts import read_prompt, warn_of_name
 
 from lightning_debug.ab import Comparison, compare, promote, shuffled
 from lightning_debug.eval_command import (
@@ -38,7 +38,6 @@ from lightning_debug.eval_command import (
     timestamp,
 )
 from lightning_debug.evaluate import Setup, Variant
-from lightning_debug.policies import find_model
 
 EXIT_CODES: Final = {"B": 0, "A": 4, "": 3}
 """By who is better."""
@@ -163,21 +162,6 @@ def variants(
             for each, text, file in zip(made, both, texts, strict=True)
         ]
     return made[0], made[1]
-
-
-def warn_of_name(name: str, then: str) -> None:
-    """Warn that the agent's module makes other components. It may still make this one later; `then` says what tells."""
-    known = sorted(declared_prompts())
-    if known and name not in known:
-        warn(f"the agent's module has a prompt for {', '.join(known)}, and none for {name!r}: {then}")
-
-
-def read_prompt(file: Path) -> str:
-    """A prompt's text. Raises `DataError`."""
-    try:
-        return read_text(file, DataError)
-    except OSError as error:
-        raise DataError(f"cannot read the prompt: {error}") from error
 
 
 def _temperature(text: str) -> float:

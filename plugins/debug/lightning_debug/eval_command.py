@@ -21,9 +21,9 @@ from lightning.errors import ConfigError
 from lightning.trainer.plan import as_tasks
 from lightning.trainer.summary import Reporter
 from lightning.types import Task
+from lightning_branching.policies import find_model
 
 from lightning_debug.evaluate import MOST_REASONS, EvalReport, Evaluator, Setup, Variant, report_of
-from lightning_debug.policies import find_model
 from lightning_debug.statistics import Estimate
 
 AgentName = Annotated[

@@ -22,7 +22,6 @@ from lightning.config import Config
 from lightning.errors import ConfigError, RunnerError
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent, Runner
-from lightning.server.projects import of_project
 from lightning.store.epochs import is_over, mark_over
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import DATABASE
@@ -32,13 +31,14 @@ from lightning.trainer.model import with_dtypes
 from lightning.trainer.plan import VAL, generation, newest_generation, train_rollouts
 from lightning.trainer.prompts import resolve_prompts
 from lightning.trainer.reasons import grouped
+from lightning.trainer.run_server import of_project
 from lightning.trainer.runs import claim_folder, differences
 from lightning.trainer.stack import Stack, open_gateway, open_stack
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Fault, Json, Resource, Rollout, Run, Status, Task
+from lightning_branching.policies import EvaluatedModel
 
-from lightning_debug.policies import EvaluatedModel
 from lightning_debug.statistics import Estimate, avg_at_k, ks_of, pass_at_k
 
 FIXED: Final = (

@@ -41,7 +41,8 @@ class CountTokens:
             self._identity.check_over(claims)
             payload = await read_body(scope, receive, self._config.max_body_bytes)
             body = await beside(scope, partial(read_object, payload))
-            if (pass_on := self._parts.line.elsewhere(ROUTE, body.get("model"))) is not None:
+            pass_on = self._parts.line.elsewhere(ROUTE, body.get("model"), rollout=claims.rollout)
+            if pass_on is not None:
                 await pass_on(payload, scope, receive, send)
                 return
             with readable():

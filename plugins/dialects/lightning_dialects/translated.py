@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from lightning.gateway.dialects import Chat, Plan, refuse_parameter, strip_reasoning
-from lightning.gateway.http import Body, RefusalError, write_object
+from lightning.gateway.http import Body, RefusalError, event_of, write_object
 
 
 class Translated(Chat):
@@ -39,8 +39,7 @@ class Translated(Chat):
 
 def event(said: Body) -> bytes:
     """A server-sent event that is named after its type."""
-    kind: str = said["type"]
-    return b"event: " + kind.encode() + b"\ndata: " + write_object(said) + b"\n\n"
+    return event_of(write_object(said), said["type"])
 
 
 @contextlib.contextmanager

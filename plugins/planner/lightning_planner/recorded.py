@@ -11,15 +11,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 from lightning.algorithms.presets import PRESETS
 from lightning.batch import Trajectory, build_samples
 from lightning.errors import DataError
+from lightning.store.codec import ITEM, pack
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.training_data import all_rollouts, is_trainable
 from lightning.trainer.weight_sync import HELD_SECONDS
-from lightning.types import Json, Rollout, StepRecord, TokenIds, Transition
+from lightning.types import Json, Rollout, StepRecord, TokenIds, Transition, shared_prefix
 
 from lightning_planner.costs import Schedule
 
@@ -267,10 +267,11 @@ class _Reader:
 
     def _known(self, call: Transition, before: Sequence[Transition]) -> int:
         """Tokens of the prompt that a prefix cache has: of the rollout's calls before, or of the rollout before."""
-        seen = [array for other in before for array in (other.prompt_ids + other.response_ids,)]
+        seen = [pack(other.prompt_ids + other.response_ids) for other in before]
         if self._first is not None:
-            seen.append(self._first)
-        return max((_shared(call.prompt_ids, array) for array in seen), default=0)
+            seen.append(pack(self._first))
+        prompt = pack(call.prompt_ids)
+        return max((shared_prefix(prompt, other, ITEM) for other in seen), default=0)
 
     def _rows(self, rollout: Rollout, calls: Sequence[Transition]) -> int:
         if (rollout.id, rollout.attempt) not in self._trained:
@@ -278,10 +279,3 @@ class _Reader:
         trainable = tuple(is_trainable(call.caller, self._agents, call.requested_model) for call in calls)
         trajectory = Trajectory(rollout, tuple(calls), trainable)
         return sum(map(len, build_samples([trajectory], [[0.0] * len(calls)])))
-
-
-def _shared(one: TokenIds, other: TokenIds) -> int:
-    """How many tokens two rows have in common from their beginning."""
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(np.frombuffer(one, np.int32)[:length] != np.frombuffer(other, np.int32)[:length])
-    return int(differ[0]) if len(differ) else length

@@ -14,10 +14,7 @@ from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from lightning.errors import DataError, SchemaError, StoreError
-from lightning.maintenance import queries
-from lightning.maintenance.export_files import new_file
-from lightning.maintenance.relational import RelationalKeeper, parts
+from lightning.errors import DataError, StoreError
 from lightning.store.relational.brought import SqlPart, groups_in, make_tables
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.sqlite.connection import Settings as SqliteSettings
@@ -26,6 +23,9 @@ from lightning.store.sqlite.connection import connect as connect_sqlite
 from lightning.store.sqlite.connection import make_tables as make_sqlite_tables
 from lightning.store.sqlite.connection import translate as translate_sqlite
 from lightning.store.url import redacted
+from lightning_db import queries
+from lightning_db.export_files import new_file
+from lightning_db.relational import RelationalKeeper, parts
 
 from lightning_postgres import failures
 from lightning_postgres.connection import PostgresTransaction, connect
@@ -169,10 +169,8 @@ def _old_sqlite(path: Path) -> Iterator[sqlite3.Connection]:
     """A store to read from. Raises `SchemaError` for what is none, or has another schema."""
     settings = SqliteSettings(str(path))
     try:
-        refuse_foreign(settings)
+        refuse_foreign(settings, make=False)
         with closing(connect_sqlite(settings, read_only=True)) as connection:
-            if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'schema_version'").fetchone():
-                raise SchemaError(f"{path} is empty, not a store: give a backup or the database file of a run")
             connection.execute("BEGIN")
             yield connection
     except sqlite3.Error as error:

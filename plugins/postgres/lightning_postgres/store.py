@@ -41,11 +41,11 @@ class _Session:
         self.listener = Listener(settings, bell, self.connections.distrust)
         self.opened = False
 
-    async def open(self) -> None:
-        """Reach the server, and make the tables where there are none."""
+    async def open(self, make: bool) -> None:
+        """Reach the server, and `make` the tables where there are none."""
         if self.opened:
             return
-        await make_tables(replace(self.settings, timeout=min(self.settings.timeout, OPENING_SECONDS)))
+        await make_tables(replace(self.settings, timeout=min(self.settings.timeout, OPENING_SECONDS)), make)
         self.opened = True
 
     async def close(self) -> None:
@@ -77,7 +77,7 @@ class PostgresStore(RelationalStore):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.place!r})"
 
-    async def open(self) -> None:
+    async def open(self, *, make: bool = True) -> None:
         """See `Store.open`."""
         with self._lock:
             if self._session is not None and self._session.process != os.getpid():
@@ -88,7 +88,7 @@ class PostgresStore(RelationalStore):
                 self._with_tables.clear()
             session = self._session
         try:
-            await self._submit(session, session.open)
+            await self._submit(session, lambda: session.open(make))
         except Exception:
             await self._disconnect(session)
             raise

@@ -33,14 +33,15 @@ STATEMENTS: Final = (*(in_postgres(each) for each in schema.STATEMENTS if each !
 _TABLES: Final = "SELECT tablename FROM pg_tables WHERE schemaname = $1 ORDER BY tablename"
 
 
-async def make_tables(settings: Settings) -> None:
-    """Make the tables where there are none. Raises `SchemaError` for those of another version or program, `StoreError` when the
-    server refuses or cannot be reached for `settings.timeout` seconds."""
+async def make_tables(settings: Settings, make: bool) -> None:
+    """Make the tables where there are none. Raises `SchemaError` for those of another version or program, or where there are
+    none and it is not to `make` them; `StoreError` when the server refuses or cannot be reached for `settings.timeout` seconds.
+    """
     loop = asyncio.get_running_loop()
     deadline, delay = loop.time() + settings.timeout, 0.05
     while True:
         try:
-            await _make_tables(settings)
+            await _make_tables(settings, make)
         except Exception as error:  # noqa: BLE001 — `failures` says which of them to try again, the others are raised
             if failures.kind(error) is not Failure.FINAL and loop.time() < deadline:
                 await asyncio.sleep(delay)
@@ -52,10 +53,12 @@ async def make_tables(settings: Settings) -> None:
             return
 
 
-async def _make_tables(settings: Settings) -> None:
+async def _make_tables(settings: Settings, make: bool) -> None:
     async with _connected(settings, settings.timeout) as connection:
         if await _are_made(connection, settings):
             return
+    if not make:
+        raise SchemaError(f"{settings.place} holds no store: check ?schema= in the URL")
     async with _connected(settings, None) as connection:  # another process may take its time
         await connection.execute("BEGIN")
         await connection.execute("SELECT pg_advisory_xact_lock($1)", lock_key(settings, "tables"))

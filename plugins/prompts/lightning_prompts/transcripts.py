@@ -12,9 +12,11 @@ import logging
 from collections.abc import Sequence
 
 import aiohttp
+from lightning.bounded import Once
 from lightning.policy_server.protocol import PolicyServer
+from lightning.store.codec import ITEM, pack
 from lightning.store.protocol import Store
-from lightning.types import Rollout, ToolEvent, Transition
+from lightning.types import Rollout, ToolEvent, Transition, shared_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ class Transcripts:
 
     def __init__(self, store: Store, policy: PolicyServer) -> None:
         self._store, self._policy = store, policy
-        self._silent = self._warned = False
+        self._silent, self._said = False, Once()
 
     async def of(self, rollout: Rollout) -> str:
         """The transcript of a finished rollout."""
@@ -45,14 +47,14 @@ class Transcripts:
 
     async def _calls(self, calls: Sequence[Transition]) -> list[str]:
         told: list[str] = []
-        before: list[list[int]] = []
+        before: list[bytes] = []
         for number, call in enumerate(calls, 1):
-            prompt, response = list(call.prompt_ids), list(call.response_ids)
-            known = max((_shared(prompt, other) for other in before), default=0)
-            texts = await asyncio.gather(self._text(prompt[known:]), self._text(response))
+            prompt, packed = list(call.prompt_ids), pack(call.prompt_ids)
+            known = max((shared_prefix(packed, other, ITEM) for other in before), default=0)
+            texts = await asyncio.gather(self._text(prompt[known:]), self._text(list(call.response_ids)))
             if None in texts:
                 return []
-            before.append(prompt + response)
+            before.append(packed + pack(call.response_ids))
             path = "/".join(call.caller.path) or call.caller.agent
             asked, answered = (_clipped(text or "") for text in texts)
             told.append(f"[model call {number}, by {path}]\n{asked}\n[response]\n{answered}")
@@ -72,17 +74,10 @@ class Transcripts:
                 reply.raise_for_status()
                 return str((await reply.json())["prompt"])
         except (aiohttp.ClientError, TimeoutError, KeyError, ValueError, TypeError) as error:
-            if not self._warned:
+            if self._said.first():
                 logger.warning("transcripts have no model calls: %s/detokenize failed (%s)", self._policy.url, error)
-            self._warned = True
             self._silent |= isinstance(error, aiohttp.ClientResponseError) and error.status in NO_SUCH_PATH
             return None
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with together."""
-    count = min(len(one), len(other))
-    return next((place for place in range(count) if one[place] != other[place]), count)
 
 
 def _tool(event: ToolEvent) -> str:

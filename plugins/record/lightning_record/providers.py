@@ -19,6 +19,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from lightning.asyncio_utils import end
+from lightning.bounded import Once
 from lightning.config import ProviderConfig, check_endpoint
 from lightning.errors import ConfigError
 from lightning.gateway.http import JSON_TYPE, Header, RefusalError, send_bytes
@@ -102,7 +103,7 @@ class Providers:
     def __init__(self, known: Sequence[Provider], timeout: float) -> None:
         self._known, self._timeout = known, timeout
         self._session: aiohttp.ClientSession | None = None
-        self._said: set[str] = set()
+        self._said = Once()
 
     def of_model(self, model: object) -> Provider | None:
         """Who answers calls for a model instead of the policy, whose own names are nobody else's."""
@@ -124,8 +125,7 @@ class Providers:
 
         Raises `RefusalError`: 403 when the provider refuses the key, 502 when it does not answer.
         """
-        if provider.name not in self._said:
-            self._said.add(provider.name)
+        if self._said.first(provider.name):
             log.info("%s is not the policy's: it goes to %s.%s (said once for each)", route, SETTING, provider.name)
         exchange = asyncio.ensure_future(self._exchange(provider, route, payload, scope, send))
         gone = asyncio.ensure_future(receive())  # nothing more comes of a request but that its client is gone
@@ -195,6 +195,7 @@ class ProvidersStage(CallStage):
     """Calls for a provider's model, and its routes, go to the provider and not to the policy."""
 
     api, before = 1, ("branches",)
+    carries_out = ("providers",)
 
     def __init__(self, providers: Providers) -> None:
         self._providers = providers

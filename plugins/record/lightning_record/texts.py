@@ -25,7 +25,7 @@ from lightning.gateway.stages import CallStage
 from lightning.redaction import has_many_texts, may_be_redacted, redacted_json
 from lightning.store import exchanges
 from lightning.store.exchanges import NOBODY, TEXTS, WHOLE, Flag, Piece, Said
-from lightning.types import CallStatus, Transition
+from lightning.types import CallStatus, Transition, shared_prefix
 
 if TYPE_CHECKING:
     from lightning.gateway.call import Answer, Call, Request
@@ -179,7 +179,7 @@ def _pack(asked: Asked, new: Sequence[Piece], shown: Shown, bodies: Sequence[Sai
         flags |= Flag.REDACTED if told != whole else WHOLE
         reply = json.dumps(told).encode() if told != whole or shown.has_ids else reply
     # Of equal requests the last one: its reply is what this call goes on with.
-    base = max(reversed(bodies), key=lambda said: exchanges.shared(request, said.request), default=NOBODY)
+    base = max(reversed(bodies), key=lambda said: shared_prefix(request, said.request), default=NOBODY)
     stored = exchanges.pack(asked.path, shown.status, request, reply, base, flags)
     if len(reply) > exchanges.LARGEST:
         return PackedExchange(stored, b"", b"", frozenset())
@@ -219,7 +219,10 @@ class WholeReply:
         self._choices: dict[int, Body] = {}
 
     def add(self, chunk: Body) -> None:
-        """Take what the agent sees of a chunk."""
+        """Take what the agent sees of a chunk. Raises `UpstreamError` for one of another shape."""
+        well_shaped(partial(self._add, chunk))
+
+    def _add(self, chunk: Body) -> None:
         for name, value in chunk.items():
             if name != "choices" and (value is not None or name not in self._head):
                 self._head[name] = value
@@ -237,6 +240,7 @@ class TextsStage(CallStage):
     """What the agent sends and gets is stored with its call."""
 
     api, after = 1, ("history",)
+    carries_out = ("record_requests",)
 
     def __init__(self, exchanges: Exchanges) -> None:
         self.exchanges = exchanges

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lightning.errors import DataError, StoreError
-from lightning.store import codec, json_text, rollout_state, rows
+from lightning.store import codec, rollout_state, rows
 from lightning.store.relational.prefix_parents import Fingerprint
 from lightning.types import Transition
 
@@ -46,7 +46,7 @@ def pack(transition: Transition, parent: CallKey | None, digest: bytes, blob: by
     columns = list(rows.CALLS.values(transition, without=("seq",)))
     extras: bytes = columns[EXTRAS] or b""  # type: ignore[assignment]  # what its noun says
     columns[EXTRAS] = len(extras)
-    text = json_text.dump(
+    text = rows.dump(
         [
             parent[2] if parent is not None and parent[:2] == transition.key[:2] else parent,
             *columns,
@@ -103,7 +103,7 @@ class Decoder:
         made = rows.transition_from_row(
             rollout, attempt, (seq, *found.columns), tokens.prompt_ids, tokens.response_ids, tokens.logprobs
         )
-        if rollout_state.transition_digest(made, codec.stored_digest(found.blob)) != found.digest:
+        if rollout_state.record_digest(made, codec.stored_digest(found.blob)) != found.digest:
             raise StoreError("it does not match the digest that was written with it")
         return made
 

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from lightning.errors import LightningError, SchemaError, StoreError
+from lightning.errors import ConfigError, LightningError, SchemaError, StoreError
 from lightning.store.schema_version import SCHEMA, refuse_other_schema
 from redis.exceptions import BusyLoadingError, ReadOnlyError, ResponseError
 
@@ -88,11 +88,15 @@ async def _check_sync(ask: Ask, settings: Settings, where: str) -> None:
         )
 
 
-async def check_mark(ask: Ask, settings: Settings, keys: Keys) -> str:
+async def check_mark(ask: Ask, settings: Settings, keys: Keys, make: bool) -> str:
     """The id of the database under the prefix, made now if there is none. Raises `SchemaError` for what is not ours, or has
-    another schema."""
+    another schema, and `ConfigError` where there is none and it is not to `make` one."""
     where = f"store {settings.place}"
     mark = await _mark(ask, where, keys)
+    if mark is None and not make:
+        raise ConfigError(
+            f"there is no store at {settings.place}: name its database and its ?prefix= as whoever made it did"
+        )
     if mark is None:
         foreign = await _any_key(ask, settings)
         if (
@@ -105,12 +109,6 @@ async def check_mark(ask: Ask, settings: Settings, keys: Keys) -> str:
         await ask(b"SET", keys("meta"), made.encode(), b"NX")  # another process may have been faster
         mark = await _mark(ask, where, keys)
     return _read(mark, where, keys)
-
-
-async def check_schema(ask: Ask, settings: Settings, keys: Keys) -> None:
-    """Raise `SchemaError` for a database under the prefix that is not ours, or has another schema."""
-    where = f"store {settings.place}"
-    _read(await _mark(ask, where, keys), where, keys)
 
 
 def _read(mark: bytes | None, where: str, keys: Keys) -> str:

@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning.errors import ConfigError, StoreError
-from lightning.maintenance import DatabaseStatus, Weight, count_tokens, queries
+from lightning.store.protocol import TRACES_RUN
 from lightning.store.schema_version import SCHEMA
 from lightning.store.url import redacted
 from lightning.types import Status
+from lightning_db import queries
+from lightning_db.keeper import DatabaseStatus, Weight, count_tokens
 from redis.exceptions import RedisError
 
 from lightning_redis import lua_scripts, records
 from lightning_redis.connection import Command, Wire, translate
-from lightning_redis.handshake import Ask, asker, check_schema, check_server
+from lightning_redis.handshake import Ask, asker, check_mark, check_server
 from lightning_redis.keys import Keys, encoded
 from lightning_redis.loop_client import Link
 from lightning_redis.pipeline import Lane
@@ -59,20 +61,11 @@ class RedisKeeper:
         self._settings = from_url(url)
         self._keys = Keys(self._settings.prefix)
 
-    async def check(self) -> None:
-        """See `Keeper.check`."""
-        async with self._connected() as wire:
-            (mark,) = await self._ask(wire, [(b"EXISTS", self._keys("meta"))])
-            if not mark:
-                raise ConfigError(
-                    f"there is no store at {self._settings.place}: name its database and its ?prefix= as whoever made it did"
-                )
-            await check_schema(asker(wire.exchange), self._settings, self._keys)
-
     async def status(self) -> DatabaseStatus:
         """See `Keeper.status`. It is read key by key, while others go on; bytes are what Redis estimates. Raises
         `ConfigError` where there is no store."""
-        await self.check()
+        async with self._connected() as wire:
+            await check_mark(asker(wire.exchange), self._settings, self._keys, make=False)
 
         async def greet(ask: Ask) -> None:
             await check_server(ask, self._settings)
@@ -196,8 +189,10 @@ class RedisKeeper:
     async def vacuum(self) -> str:
         """See `Keeper.vacuum`. Redis gives space back by itself, memory at once and its append-only file at the next rewrite,
         and removes old answers by itself."""
+        from lightning.gateway.fleet.records import empty_seats  # it brings the gateway with it
+
         async with self._connected() as wire:
-            traces = {name: queries.trace_of(value) for name, value in await self._state(wire, queries.TRACES_RUN)}
+            traces = {name: queries.trace_of(value) for name, value in await self._state(wire, TRACES_RUN)}
             there = [(b"HEXISTS", self._keys("standing"), encoded(rollout)) for rollout, _ in traces.values()]
             (seconds, _), *known = await self._ask(wire, [(b"TIME",), *there])
             gone = [
@@ -205,11 +200,11 @@ class RedisKeeper:
                 for (name, (_, expires_at)), exists in zip(traces.items(), known, strict=True)
                 if expires_at < int(seconds) or not exists
             ]
-            await self._forget_state(wire, queries.TRACES_RUN, gone)
+            await self._forget_state(wire, TRACES_RUN, gone)
             # Notices before runs: whoever announces one has put the run before.
             state = dict(await self._state(wire, ""))
             (runs,) = await self._ask(wire, [(b"HKEYS", self._keys("runs"))])
-            await self._forget_state(wire, "", queries.empty_seats(state, {name.decode() for name in runs}))
+            await self._forget_state(wire, "", empty_seats(state, {name.decode() for name in runs}))
         return ""
 
     # keys -------------------------------------------------------------------------------------------------------
@@ -275,10 +270,12 @@ class RedisKeeper:
 
     async def _forget_servers_state(self, wire: Wire, run: str, rollouts: Collection[str]) -> None:
         """Remove what gateways and trainers keep of a run in the state of the whole store."""
+        from lightning.gateway.fleet.records import fleet_state  # it brings the gateway with it
+
         names = [name for name, _ in await self._state(wire, "")]
-        await self._forget_state(wire, "", queries.fleet_state(run, names))
-        traces = await self._state(wire, queries.TRACES_RUN)
-        await self._forget_state(wire, queries.TRACES_RUN, queries.traces_of(rollouts, traces))
+        await self._forget_state(wire, "", fleet_state(run, names))
+        traces = await self._state(wire, TRACES_RUN)
+        await self._forget_state(wire, TRACES_RUN, queries.traces_of(rollouts, traces))
 
     async def _forget_uses(self, wire: Wire, run: str) -> None:
         fields = [field async for field, _ in self._fields(wire, "uses")]

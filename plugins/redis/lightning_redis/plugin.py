@@ -9,8 +9,8 @@ from lightning.errors import import_extra
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
-    from lightning.maintenance import Keeper
     from lightning.store.protocol import Store
+    from lightning_db import Keeper
 
 SCHEMES = ("redis", "rediss")
 
@@ -22,7 +22,7 @@ def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> 
         register(scheme, redis_store)
 
 
-@hookimpl
+@hookimpl(optionalhook=True)
 def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -> None:
     """`redis://` and `rediss://`."""
     for scheme in SCHEMES:

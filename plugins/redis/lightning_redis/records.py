@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
-from lightning.store import json_text, rollout_state, rows
+from lightning.store import rollout_state, rows
 from lightning.store.protocol import Attempt, MetricPoint
 from lightning.types import Json, Run, StepRecord
 
@@ -33,7 +33,7 @@ def time_text(at: float) -> str:
 
 def listed(text: str, what: str) -> list[Any]:
     """A list that was kept as JSON. Raises `StoreError` when it was damaged."""
-    found = json_text.load(text, what)
+    found = rows.load(text, what)
     if not isinstance(found, list):
         raise StoreError(f"{what} is corrupt in the database: expected a list. Restore the database from a backup")
     return found
@@ -72,8 +72,8 @@ def _extras_from_text(text: object, what: str) -> bytes:
 
 async def put_run(link: Link, run: Run) -> Run:
     """See `Store.put_run`. A run without a time of its own is created now."""
-    config = json_text.dump(dict(run.config), f"the configuration of run {run.id!r}")
-    text = json_text.dump([run.name, config, run.project])
+    config = rows.dump(dict(run.config), f"the configuration of run {run.id!r}")
+    text = rows.dump([run.name, config, run.project])
     rest = done(await link.run(lua_scripts.PUT_RUN, [link.keys("runs")], *(run.id, time_text(run.created_at), text)))
     return _run(run.id, rest[0])
 
@@ -127,7 +127,7 @@ async def attempts_of(link: Link, attempts: Sequence[tuple[str, int | None]]) ->
 def _attempt(rollout: str, attempt: int, text: bytes | None) -> Attempt:
     if text is None:
         return Attempt(rollout, attempt)
-    found = json_text.load(text.decode(errors="replace"), f"an attempt of rollout {rollout!r}")
+    found = rows.load(text.decode(errors="replace"), f"an attempt of rollout {rollout!r}")
     names = ("tool_events", "step_rewards", "step_states")
     events, rewards, states = (str(found.get(name, "[]")) if isinstance(found, Mapping) else "" for name in names)
     extras = found.get("extras", "") if isinstance(found, Mapping) else ""
@@ -141,7 +141,7 @@ def _attempt(rollout: str, attempt: int, text: bytes | None) -> Attempt:
 async def commit_step(link: Link, record: StepRecord) -> None:
     """See `Store.commit_step`. A record without a time of its own is committed now."""
     *columns, extras = rows.STEPS.values(record, without=("run", "step", "at"))
-    text, reuse = json_text.dump([*columns, extras_to_text(extras)]), rollout_state.reuse_of(record)
+    text, reuse = rows.dump([*columns, extras_to_text(extras)]), rollout_state.reuse_of(record)
     word, *rest = await link.run(
         lua_scripts.COMMIT,
         [link.keys("standing"), *(link.keys(name, record.run) for name in ("steps", "proofs", "changes"))],
@@ -238,7 +238,7 @@ async def metrics(link: Link, run: str) -> list[MetricPoint]:
 
 async def put_state(link: Link, run: str, key: str, value: Json, once: str | None) -> None:
     """See `Store.put_state`."""
-    text = json_text.dump(value, f"the state {key!r}")
+    text = rows.dump(value, f"the state {key!r}")
     known_as = rollout_state.known_as(once or "", "put_state", run, key, text)
     keys = [link.keys("state", run), link.keys("changes", run)]
     done(await link.run_once(lua_scripts.PUT_STATE, keys, known_as, key, text))
@@ -246,14 +246,14 @@ async def put_state(link: Link, run: str, key: str, value: Json, once: str | Non
 
 async def keep_state(link: Link, run: str, key: str, value: Json) -> Json:
     """See `Store.keep_state`."""
-    text = json_text.dump(value, f"the state {key!r}")
+    text = rows.dump(value, f"the state {key!r}")
     rest = done(
         await link.run(lua_scripts.KEEP_STATE, [link.keys("state", run), link.keys("changes", run)], *(key, text))
     )
-    return json_text.load(rest[0].decode(errors="replace"), f"the state {key!r} of run {run!r}")
+    return rows.load(rest[0].decode(errors="replace"), f"the state {key!r} of run {run!r}")
 
 
 async def get_state(link: Link, run: str, key: str) -> Json:
     """See `Store.get_state`."""
     (text,) = await link.reads.read((b"HGET", link.keys("state", run), encoded(key)))
-    return None if text is None else json_text.load(text.decode(errors="replace"), f"the state {key!r} of run {run!r}")
+    return None if text is None else rows.load(text.decode(errors="replace"), f"the state {key!r} of run {run!r}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning.errors import ConflictError, StoreError
-from lightning.store import json_text, rollout_state, rows
+from lightning.store import rollout_state, rows
 from lightning.store.protocol import LATEST, Alias, ResourceUse
 from lightning.types import Resource
 
@@ -22,14 +22,14 @@ from lightning_redis.records import listed, stamped
 async def put(link: Link, resource: Resource) -> Resource:
     """See `Store.put_resource`."""
     name, what = resource.name, f"the resource {resource.name!r}"
-    content = json_text.dump(resource.content, what)
-    metadata = json_text.dump(dict(resource.metadata), f"the metadata of {what}")
+    content = rows.dump(resource.content, what)
+    metadata = rows.dump(dict(resource.metadata), f"the metadata of {what}")
     kind, digest = resource.kind.value, resource.digest
     version, value = done(
         await link.run(
             lua_scripts.PUT_RESOURCE,
             [link.keys("kinds"), link.keys("versions", name), link.keys("contents", name)],
-            *(name, kind, digest, json_text.dump([kind, content, metadata, digest])),
+            *(name, kind, digest, rows.dump([kind, content, metadata, digest])),
         ),
         kind=lambda rest: ConflictError(f"{what} is a {rest[0].decode()}, not a {kind}: give it another name"),
     )
@@ -108,7 +108,7 @@ async def roll_back(link: Link, name: str, alias: str, once: str) -> Alias:
 
 
 def _moves(link: Link, name: str, alias: str) -> bytes:
-    return link.keys("moves", json_text.dump([name, alias]))
+    return link.keys("moves", rows.dump([name, alias]))
 
 
 async def aliases(link: Link, name: str | None) -> list[Alias]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from lightning.errors import StoreError
-from lightning.store import json_text, rollout_state, rows
+from lightning.store import rollout_state, rows
 from lightning.store.rollout_state import Position
 from lightning.types import Rollout, Status
 
@@ -19,14 +19,14 @@ _CREATED: Final = tuple(name for name in rows.ROLLOUTS.fields if name not in row
 
 def columns_of(rollout: Rollout) -> str:
     """What never changes. Raises `DataError` unless the rollout is new."""
-    return json_text.dump(list(rows.rollout_values(rollout)))
+    return rows.dump(list(rows.rollout_values(rollout)))
 
 
 def uses_of(rollout: Rollout) -> str:
     """Under which name the rollout is counted among the uses of resources; empty when it uses none."""
     if not rollout.resources:
         return ""
-    return json_text.dump([rollout.run, rollout.split, rows.versions_of_resources(rollout)])
+    return rows.dump([rollout.run, rollout.split, rows.versions_of_resources(rollout)])
 
 
 class Home(NamedTuple):
@@ -92,14 +92,14 @@ def refuse(standing: bytes, rollout: str, attempt: int) -> StoreError:
 
 def stand(standing: bytes, rollout: str) -> dict[str, Any]:
     """What scripts keep of a rollout. Raises `StoreError` when it was damaged."""
-    found = json_text.load(standing.decode(errors="replace"), f"the standing of rollout {rollout!r}")
+    found = rows.load(standing.decode(errors="replace"), f"the standing of rollout {rollout!r}")
     if not isinstance(found, dict):
         raise _corrupt(rollout, "expected an object")
     return found
 
 
 def _list(columns: bytes, rollout: str) -> list[Any]:
-    found = json_text.load(columns.decode(errors="replace"), f"rollout {rollout!r}")
+    found = rows.load(columns.decode(errors="replace"), f"rollout {rollout!r}")
     if not isinstance(found, list):
         raise _corrupt(rollout, "expected a list")
     return found

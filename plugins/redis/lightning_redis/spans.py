@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning.errors import StoreError
-from lightning.store import json_text, rows
+from lightning.store import rows
 from lightning.store.protocol import MAX_SPANS
 from lightning.types import Span
 
@@ -20,7 +20,7 @@ from lightning_redis.transitions import current_attempt
 
 async def append(link: Link, spans: Sequence[Span]) -> int:
     """See `Store.append_spans`."""
-    texts = [json_text.dump(list(rows.SPANS.values(span))) for span in spans]
+    texts = [rows.dump(list(rows.SPANS.values(span))) for span in spans]
     if not spans:
         return 0
     places: dict[bytes, int] = {}
@@ -46,7 +46,7 @@ async def read(link: Link, rollout: str, attempt: int | None) -> list[Span]:
 
 def _span(rollout: str, attempt: int, text: bytes) -> Span:
     what = f"a span of rollout {rollout!r}"
-    row = json_text.load(text.decode(errors="replace"), what)
+    row = rows.load(text.decode(errors="replace"), what)
     try:
         return rows.SPANS.read(tuple(row), rollout=rollout, attempt=attempt)  # type: ignore[arg-type]  # anything else raises
     except (ValueError, TypeError) as error:

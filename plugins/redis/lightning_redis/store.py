@@ -81,6 +81,7 @@ class RedisStore(Operations):
         self._lock = threading.Lock()
         self._links: dict[asyncio.AbstractEventLoop, Link] = {}
         self._database = ""
+        self._make = True
         self._process = 0
 
     @classmethod
@@ -92,12 +93,13 @@ class RedisStore(Operations):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.place!r})"
 
-    async def open(self) -> None:
+    async def open(self, *, make: bool = True) -> None:
         """See `Store.open`."""
         if self._process != os.getpid():  # connections of the process this one was forked from are not its own
             self._links, self._database, self._process = {}, "", os.getpid()
         if self._database:
             return
+        self._make = make
         link = self._link_here()
         try:
             with link.in_use():
@@ -128,7 +130,7 @@ class RedisStore(Operations):
         if self._database:
             await check_same(ask, self._settings, self._keys, self._database)
         else:
-            self._database = await check_mark(ask, self._settings, self._keys)
+            self._database = await check_mark(ask, self._settings, self._keys, self._make)
 
     def _link_here(self) -> Link:
         loop = asyncio.get_running_loop()

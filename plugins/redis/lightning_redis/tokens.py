@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from lightning.errors import ConflictError, StoreError
-from lightning.store import json_text, rollout_state, rows
+from lightning.store import rollout_state, rows
 from lightning.types import Token
 
 from lightning_redis import lua_scripts
@@ -20,8 +20,8 @@ from lightning_redis.records import stamped, time_text
 
 
 async def put(link: Link, token: Token, once: str) -> Token:
-    """See `lightning.server.tokens.put_token`. A token without a time of its own is created now."""
-    text = json_text.dump(rows.TOKENS.values(token, without=("created_at",)))
+    """See `lightning_server.tokens.put_token`. A token without a time of its own is created now."""
+    text = rows.dump(rows.TOKENS.values(token, without=("created_at",)))
     known_as = rollout_state.known_as(once, "put_token", token.id, token.digest, token.scope.value, token.project)
     arguments = (token.id, time_text(token.created_at), text)
     done(
@@ -32,7 +32,7 @@ async def put(link: Link, token: Token, once: str) -> Token:
 
 
 async def get(link: Link, token: str) -> Token | None:
-    """See `lightning.server.tokens.get_token`."""
+    """See `lightning_server.tokens.get_token`."""
     value, revoked = await link.reads.read(
         *((b"HGET", link.keys(table), encoded(token)) for table in ("tokens", "revoked"))
     )
@@ -40,7 +40,7 @@ async def get(link: Link, token: str) -> Token | None:
 
 
 async def every(link: Link) -> list[Token]:
-    """See `lightning.server.tokens.list_tokens`."""
+    """See `lightning_server.tokens.list_tokens`."""
     flat, ended = await link.reads.read(*((b"HGETALL", link.keys(table)) for table in ("tokens", "revoked")))
     revoked = dict(zip(ended[::2], ended[1::2], strict=True))
     found = [_token(name.decode(), value, revoked.get(name)) for name, value in zip(flat[::2], flat[1::2], strict=True)]
@@ -48,7 +48,7 @@ async def every(link: Link) -> list[Token]:
 
 
 async def revoke(link: Link, token: str) -> Token:
-    """See `lightning.server.tokens.revoke_token`."""
+    """See `lightning_server.tokens.revoke_token`."""
     done(
         await link.run(lua_scripts.REVOKE_TOKEN, [link.keys("tokens"), link.keys("revoked")], token),
         unknown=lambda _: StoreError(f"there is no token {token!r}: list_tokens() says which there are"),

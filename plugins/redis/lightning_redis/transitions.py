@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Final
 
 from lightning.errors import ConflictError, StoreError, UnavailableError
-from lightning.store import codec, json_text, rollout_state
+from lightning.store import codec, rollout_state, rows
 from lightning.store.relational.prefix_parents import LOADED_CALLS, Fingerprint, Prompt, choose
 from lightning.types import Caller, Transition
 
@@ -69,7 +69,7 @@ class _Batch:
         branched = self.candidates.get(trunk, ()) if trunk else ()
         parent, shared = choose(Prompt(packed.prompt, fingerprint), chain(reversed(own), roots, branched))
         blob = codec.encode_packed(packed, shared)
-        digest = digest or rollout_state.transition_digest(transition, packed.digest)
+        digest = digest or rollout_state.record_digest(transition, packed.digest)
         value = calls.pack(transition, parent.key if parent else None, digest, blob)
         keys = self.link.keys
         above: tuple[int, int, bytes] = (0, 0, b"")
@@ -77,7 +77,7 @@ class _Batch:
             above = (self.place(keys("calls", parent.key[1], parent.key[0])), parent.key[2], parent.digest)
         root: tuple[int, str] = (0, "")
         if parent is None:
-            root = (self.place(keys("roots", json_text.dump(list(group)))), json_text.dump([rollout, number, seq]))
+            root = (self.place(keys("roots", rows.dump(list(group)))), rows.dump([rollout, number, seq]))
         place = self.place(keys("calls", number, rollout))
         self.arguments += [rollout, number, seq, place, digest, value, *above, *root]
         known = Known(transition.key, digest, fingerprint)
@@ -169,12 +169,12 @@ async def _digest_in_place(link: Link, transition: Transition, value: bytes) -> 
     stored = calls.unpack(*attempt, transition.seq, value)
     labels = (await _labels(link, [attempt]))[0]
     if labels.get(transition.id) == transition.caller:
-        transition = replace(transition, caller=json_text.caller_from_text(calls.caller_text(stored)))
-    digest = rollout_state.transition_digest(transition, content)
+        transition = replace(transition, caller=rows.caller_from_text(calls.caller_text(stored)))
+    digest = rollout_state.record_digest(transition, content)
     if digest == stored.digest:
         return digest
     for answered in rollout_state.answered(transition):
-        if rollout_state.transition_digest(answered, content) == stored.digest:
+        if rollout_state.record_digest(answered, content) == stored.digest:
             return await _mark_aborted(link, transition, stored, digest)
     raise _conflict(transition)
 
@@ -236,7 +236,7 @@ async def _load_trunk(link: Link, trunk: CallKey) -> list[Known]:
 
 
 async def _load_roots(link: Link, group: Group) -> list[Known]:
-    (names,) = await link.reads.read((b"LRANGE", link.keys("roots", json_text.dump(list(group))), b"0", b"-1"))
+    (names,) = await link.reads.read((b"LRANGE", link.keys("roots", rows.dump(list(group))), b"0", b"-1"))
     keys = [(str(rollout), int(attempt), int(seq)) for rollout, attempt, seq in map(json.loads, names)]
     found = await _read_single(link, keys)
     return await _known(link, found, list(found))
@@ -301,7 +301,7 @@ async def _labels(link: Link, attempts: Sequence[Attempt]) -> list[dict[str, Cal
     """The labels each attempt was completed with."""
     fields = [encoded(f"{rollout}:{attempt}") for rollout, attempt in attempts]
     (texts,) = await link.reads.read((b"HMGET", link.keys("labels"), *fields))
-    return [{} if text is None else json_text.labels_from_text(text.decode()) for text in texts]
+    return [{} if text is None else rows.labels_from_text(text.decode()) for text in texts]
 
 
 async def _read_calls(link: Link, attempts: Sequence[Attempt]) -> list[dict[CallKey, Stored | StoreError]]:

@@ -11,6 +11,7 @@ import torch
 from lightning import __version__
 from lightning.cli import adapters, doctor
 from lightning.cli import check as installed
+from lightning.gateway import routes
 from lightning.installation import install_command
 from lightning.plugins import Plugins
 from lightning.testing.tiny_models import make_tiny_family, make_tiny_model
@@ -59,6 +60,43 @@ def test_doctor_names_what_is_missing_and_fails(lightning, monkeypatch: pytest.M
     table = lightning("doctor").out
     assert install_command("openai") in table
     assert "cannot run yet" in table
+
+
+STAGE = """
+import lightning
+from lightning.gateway.stages import CallStage
+
+
+class Stage(CallStage):
+    api = 1
+
+    async def kept(self, call, transitions): ...
+
+
+@lightning.hookimpl
+def register_call_stages(register):
+    register("stranger", lambda parts: Stage())
+"""
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (STAGE, "the stages 'history' and 'stranger' both stand at 'kept'"),
+        (STAGE.replace("api = 1", "api = 7"), "of the plugin 'stranger' was written for API 7"),
+        (STAGE.replace("Stage())", "Stage(1, 2))"), "of the plugin 'stranger' (strange 1.0) cannot be made (TypeError"),
+    ],
+)
+def test_doctor_says_which_stage_of_calls_cannot_stand(lightning, install, monkeypatch, source: str, said: str) -> None:
+    report = json.loads(lightning("doctor", "--json").out)
+    assert check(report, "stages of calls")["detail"] == "branches, conversations, history, texts"
+    install("strange", {"stranger": "strange_stage"}, {"strange_stage": source})
+    monkeypatch.setattr(routes, "plugins", Plugins)
+    ran = lightning("doctor", "--json")
+    found = check(json.loads(ran.out), "stages of calls")
+    assert (ran.code, found["status"]) == (1, "broken")
+    assert said in found["detail"]
 
 
 def test_doctor_sees_two_vllms(lightning, monkeypatch: pytest.MonkeyPatch) -> None:

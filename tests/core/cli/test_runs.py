@@ -150,10 +150,7 @@ def test_no_command_shows_the_password_of_a_store(lightning, runs: Path, monkeyp
         def store(self, url: str) -> Any:
             return plugins().store(sqlite_url(runs / "small" / "lightning.db"))
 
-    async def there(url: str, **_: object) -> None: ...
-
     monkeypatch.setattr(locate, "plugins", Known)
-    monkeypatch.setattr(locate, "check_store", there)
     url, shown = "postgresql://me:hunter2@db/l", "postgresql://***@db/l"
     typo = "postgresql:/me:hunter2@db/l"
     prompt = runs.parent / "prompt.txt"

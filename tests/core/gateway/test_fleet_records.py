@@ -11,9 +11,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from lightning.errors import ConflictError
-from lightning.gateway.fleet.records import BEAT, GONE, LAPSE, Notice, Seat, Stance, notice_key, seat_key
+from lightning.gateway.fleet.records import BEAT, GONE, LAPSE, Notice, Seat, Stance, empty_seats, notice_key, seat_key
 from lightning.gateway.upstream.servers import GRACE, Upstream
-from lightning.maintenance.queries import empty_seats
 
 from tests.core.gateway.fleet_world import RUN, Call, Gateway, World
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import sys
 from collections.abc import Sequence
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.errors import GatewayError
+from lightning.config.sections import ProviderConfig
+from lightning.errors import ConfigError, GatewayError
 from lightning.gateway import routes
-from lightning.gateway.stages import API, POINTS, CallStage, Line, NamedStage, in_order
+from lightning.gateway.stages import API, CONTRACT, POINTS, CallStage, Line, NamedStage
 from lightning.plugins import Plugins
 from lightning.testing import Reply
 from lightning.types import UNSERVED, CallStatus
@@ -161,6 +164,7 @@ async def test_a_stage_for_another_api_is_refused_with_the_cure(stranger, build)
     [
         ("async def setteld(self, call, answer): ...", "has 'setteld', which is never asked: did you mean 'settled'"),
         ("def settled(self, call, answer): ...", "'settled' of the stage .* is awaited: begin it with `async def`"),
+        ('carries_out = ("sums",)', "`carries_out` of the stage .* has 'sums', which is no setting of the gateway"),
         ('after = ("texts")', "`after` of the stage .* is a text: make it a tuple"),
     ],
 )
@@ -217,6 +221,19 @@ class Stage(CallStage):
 @lightning.hookimpl
 def register_call_stages(register):
     register("stranger", lambda parts: Stage())
+"""
+
+
+ELSEWHERE = """
+
+class Elsewhere(Stage):
+    def elsewhere(self, route, model):
+        CODE
+
+
+@lightning.hookimpl
+def register_call_stages(register):
+    register("stranger", lambda parts: Elsewhere())
 """
 
 
@@ -277,6 +294,153 @@ async def test_a_stages_own_answer_that_fails_is_the_stages_failure(stranger, bu
     assert (told.finish_reason, "'stranger'" in told.error) == (UNSERVED, True)
 
 
+HANGS = """async def app(scope, receive, send):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await receive()
+            log.append("gone")
+            raise RAISED
+        return app"""
+
+
+@pytest.mark.parametrize("raised", ["ClientGoneError", "ClientDisconnect"])
+@pytest.mark.parametrize("point", ["admitted", "elsewhere"])
+async def test_an_agent_that_hangs_up_during_a_stages_own_answer_is_no_failure(
+    stranger, build, warnings_of, point: str, raised: str
+) -> None:
+    imports = "from lightning.gateway.http import ClientGoneError\nfrom starlette.requests import ClientDisconnect\nlog = []\n"
+    own = HANGS.replace("RAISED", raised)
+    if point == "elsewhere":
+        source = doing("kept", "pass") + ELSEWHERE.replace("CODE", own.replace("(scope", "(payload, scope"))
+    else:
+        source = doing("admitted", own)
+    stranger(imports + source)
+    house = await build()
+    path = "/chat/completions" if point == "admitted" else "/embeddings"
+    with pytest.raises(httpx.TimeoutException):
+        await (await house.http()).post(path, json=ASKED, timeout=0.3)
+    await house.until(lambda: sys.modules["stranger_stage"].log)
+    await asyncio.sleep(0.1)
+    assert await house.transitions() == []
+    assert not [said for said in warnings_of() if "stranger" in said]
+
+
+async def test_a_stages_failure_to_answer_another_route_is_the_stages(stranger, build, warnings_of) -> None:
+    for_all = 'raise KeyError("what it needs")'
+    stranger(doing("kept", "pass") + ELSEWHERE.replace("CODE", for_all))
+    house = await build()
+    answer = await (await house.http()).post("/embeddings", json={"model": "policy"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "stage_failed")
+    assert "The stage 'stranger' of the plugin 'stranger' failed on this call (elsewhere: KeyError)" in answer.text
+    assert "the stage 'stranger' of the plugin 'stranger' failed on a call of rollout-0 (elsewhere)" in warnings_of()
+    (told,) = await house.recorded()
+    assert (told.status, told.finish_reason, "'stranger'" in told.error) == (CallStatus.ERROR, UNSERVED, True)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_stages_answer_to_another_route_that_fails_is_the_stages_failure(
+    stranger, build, warnings_of, begun: bool
+) -> None:
+    start = 'await send({"type": "http.response.start", "status": 200, "headers": []}); ' if begun else ""
+    own = f"async def app(payload, scope, receive, send):\n            {start}raise KeyError('x')\n        return app"
+    stranger(doing("kept", "pass") + ELSEWHERE.replace("CODE", own))
+    house = await build()
+    http = await house.http()
+    if begun:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await http.post("/embeddings", json={})
+    else:
+        assert "(elsewhere: KeyError)" in (await http.post("/embeddings", json={})).text
+    assert "the stage 'stranger' of the plugin 'stranger' failed on a call of rollout-0 (elsewhere)" in warnings_of()
+    (told,) = await house.recorded()
+    assert told.finish_reason == UNSERVED
+
+
+async def test_a_reader_of_a_stream_that_fails_is_its_stages_failure(stranger, build, warnings_of) -> None:
+    stranger(doing("sending", "call.readers.append(lambda chunk: chunk['not there'])"))
+    house = await build()
+    answer = await (await house.http()).post("/chat/completions", json={**ASKED, "stream": True})
+    assert "The stage 'stranger' of the plugin 'stranger' failed on this call (a reader: KeyError)" in answer.text
+    assert "[DONE]" not in answer.text
+    assert "the stage 'stranger' of the plugin 'stranger' failed on a call of rollout-0 (a reader)" in warnings_of()
+    (told,) = await house.recorded()
+    assert (told.status, told.finish_reason) == (CallStatus.ERROR, UNSERVED)
+    assert "The stage 'stranger'" in told.error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_is_refused_when_it_was_sampled_is_one_row_with_what_was_sampled(
+    stranger, build, stream: bool
+) -> None:
+    stranger(doing("settled", 'if given.status: raise RefusalError(409, "void", "Not this one.")'))
+    house = await build()
+    answer = await (await house.http()).post("/chat/completions", json={**ASKED, "stream": stream})
+    assert "Not this one." in answer.text
+    (call,) = await house.recorded()
+    assert (call.status, call.finish_reason, call.error) == (CallStatus.REFUSED, "void", "Not this one.")
+    assert (call.seq, len(call.response_ids) > 0, {**call.extras}.keys()) == (0, True, {"texts"})
+    assert (await (await house.http()).post("/chat/completions", json=ASKED)).status_code == 409
+
+
+async def test_a_call_that_is_refused_before_it_is_sent_is_one_row_with_its_texts(stranger, build) -> None:
+    stranger(doing("sending", 'raise RefusalError(422, "not_today", "Ask tomorrow.")'))
+    house = await build()
+    assert (await (await house.http()).post("/chat/completions", json=ASKED)).status_code == 422
+    (call,) = await house.recorded()
+    assert (call.status, call.finish_reason, call.seq) == (CallStatus.REFUSED, "not_today", 0)
+    assert {**call.extras}.keys() == {"texts"}
+
+
+@pytest.mark.parametrize("raised", ['RefusalError(503, "later", "Ask again.")', 'StoreError("gone")'])
+async def test_a_call_that_a_stage_cannot_admit_is_recorded_as_unserved(stranger, build, raised: str) -> None:
+    stranger(doing("admitted", f"raise {raised}"))
+    house = await build()
+    assert (await (await house.http()).post("/chat/completions", json=ASKED)).status_code == 503
+    (call,) = await house.recorded()
+    assert (call.status, call.finish_reason) == (CallStatus.ERROR, UNSERVED)
+    assert call.error
+
+
+@pytest.mark.parametrize("point", ["sending", "settled", "kept"])
+async def test_only_a_stage_that_admits_ends_the_line_by_what_it_returns(stranger, build, point: str) -> None:
+    stranger(doing(point, "return given"))
+    stranger(
+        doing(point, "log.append(given)")
+        .replace('"texts",', '"stranger",')
+        .replace('("stranger", lambda', '("other", lambda')
+        + "\nlog = []\n",
+        "other",
+    )
+    house = await build()
+    assert (await (await house.http()).post("/chat/completions", json=ASKED)).status_code == 200
+    assert len(sys.modules["other_stage"].log) == 1
+
+
+async def test_a_setting_is_carried_out_by_any_stage_that_says_so(stranger, build, monkeypatch, warnings_of) -> None:
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "record")
+    providers = {"judge": ProviderConfig(base_url="https://host/v1")}
+    source = doing("kept", "pass")
+    stranger(source.replace("    api", '    carries_out = ("record_requests", "providers")\n    api'))
+    await build(providers=providers)
+    assert not [said for said in warnings_of() if "carries it out" in said]
+    stranger(source.replace('("stranger", lambda', '("providers", lambda'), "other")
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "record,stranger")
+    found = Plugins()
+    monkeypatch.setattr(routes, "plugins", lambda: found)
+    with pytest.raises(ConfigError, match=r"gateway\.providers is set, and no plugin is there that carries it out"):
+        await build(providers=providers)
+
+
+async def test_a_name_in_the_order_that_is_nearly_a_stages_is_said(stranger, build, warnings_of) -> None:
+    source = doing("kept", "pass")
+    stranger(source.replace('after = 1, ("texts",)', 'after = 1, ("texts", "convrsations", "masks", "strangers")'))
+    await build()
+    (said,) = [said for said in warnings_of() if "names" in said]
+    assert said.startswith(
+        "`after` of the stage 'stranger' of the plugin 'stranger' names 'convrsations', and no plugin has"
+    )
+    assert said.endswith("did you mean 'conversations'?")
+
+
 EXTRAS = """
 import lightning
 from lightning.gateway.stages import CallStage
@@ -327,12 +491,12 @@ def made(name: str, points: Sequence[str], before: Sequence[str] = (), after: Se
 
 
 def test_stages_at_different_points_need_no_order() -> None:
-    assert len(in_order([made("a", ["admitted"]), made("b", ["kept"])], ())) == 2
+    assert len(CONTRACT.in_order([made("a", ["admitted"]), made("b", ["kept"])], ())) == 2
 
 
 def test_an_order_is_known_by_way_of_a_stage_that_is_not_there() -> None:
     stages = [made("late", ["kept"], after=["texts"]), made("early", ["kept"], before=["texts"])]
-    assert [each.name for each in in_order(stages, ())] == ["early", "late"]
+    assert [each.name for each in CONTRACT.in_order(stages, ())] == ["early", "late"]
 
 
 def test_an_order_that_goes_round_is_refused() -> None:
@@ -355,9 +519,9 @@ def test_an_order_is_the_one_that_was_said_or_none_at_all(arrived, said) -> None
     ]
     neighbours = all((one, one + 1) in pairs for one in range(4))
     if neighbours:
-        assert [each.name for each in in_order(stages, ())] == ["0", "1", "2", "3", "4"]
+        assert [each.name for each in CONTRACT.in_order(stages, ())] == ["0", "1", "2", "3", "4"]
     else:
         with pytest.raises(GatewayError, match="neither says which comes first"):
-            in_order(stages, ())
-        assert [each.name for each in in_order(stages, "01234")] == ["0", "1", "2", "3", "4"]
+            CONTRACT.in_order(stages, ())
+        assert [each.name for each in CONTRACT.in_order(stages, "01234")] == ["0", "1", "2", "3", "4"]
     assert all(each.stands_at("kept") for each in itertools.chain(stages))

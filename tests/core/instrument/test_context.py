@@ -19,6 +19,7 @@ from types import ModuleType
 import httpx
 import httpx2
 import pytest
+from lightning.bounded import Once
 from lightning.errors import DataError
 from lightning.instrument import activate, context, current_attempt, emit, label, last_call, reward, tool_slots
 from lightning.instrument.tool_slots import ToolLimits, limit_tools, tool_slot
@@ -30,7 +31,7 @@ TWO = LLM("http://127.0.0.1:8000/v1", "two", "policy")
 
 @pytest.fixture(autouse=True)
 def _says_everything_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "_said", set())
+    monkeypatch.setattr(context, "_said", Once())
 
 
 def test_a_reward_is_kept_with_its_time() -> None:

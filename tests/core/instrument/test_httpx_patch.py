@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import httpx2
 import pytest
+from lightning.bounded import Once
 from lightning.instrument import activate, component, context, emit, httpx_patch, install_tap, reward
 from lightning.plugins import Plugins, plugins
 from lightning.runner.worker import run_agent
@@ -210,7 +211,7 @@ async def test_eight_rollouts_at_once(server: ChatServer, tapped: None) -> None:
 def test_a_name_that_cannot_be_told_breaks_nothing_and_is_logged_once(
     broken: str, server: ChatServer, tapped: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(context, "_said", set())
+    monkeypatch.setattr(context, "_said", Once())
     if broken == "identify":
         monkeypatch.setattr(Plugins, "identify", lambda self: 1 / 0)
     else:

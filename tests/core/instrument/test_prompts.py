@@ -6,6 +6,7 @@ import logging
 
 import lightning
 import pytest
+from lightning.bounded import Once
 from lightning.config import RunnerConfig
 from lightning.instrument import activate, context
 from lightning.runner.process import ProcessRunner
@@ -33,7 +34,7 @@ def test_a_component_without_a_prompt_says_so() -> None:
 def test_a_prompt_that_nobody_asked_for_is_named_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(context, "_said", set())
+    monkeypatch.setattr(context, "_said", Once())
     llm = LLM("http://x/v1", "key", "policy", {"writre": "?"})
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -12,6 +12,7 @@ import httpx
 import httpx2
 import openai
 import pytest
+from lightning.bounded import Once
 from lightning.instrument import activate, context, install_tap, providers
 from lightning.testing.chat_server import ChatServer
 from lightning.types import LLM
@@ -28,7 +29,7 @@ def server() -> Iterator[ChatServer]:
 
 @pytest.fixture
 def rerouted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(context, "_said", set())
+    monkeypatch.setattr(context, "_said", Once())
     undo = install_tap(["api.openai.com", "api.anthropic.com"])
     yield
     undo()
@@ -93,7 +94,7 @@ def test_outside_a_rollout_nothing_is_brought_anywhere(library: object, rerouted
 def test_an_unlisted_provider_is_left_alone_and_named_once(
     server: ChatServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(context, "_said", set())
+    monkeypatch.setattr(context, "_said", Once())
     undo = install_tap()
     seen: list[str] = []
 

@@ -13,6 +13,7 @@ import lightning
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.bounded import Once
 from lightning.instrument import ActiveAttempt, activate, context
 from lightning.instrument.texts import MAX_RESULT, MAX_STATE
 from lightning.redaction import redacted_outcome
@@ -75,7 +76,7 @@ def test_what_json_cannot_say_is_said_in_words_and_what_is_too_long_is_cut() -> 
 def test_outside_a_rollout_a_state_does_nothing_and_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(context, "_said", set())
+    monkeypatch.setattr(context, "_said", Once())
     lightning.state(turn=1)
     lightning.state(turn=2)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]

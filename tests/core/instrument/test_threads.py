@@ -22,12 +22,12 @@ import lightning
 import pytest
 import requests
 import urllib3
+from lightning.bounded import Once
 from lightning.instrument import activate, component_path, context, current_attempt, current_caller, install_tap
-from lightning.instrument.httpx_patch import CALLER_HEADER
 from lightning.instrument.threads import carry_names
 from lightning.plugins import Plugins
 from lightning.testing import ChatServer
-from lightning.types import LLM, Caller, ToolEvent
+from lightning.types import CALLER_HEADER, LLM, Caller, ToolEvent
 
 ONE, TWO = (LLM("http://127.0.0.1:8000/v1", name, "policy") for name in ("one", "two"))
 FRAMEWORK: ContextVar[Caller | None] = ContextVar("framework", default=None)
@@ -81,7 +81,7 @@ def carried() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _says_everything_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "_said", set())
+    monkeypatch.setattr(context, "_said", Once())
 
 
 @pytest.mark.parametrize("run", WAYS)

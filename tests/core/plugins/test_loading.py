@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
-from lightning import __version__
+from lightning import __version__, hooks
 from lightning.errors import PluginError
 from lightning.installation import install_command
-from lightning.plugins import KINDS, Plugins
+from lightning.plugins import Plugins
 
 CREDIT = """
 from lightning import hookimpl
@@ -165,7 +165,9 @@ def test_a_broken_plugin_leaves_nothing_registered(install) -> None:
     assert plugins.hook.step_finished(record=None) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [name.removeprefix("register_") for name in vars(hooks) if name.startswith("register_")]
+)
 def test_an_unknown_name_says_what_is_known(install, kind: str) -> None:
     source = f"from lightning import hookimpl\n@hookimpl\ndef register_{kind}(register): register('quibble', len)"
     install("known", {"known": "known_plugin"}, {"known_plugin": source})
@@ -233,3 +235,60 @@ def test_stores_are_found_by_scheme(tmp_path) -> None:
         plugins.store("sqlit:///a.db")
     with pytest.raises(PluginError, match=r"not a store's URL: it begins with http://, .*memory://, .*sqlite://"):
         plugins.store("runs/a.db")
+
+
+BRINGS = """
+from lightning.hooks import hookimpl, hookspec
+
+@hookspec
+def register_tunes(register):
+    ...
+
+@hookimpl(specname="register_tunes")
+def own_tunes(register):
+    register("own", len)
+"""
+TUNE = """
+from lightning import hookimpl
+
+@hookimpl(optionalhook=True)
+def register_tunes({argument}):
+    {argument}("of_another", sum)
+"""
+
+
+def test_a_plugin_brings_a_hook_that_others_implement_whichever_is_found_first(install) -> None:
+    install("another", {"a-tune": "a_tune"}, {"a_tune": TUNE.format(argument="register")})
+    install("brings", {"m-brings": "brings_tunes"}, {"brings_tunes": BRINGS})
+    install("wrong", {"z-wrong": "wrong_tune"}, {"wrong_tune": TUNE.format(argument="registrar")})
+    plugins = Plugins()
+    assert plugins.names("tunes") == ["of_another", "own"]
+    assert plugins.get("tunes", "own") is len
+    with pytest.raises(PluginError, match=r"there is no tune 'ow'; did you mean 'own'\?"):
+        plugins.get("tunes", "ow")
+    assert info(plugins, "m-brings").hooks == info(plugins, "a-tune").hooks == ("register_tunes",)
+    assert (
+        info(plugins, "z-wrong").error == "its register_tunes takes 'registrar'; the hook is register_tunes(register)"
+    )
+
+
+def test_who_implements_the_hook_of_an_absent_plugin_says_that_it_may_be(install, monkeypatch) -> None:
+    install("another", {"another": "another_tune"}, {"another_tune": TUNE.format(argument="register")})
+    sure = TUNE.format(argument="register").replace("(optionalhook=True)", "")
+    install("sure", {"sure": "sure_tune"}, {"sure_tune": sure})
+    plugins = Plugins()
+    assert info(plugins, "another").state == "loaded"
+    assert "it implements 'register_tunes', which is no hook" in info(plugins, "sure").error
+    assert "write @lightning.hookimpl(optionalhook=True)" in info(plugins, "sure").error
+    with pytest.raises(PluginError, match="no plugin that is loaded brings the hook register_tunes"):
+        plugins.names("tunes")
+
+
+def test_a_hook_that_two_plugins_bring_breaks_the_second_alone(install) -> None:
+    install("first", {"first": "first_tunes"}, {"first_tunes": BRINGS})
+    install("second", {"second": "second_tunes"}, {"second_tunes": BRINGS})
+    plugins = Plugins()
+    assert plugins.names("tunes") == ["own"]
+    (broken,) = [item for item in plugins.plugins() if item.state == "broken"]
+    assert broken.name in ("first", "second")
+    assert "'register_tunes' is already registered" in broken.error

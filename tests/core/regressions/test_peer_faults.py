@@ -79,7 +79,7 @@ FAULTS = {
     ),
     "agents get the admin's key": (
         "core/gateway/test_access.py::test_a_token_opens_nothing_else",
-        "core/server/test_auth.py::test_the_agents_key_of_a_rollout_is_no_token",
+        "plugins/server/test_auth.py::test_the_agents_key_of_a_rollout_is_no_token",
     ),
     "the loss is divided by the number of rows": (
         "core/batch/test_weights.py::test_merging_changes_no_weight",

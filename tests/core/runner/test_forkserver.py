@@ -12,7 +12,6 @@ import psutil
 import pytest
 from lightning.runner import forkserver, socket_framing
 from lightning.runner.forkserver import FORKS, ForkServer, Worker, WorkerDiedError, _Incoming
-from lightning.runner.sandbox import Sandbox
 
 NOBODY = 1 << 23
 """Above every process id that Linux gives."""
@@ -22,7 +21,7 @@ class Busy:
     """A `ForkServer` whose process is played by the test, which reads when it likes; the socket holds a few commands."""
 
     def __init__(self) -> None:
-        self.server = ForkServer(b"", sandbox=Sandbox((), {}))  # no process group out here is meant
+        self.server = ForkServer(b"", enclosure=Mock(environment={}, inside=None))  # no process group out here is meant
         ours, self.other = socket.socketpair()
         for end in (ours, self.other):
             end.setblocking(False)

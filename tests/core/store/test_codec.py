@@ -47,23 +47,6 @@ def test_nan_payloads_survive() -> None:
     assert codec.decode(codec.encode(tokens)).logprobs.tobytes() == odd.tobytes()
 
 
-@given(IDS, IDS)
-def test_shared_prefix_counts_tokens(left: array[int], right: array[int]) -> None:
-    expected = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        expected += 1
-    assert codec.shared_prefix(codec.pack(left), codec.pack(right)) == expected
-
-
-@given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 60))
-def test_shared_prefix_of_branches(trunk: int, left: int, right: int) -> None:
-    a = codec.pack(token_ids([7] * trunk + [1] * left))
-    b = codec.pack(token_ids([7] * trunk + [2] * right))
-    assert codec.shared_prefix(a, b) == trunk
-
-
 @given(tokens=TOKENS, position=st.integers(0, 10_000), flip=st.integers(1, 255))
 def test_a_damaged_byte_is_noticed_or_harmless(tokens: codec.CallTokens, position: int, flip: int) -> None:
     blob = bytearray(codec.encode(tokens))

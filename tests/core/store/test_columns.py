@@ -10,7 +10,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from lightning.server.tokens import list_tokens
 from lightning.store import rows, sql
 from lightning.store.rows import Columns
 from lightning.store.sqlite import SqliteStore
@@ -21,7 +20,6 @@ TABLES = {
     "transitions": rows.CALLS,
     "spans": rows.SPANS,
     "steps": rows.STEPS,
-    "tokens": rows.TOKENS,
     "resources": rows.RESOURCES,
 }
 
@@ -29,7 +27,6 @@ TABLES = {
 @pytest.mark.parametrize("table", TABLES)
 async def test_the_schema_has_a_column_for_each_field(sqlite: SqliteStore, table: str) -> None:
     columns: Columns[object] = TABLES[table]
-    await list_tokens(sqlite)  # makes the table of tokens
     found = await sqlite._read(lambda tx: tx.all(f"PRAGMA table_info({table})"))
     assert set(columns.columns) <= {row[1] for row in found}
     assert set(columns.fields) <= {field.name for field in fields(columns._noun)}  # type: ignore[arg-type]

@@ -12,10 +12,8 @@ from dataclasses import replace
 import pytest
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
 from lightning.plugins import plugins
-from lightning.server.tokens import get_token, list_tokens, put_token, revoke_token
 from lightning.store import Store
 from lightning.store.extras import LARGEST
-from lightning.store.http import HttpStore
 from lightning.store.pages import each_step
 from lightning.store.protocol import KNOWN_SECONDS, Attempt
 from lightning.store.relational import records as relational_records
@@ -30,13 +28,11 @@ from lightning.types import (
     Resource,
     Rollout,
     Run,
-    Scope,
     Status,
     StepRecord,
     StepReward,
     StepState,
     Task,
-    Token,
     ToolEvent,
     Transition,
     VersionRun,
@@ -45,6 +41,7 @@ from lightning.types import (
 )
 
 from tests.core.store.backends import everywhere
+from tests.servers.stores import is_served
 
 RolloutOf = Callable[..., Rollout]
 CallOf = Callable[..., Transition]
@@ -360,7 +357,7 @@ async def test_a_released_attempt_leaves_all_retries(store: Store, rollout: Roll
 
 
 async def test_an_attempt_that_is_not_to_be_spent_is_given_back_a_few_times(store: Store, rollout: RolloutOf) -> None:
-    if isinstance(store, HttpStore):
+    if is_served(store):
         pytest.skip("the server decides what is spent")
     await store.create_rollouts([rollout(max_attempts=1)])
     for attempt in range(1, EXCUSED + 1):
@@ -1140,10 +1137,6 @@ async def test_a_call_that_comes_again_under_its_id_is_done_once(store: Store) -
     await store.log_metrics("run", 0, {"loss": 1.0})
     await store.log_metrics("run", 0, {"loss": 2.0}, once="1")
     assert [point.values for point in await store.metrics("run")] == [{"loss": 1.0}]
-    token = Token("t", Scope.RUNNER, "d" * 64)
-    assert await put_token(store, token, once="1") == await put_token(store, token, once="1")
-    with pytest.raises(ConflictError):
-        await put_token(store, token, once="2")
 
 
 async def test_an_answer_is_known_for_its_time_and_no_longer(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1221,21 +1214,6 @@ async def test_what_is_released_again_under_an_id_was_leased_before(store: Store
     assert await store.release("w", once="1") == 2
     assert await store.release("w", once="0") == 0
     await store.renew(held)
-
-
-@everywhere
-async def test_tokens_are_kept_and_revoked_for_good(store: Store) -> None:
-    made = await put_token(store, Token("t1", Scope.RUNNER, "ab" * 32, name="laptop", expires_at=5e9))
-    assert made.created_at > 0
-    assert await get_token(store, "t1") == made
-    with pytest.raises(ConflictError):
-        await put_token(store, Token("t1", Scope.ADMIN, "cd" * 32))
-    revoked = await revoke_token(store, "t1")
-    assert revoked.revoked_at is not None
-    assert await revoke_token(store, "t1") == revoked
-    assert await list_tokens(store) == [revoked]
-    with pytest.raises(StoreError, match="no token"):
-        await revoke_token(store, "t2")
 
 
 @everywhere

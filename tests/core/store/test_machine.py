@@ -19,7 +19,6 @@ from hypothesis.stateful import (
 )
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
 from lightning.store import Store
-from lightning.store.http import HttpStore
 from lightning.store.rollout_state import EXCUSED
 from lightning.types import (
     Caller,
@@ -39,6 +38,8 @@ from lightning.types import (
     token_ids,
 )
 
+from tests.servers.stores import is_served
+
 OUTCOMES = (
     Outcome(reward=1.0),
     Outcome(reward=0.0, step_rewards=(StepReward(0.5),)),
@@ -46,6 +47,7 @@ OUTCOMES = (
     Outcome(fault=Fault.AGENT, error="raised"),
     Outcome(fault=Fault.INFRASTRUCTURE, error="lost"),
 )
+
 WORKERS = ("w1", "w2")
 BACK = st.sampled_from((0, 0, 0, 1, -1))
 """How far behind the current attempt a writer is: mostly not at all."""
@@ -164,9 +166,7 @@ class StoreMachine(RuleBasedStateMachine):
             model.outcomes[attempt] = outcome
             model.reward = outcome.reward
             lost = outcome.fault is Fault.INFRASTRUCTURE
-            excused = (
-                lost and not spend and model.attempt - model.spent < EXCUSED and not isinstance(self.store, HttpStore)
-            )
+            excused = lost and not spend and model.attempt - model.spent < EXCUSED and not is_served(self.store)
             retry = excused or (lost and model.spent < model.max_attempts)
             model.spent -= excused
             ended = Status.FAILED if outcome.reward is None else Status.SUCCEEDED

@@ -1,100 +1,13 @@
-"""The table of operations: a method and a line in the table are a request, a route, a description and a project's refusal."""
+"""The table of operations says all that is needed, and all of it is done."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
-from lightning.errors import StoreError
-from lightning.server import tokens_sql
-from lightning.server.api import app
-from lightning.server.api.openapi import describe
-from lightning.server.api.store_routes import route_of
-from lightning.server.tokens import TOKENS
-from lightning.store.http import HttpStore
-from lightning.store.memory import MemoryStore
 from lightning.store.operation import Operation
-from lightning.store.operations import ANY, LOOK, OPERATIONS, TRAIN, Operations
+from lightning.store.operations import ANY, OPERATIONS
 from lightning.store.relational.store import READS, WRITES, RelationalStore
-from lightning.testing.control import ControlServer
-from lightning.types import Rollout, Run, Scope, Task
-
-
-@dataclass(frozen=True)
-class Note:
-    """What somebody says of a rollout."""
-
-    rollout: str
-    text: str
-
-
-class NotingStore(MemoryStore):
-    """A store with operations of a later release."""
-
-    async def note(self, run: str, text: str, *, loud: bool = False, once: str = "") -> int:
-        """Keep a note with a run, and say how long it is."""
-        await self.put_state(run, "note", text.upper() if loud else text, once=once)
-        return len(text)
-
-    async def get_note(self, run: str, *, most: int = 80) -> Note | None:
-        """The note of a run, `most` characters of it."""
-        text = await self.get_state(run, "note")
-        return None if text is None else Note(run, str(text)[:most])
-
-    async def notes(self, attempts: Sequence[tuple[str, int]]) -> list[Note]:
-        """Notes of attempts."""
-        return [Note(rollout, f"of {attempt}") for rollout, attempt in attempts]
-
-
-ADDED = (
-    Operation(NotingStore.note, "POST /runs/{run}/note", TRAIN, answer="length"),
-    Operation(
-        NotingStore.get_note, "GET /runs/{run}/note", ANY, missing="POST one", query={"most": "Characters at most."}
-    ),
-    Operation(NotingStore.notes, "POST /notes/read", LOOK, answer="notes"),
-)
-
-
-@pytest.fixture
-def noting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table with three more lines."""
-    for operation in ADDED:
-        monkeypatch.setattr(Operations, operation.name, operation, raising=False)
-    monkeypatch.setattr(app, "ROUTES", (*app.ROUTES, *map(route_of, ADDED)))
-
-
-async def test_a_line_in_the_table_is_a_route_a_call_a_description_and_a_refusal(
-    noting: None, control: ControlServer
-) -> None:
-    store = NotingStore()
-    url, token = control.add(store, scope=Scope.TRAINER)
-
-    async def fill() -> None:
-        await store.put_run(Run("run", "a run"))
-        await store.put_run(Run("theirs", "a run", project="theirs"))
-        await store.create_rollouts([Rollout(f"{run}/0", run, Task("q"), "g") for run in ("run", "theirs")])
-
-    control.run(fill())
-    client: Any = HttpStore(url, token=token, patience=5)
-    await client.open()
-    try:
-        assert await client.get_note("run") is None
-        assert await client.note("run", "hello", loud=True) == 5
-        assert await client.get_note("run", most=4) == Note("run", "HELL")
-        assert await client.notes([("run/0", 1), ("run/0", 2)]) == [Note("run/0", "of 1"), Note("run/0", "of 2")]
-        for refused in (client.note("theirs", "x"), client.get_note("theirs"), client.notes([("theirs/0", 1)])):
-            with pytest.raises(StoreError, match="is unknown: create it"):
-                await refused
-    finally:
-        await client.close()
-    paths: Any = describe(app.ROUTES)["paths"]
-    described = paths["/api/v1/runs/{run}/note"]
-    assert described["post"]["description"] == "Keep a note with a run, and say how long it is. Scopes: trainer, admin."
-    assert [part["name"] for part in described["post"]["parameters"]] == ["run", "idempotency-key"]
-    assert [part["name"] for part in described["get"]["parameters"]] == ["run", "most"]
 
 
 def test_what_names_nothing_of_a_project_cannot_be_an_operation() -> None:
@@ -115,9 +28,7 @@ def test_what_names_nothing_of_a_project_cannot_be_an_operation() -> None:
 def test_an_sql_database_has_a_function_with_the_arguments_of_each_operation() -> None:
     functions = {**READS, **WRITES}
     assert set(functions) <= {operation.name for operation in OPERATIONS}
-    assert set(tokens_sql.PART.functions) == {operation.name for operation in TOKENS.operations}
-    functions |= tokens_sql.PART.functions
-    for operation in (*OPERATIONS, *TOKENS.operations):
+    for operation in OPERATIONS:
         if operation.name in functions:
             found = list(inspect.signature(functions[operation.name]).parameters)[1:]
             assert found == list(operation.signature.parameters), operation

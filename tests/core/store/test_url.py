@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning import hooks
-from lightning.errors import ConfigError
-from lightning.maintenance import keeper_of, plugin
+from lightning.errors import ConfigError, SchemaError
 from lightning.plugins import plugins
-from lightning.store import Store, StoreURL, parse, sqlite_url
+from lightning.store import Store, StoreURL, parse, plugin, sqlite_url
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import redacted, split_userinfo
@@ -39,7 +38,7 @@ def test_the_plugin_makes_stores_from_urls(factories: dict[str, Callable[[str], 
 
 
 def test_the_room_imports_no_database() -> None:
-    script = "import sys, lightning.store, lightning.maintenance.plugin; assert not {'sqlite3', 'zstandard'} & set(sys.modules)"
+    script = "import sys, lightning.store.plugin; assert not {'sqlite3', 'zstandard'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
@@ -113,16 +112,11 @@ def test_whatever_a_password_has_in_it_is_not_shown(pieces: list[str]) -> None:
 )
 def test_a_password_that_is_not_quoted_is_refused_and_not_shown(scheme: str, password: str) -> None:
     url = f"{scheme}://me:{password}@db:5432/0"
-    for make in (parse, keeper_of, plugins().store):
+    for make in (parse, plugins().store):
         with pytest.raises(ConfigError) as caught:
             make(url)
         assert "ter2" not in str(caught.value)
         assert "%2F for a / of the password, %3F for a ?" in str(caught.value) or scheme == "http"
-
-
-def test_a_server_is_named_without_its_password() -> None:
-    with pytest.raises(ConfigError, match=r"http://\*\*\*@h/x is a server, not a database"):
-        keeper_of("http://me:hunter2@h/x")
 
 
 def test_errors_about_urls_hold_no_password() -> None:
@@ -130,3 +124,21 @@ def test_errors_about_urls_hold_no_password() -> None:
         with pytest.raises(ConfigError) as caught:
             parse(url)
         assert "secret" not in str(caught.value)
+
+
+async def test_a_store_that_is_not_there_is_not_made_unless_it_is_meant(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no database at"):
+        await SqliteStore(tmp_path / "runs" / "x.db").open(make=False)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "x.db").touch()
+    with pytest.raises(SchemaError, match="is empty: a store is made in it by whoever writes first"):
+        await SqliteStore(tmp_path / "x.db").open(make=False)
+    assert [(file.name, file.stat().st_size) for file in tmp_path.iterdir()] == [("x.db", 0)]
+    for make in (True, False):
+        store = SqliteStore(tmp_path / "x.db")
+        await store.open(make=make)
+        assert await store.list_runs() == []
+        await store.close()
+    memory = MemoryStore()
+    await memory.open(make=False)
+    await memory.close()

@@ -24,14 +24,13 @@ from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.fleet.records import gateway_secret
 from lightning.gateway.upstream.servers import Found, Pool, Slot
 from lightning.policy_server.protocol import Probe, Update
-from lightning.runner.plugin import RemoteRunner
-from lightning.server.agents import HowToCall
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.testing.tiny_models import make_tiny_family
 from lightning.trainer import opening
 from lightning.trainer import stack as trainer_stack
+from lightning.trainer.how_to_call import HowToCall
 from lightning.trainer.stack import Stack, check_ports, open_stack
 from lightning.trainer.trainer import Trainer
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Run, Status, Task
@@ -67,6 +66,19 @@ class Policy:
     async def close(self) -> None: ...
 
 
+class Idle:
+    """A runner that is asked for nothing."""
+
+    concurrency = 1
+
+    async def start(self) -> None: ...
+
+    async def run(self, lease: Lease, llm: LLM) -> Outcome:
+        raise AssertionError("nothing is leased")
+
+    async def close(self) -> None: ...
+
+
 class House:
     """A trainer that was killed, and what outlived it: an agent, and a server that has only the store."""
 
@@ -80,7 +92,7 @@ class House:
         return lease
 
     async def open(self, folder: Path, *, restores: bool, **settings: Any) -> Stack:
-        run, runner = Run("run", "run"), RemoteRunner()
+        run, runner = Run("run", "run"), Idle()
         return await open_stack(
             self._resources,
             run=run,
@@ -323,18 +335,18 @@ def test_clients_are_told_how_to_call_before_a_rollout_is_made(
     monkeypatch.setattr("lightning.trainer.trainer.dry_run", dry_run)
     monkeypatch.setattr(opening, "Loop", Training)
     settings: dict[str, Any] = {"trainer__eval_temperature": 0.25, "runner__prompts": {"greeter": "hello {name}"}}
-    made = make_trainer("remote", **settings)
+    made = make_trainer("inline", **settings)
     if dry:
-        made.dev(None, [{"q": 1}])
+        made.dev(lambda task, llm: 1.0, [{"q": 1}])
     else:
         with pytest.raises(OpenedError):
-            made.fit(None, [{"q": 1}])
+            made.fit(lambda task, llm: 1.0, [{"q": 1}])
     (how,) = told
     assert how.eval_temperature == 0.25
     assert how.own == {"greeter": "hello {name}"}
 
 
-@pytest.mark.parametrize("taken", ["server.port", "policy_server.port"])
+@pytest.mark.parametrize("taken", ["gateway.port", "policy_server.port"])
 async def test_a_taken_port_is_said_before_anything_is_started(house: House, tmp_path: Path, taken: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         settings = {taken: other.getsockname()[1]}

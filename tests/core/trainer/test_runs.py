@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,13 +17,11 @@ from lightning.algorithms import Batch, Intake, from_batch, from_loss
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm
 from lightning.batch.trajectory import Group
-from lightning.config import Config, RunnerConfig, with_settings
+from lightning.config import Config, with_settings
 from lightning.credit.protocol import GroupAdvantage
 from lightning.errors import ConfigError
 from lightning.losses.protocol import TokenBatch
 from lightning.plugins import plugins
-from lightning.runner.plugin import RemoteRunner
-from lightning.runner.sandbox import bubblewrap
 from lightning.store.epochs import Epoch, epoch_at, keep_epochs, read_epochs
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
@@ -299,28 +296,6 @@ async def test_with_a_function_of_ones_own_the_other_arguments_are_compared() ->
 def test_a_resume_without_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give its folder as `out`"):
         Trainer(tmp_path, resume=True)
-
-
-@pytest.mark.parametrize("kind", ["bwrap", "none"], ids=["the runner's sandbox", "one that an agent makes"])
-@pytest.mark.parametrize("store", ["", "sqlite:///kept/runs.db", "memory://"])
-def test_agents_in_a_sandbox_see_neither_the_run_nor_its_store(
-    store: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    (tmp_path / "config.json").write_text("{}")
-    config = with_settings(Config(), {"runner.sandbox": kind})
-    trainer = Trainer(tmp_path, config=config, out="exp/a", store=store or None)
-    given: list[RunnerConfig] = []
-    trainer._make_runner = lambda agent, config: given.append(config.runner) or RemoteRunner()  # type: ignore[func-returns-value]
-    trainer._runner_of(None)
-    secret = [tmp_path / "exp" / "a", *([tmp_path / "kept"] if "kept" in store else [])]
-    for folder in secret:
-        folder.mkdir(parents=True)
-    command = bubblewrap(given[0].sandbox_files, given[0].sandbox_hidden).arguments
-    hidden = [command[at + 1] for at, word in enumerate(command) if word == "--tmpfs"]
-    assert hidden[-len(secret) :] == [str(folder.resolve()) for folder in secret]
-    assert trainer.config.runner == config.runner, "what is kept with the run is what was set"
 
 
 def test_a_key_that_would_expire_under_its_agent_is_refused(tmp_path: Path) -> None:

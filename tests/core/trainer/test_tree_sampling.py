@@ -106,7 +106,7 @@ async def test_a_step_goes_on_with_the_branches_that_it_had(bench: Open, tmp_pat
     folder, turns = tmp_path / "run", itertools.count()
 
     async def dies(task: Task, llm: Any) -> float:
-        if llm.branch and next(turns) == 2:
+        if llm.extras.get("branches") and next(turns) == 2:
             dead.set()
             await asyncio.sleep(60)
         return await chain(task, llm)
@@ -278,7 +278,7 @@ async def test_a_step_is_planned_again_where_trees_were_switched_off(bench: Open
     folder, turns = tmp_path / "run", itertools.count()
 
     async def dies(task: Task, llm: Any) -> float:
-        if llm.branch and next(turns) == 2:
+        if llm.extras.get("branches") and next(turns) == 2:
             dead.set()
             await asyncio.sleep(60)
         return await chain(task, llm)
@@ -301,7 +301,7 @@ async def test_a_group_whose_branches_were_interrupted_is_not_trained(bench: Ope
     slow = asyncio.Event()
 
     async def agent(task: Task, llm: Any) -> float:
-        if llm.branch and not slow.is_set():
+        if llm.extras.get("branches") and not slow.is_set():
             await asyncio.sleep(60)
         return await chain(task, llm)
 

@@ -12,12 +12,17 @@ from lightning.asyncio_utils import outside_of_loops
 from lightning.batch.branches import RecordedRollout
 from lightning.instrument import emit, install_tap
 from lightning.plugins import plugins
+from lightning.plugins.stages import NamedStage
+from lightning.runner.stages import AttemptLine
 from lightning.runner.worker import run_agent
 from lightning.store.protocol import Attempt
 from lightning.testing.contract_house import House
 from lightning.testing.fake_vllm import FakeVLLM, Reply, Script
 from lightning.types import Json, Rollout, Task, Transition
 from lightning_branching.recorded import read_whole
+from lightning_branching.tools import BRANCHES, BranchToolsStage
+
+LINE = AttemptLine([NamedStage(BRANCHES, BranchToolsStage())])
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Brancher:
     ) -> Recorded:
         lease, llm = self.house.lease(Task(task), parent=parent, config=config)
         with asyncio.Runner() as loop:
-            outcome = outside_of_loops(lambda: run_agent(agent, lease.rollout.task, llm, loop))
+            outcome = outside_of_loops(lambda: run_agent(agent, lease.rollout.task, llm, loop, LINE))
         return Recorded(*self.house.end(lease, outcome))
 
     def whole(self, rollout: str) -> RecordedRollout:

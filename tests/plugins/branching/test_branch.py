@@ -26,10 +26,10 @@ from lightning.store.url import sqlite_url
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.runs import claim_folder
 from lightning.types import Outcome, Rollout, Run, Status, Transition
+from lightning_branching import policies
 from lightning_branching.branch_parent import RECORDED, config_of, find_parent
 from lightning_branching.branching import BranchReport, branch
-from lightning_debug import policies
-from lightning_debug.policies import EvaluatedModel, model_of_run
+from lightning_branching.policies import EvaluatedModel, model_of_run
 
 from tests.core.trainer.test_fork import equal, model
 from tests.core.trainer.test_fork import train as train

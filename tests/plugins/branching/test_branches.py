@@ -18,10 +18,10 @@ import pytest
 from lightning.batch.branches import recorded_rollout
 from lightning.errors import StoreError
 from lightning.gateway import answers
-from lightning.server.agents import HowToCall
 from lightning.store import exchanges
 from lightning.store.exchanges import Parent
 from lightning.testing import Reply, vllm_shapes
+from lightning.trainer.how_to_call import HowToCall
 from lightning.types import LLM, CallStatus, Fault, Rollout, Status, Task, Transition
 from lightning_branching import branched_attempt
 from lightning_branching.branched_attempt import BranchedAttempt
@@ -526,7 +526,7 @@ def test_a_stream_that_is_too_long_to_be_shown_at_once_is_told_so(
 def test_a_client_that_asks_again_for_a_recorded_answer_gets_it(made: Brancher) -> None:
     def agent(task: Task, llm: LLM) -> float:
         first = ask(llm, "one")
-        if llm.branch:
+        if llm.extras.get("branches"):
             assert ask(llm, "one") == first
         return float(len(ask(llm, f"two {first}")))
 
@@ -575,7 +575,7 @@ def test_another_server_goes_on_with_a_branch_that_has_begun(made: Brancher) -> 
         said = str(task.input)
         for number in range(4):
             said += f" | {ask(llm, said)}"
-            if llm.branch and number == 2:
+            if llm.extras.get("branches") and number == 2:
                 _branches(made.house._gateway)._known.clear()
                 forgotten.append(number)
         return 1.0

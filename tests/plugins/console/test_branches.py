@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.server.projects import Projects
 from lightning.store import exchanges
 from lightning.store.exchanges import TEXTS
 from lightning.store.memory import MemoryStore
@@ -20,6 +19,7 @@ from lightning_console.export import export_pages
 from lightning_console.places import SERVER, Places
 from lightning_console.queries.tree import Action, Line, make_tree
 from lightning_console.router import show
+from lightning_server.projects import Projects
 
 from tests.plugins.console.made_branches import EDIT, TRUNK, VOID, end, write
 from tests.plugins.console.made_folder import in_store

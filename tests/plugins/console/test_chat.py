@@ -12,10 +12,6 @@ from lightning.config import GatewayConfig
 from lightning.gateway import Gateway
 from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.upstream.servers import Upstream
-from lightning.server.auth import Authenticator
-from lightning.server.projects import Projects
-from lightning.server.protocol import SESSION_OF, Host
-from lightning.server.serving import Sessions
 from lightning.store.memory import MemoryStore
 from lightning.testing import FakeVLLM, Reply
 from lightning.types import Run
@@ -24,6 +20,10 @@ from lightning_console.queries.listing import list_runs
 from lightning_console.web.chat import NAME, RUNS, TURNS, Chat
 from lightning_console.web.desk import Desk
 from lightning_console.web.visitors import VISITOR, Visitor
+from lightning_server.auth import Authenticator
+from lightning_server.projects import Projects
+from lightning_server.protocol import SESSION_OF, Host
+from lightning_server.serving import Sessions
 
 TRAINER = Visitor("s1", "Ada", "team-a", changes=True)
 ADMIN = Visitor("s3", "Root", None, changes=True)

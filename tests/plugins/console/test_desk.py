@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 from lightning.errors import UnavailableError
-from lightning.server.projects import Projects
-from lightning.server.protocol import Host
 from lightning.store.memory import MemoryStore
 from lightning.types import Resource, Rollout, Run, Task
 from lightning_console.address import Address
@@ -20,6 +18,8 @@ from lightning_console.web import actions
 from lightning_console.web.chat import Chat
 from lightning_console.web.desk import Desk
 from lightning_console.web.visitors import VISITOR, Visitor
+from lightning_server.projects import Projects
+from lightning_server.protocol import Host
 
 from tests.plugins.console import made_pages
 

@@ -13,13 +13,13 @@ import httpx
 import pytest
 from lightning.errors import MissingExtraError, UnavailableError
 from lightning.installation import install_command
-from lightning.server.auth import Authenticator, issue_token
-from lightning.server.tokens import put_token, revoke_token
 from lightning.store.memory import MemoryStore
 from lightning.types import Scope
 from lightning_console.web import visitors
 from lightning_console.web.gate import Gate
 from lightning_console.web.visitors import Door, OwnDoor, TokenDoor, visitor
+from lightning_server.auth import Authenticator, issue_token
+from lightning_server.tokens import put_token, revoke_token
 from starlette.responses import PlainTextResponse
 
 BASE = "http://127.0.0.1:8765"

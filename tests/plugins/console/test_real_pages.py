@@ -17,13 +17,13 @@ from urllib.parse import quote
 
 import pytest
 from lightning.config import Config
-from lightning.server.auth import issue_token
-from lightning.server.serving import serve_store
-from lightning.server.tokens import put_token
 from lightning.store.url import sqlite_url
 from lightning.types import Outcome, Rollout, Run, Scope, Task
 from lightning_console.export import export_pages
 from lightning_console.places import Places
+from lightning_server.auth import issue_token
+from lightning_server.serving import serve_store
+from lightning_server.tokens import put_token
 
 from tests.plugins.branching.test_branch import recorded
 from tests.plugins.branching.test_branch import runs as runs

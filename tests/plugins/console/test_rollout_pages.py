@@ -13,8 +13,6 @@ from typing import Any
 import lightning
 import numpy as np
 import pytest
-from lightning.maintenance import keeper_of
-from lightning.maintenance.prune import PruneRequest, carry_out, plan
 from lightning.plugins import plugins
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
@@ -26,6 +24,8 @@ from lightning_console.address import Address
 from lightning_console.blocks import Page
 from lightning_console.places import Places
 from lightning_console.router import show
+from lightning_db import keeper_of
+from lightning_db.prune import PruneRequest, carry_out, plan
 
 from tests.plugins.console.made_rollouts import ALGORITHM, MARKUP, call, tokenizer, train
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.maintenance import keeper_of
-from lightning.maintenance.prune import PruneRequest, carry_out, plan
 from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, keep_epochs, mark_over
 from lightning.store.url import sqlite_url
@@ -26,6 +24,8 @@ from lightning_console.places import Places, key_of
 from lightning_console.queries.listing import list_runs
 from lightning_console.queries.runs import chosen_settings, settings_and_tasks
 from lightning_console.router import show
+from lightning_db import keeper_of
+from lightning_db.prune import PruneRequest, carry_out, plan
 
 from tests.plugins.console.made_folder import MARKUP, STEPS, in_store, make_folder, plot
 from tests.plugins.debug.made_runs import Maker, Plot, State

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 from lightning.config import Config
-from lightning.server.auth import issue_token
-from lightning.server.serving import serve_store
-from lightning.server.tokens import put_token, revoke_token
 from lightning.store.url import sqlite_url
 from lightning.types import Run, Scope
+from lightning_server.auth import issue_token
+from lightning_server.serving import serve_store
+from lightning_server.tokens import put_token, revoke_token
 
 from tests.plugins.console import made_pages
 

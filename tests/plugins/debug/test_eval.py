@@ -17,7 +17,7 @@ from lightning.config import Config
 from lightning.errors import ConfigError
 from lightning.store.url import sqlite_url
 from lightning.testing.fake_vllm import Reply
-from lightning_debug.policies import find_model
+from lightning_branching.policies import find_model
 
 from tests.core.trainer.test_fork import equal, model, state
 from tests.core.trainer.test_fork import train as train

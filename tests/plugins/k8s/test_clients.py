@@ -18,9 +18,6 @@ from lightning.gateway import Gateway, Upstream
 from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.fleet.records import gateway_secret
 from lightning.runner.protocol import Site
-from lightning.server.auth import issue_token
-from lightning.server.control import Control
-from lightning.server.tokens import put_token
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.testing.tiny_models import make_tiny_model
@@ -30,6 +27,9 @@ from lightning.types import Rollout, Run, Scope, Status, Task
 from lightning_k8s import runner as runner_module
 from lightning_k8s.health import Pace
 from lightning_k8s.runner import KubernetesRunner
+from lightning_server.auth import issue_token
+from lightning_server.control import Control
+from lightning_server.tokens import put_token
 
 pytestmark = pytest.mark.slow
 

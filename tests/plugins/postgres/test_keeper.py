@@ -11,24 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli import db, resources, runs
+from lightning.cli import resources, runs
 from lightning.cli.locate import with_store
 from lightning.errors import DataError, SchemaError, StoreError
-from lightning.maintenance import Weight, keeper_of, queries
-from lightning.maintenance.prune import PruneRequest, carry_out, plan
-from lightning.server.tokens import list_tokens, put_token
 from lightning.store import sql
-from lightning.store.protocol import Store
+from lightning.store.protocol import TRACES_RUN, Store
 from lightning.store.relational.brought import KEEP_VERSION
 from lightning.store.schema_version import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Outcome, Resource, Rollout, Run, Scope, Task, Token
+from lightning_db import Weight, keeper_of, queries
+from lightning_db import command as db
+from lightning_db.prune import PruneRequest, carry_out, plan
 from lightning_postgres.connection import PostgresTransaction
 from lightning_postgres.store import PostgresStore
+from lightning_server.tokens import list_tokens, put_token
 from typer import Typer
 from typer.testing import CliRunner
 
-from tests.core.maintenance.gateways import check_state_of_gateways
+from tests.plugins.db.gateways import check_state_of_gateways
 from tests.servers.postgres import PostgresServer
 
 pytestmark = pytest.mark.slow
@@ -168,14 +169,12 @@ async def test_old_traces_go_a_few_at_a_time(
     monkeypatch.setattr(queries, "TRACES_AT_ONCE", 2)
     kept = (await store.list_rollouts("run")).rollouts[0].id
     for number in range(5):
-        await store.put_state(queries.TRACES_RUN, f"{number:032x}", [kept if number == 2 else f"gone-{number}", 1, 2e9])
+        await store.put_state(TRACES_RUN, f"{number:032x}", [kept if number == 2 else f"gone-{number}", 1, 2e9])
     left = []
 
     def trace_of(value: str) -> tuple[str, float]:
         left.append(
-            postgres_server.sql(
-                f"SELECT count(*) FROM {store._settings.schema}.state WHERE run = '{queries.TRACES_RUN}'"
-            )
+            postgres_server.sql(f"SELECT count(*) FROM {store._settings.schema}.state WHERE run = '{TRACES_RUN}'")
         )
         return before(value)
 
@@ -183,7 +182,7 @@ async def test_old_traces_go_a_few_at_a_time(
     monkeypatch.setattr(queries, "trace_of", trace_of)
     await keeper_of(url).vacuum()
     assert sorted(set(left), reverse=True) == ["5", "3", "2"]
-    assert [await store.get_state(queries.TRACES_RUN, f"{number:032x}") is None for number in range(5)] == [
+    assert [await store.get_state(TRACES_RUN, f"{number:032x}") is None for number in range(5)] == [
         True,
         True,
         False,

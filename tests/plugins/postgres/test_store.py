@@ -23,9 +23,6 @@ from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.fleet.member import Member
 from lightning.gateway.fleet.records import Seat, seat_key
 from lightning.gateway.identity import TokenSigner
-from lightning.maintenance import keeper_of
-from lightning.server import tokens_sql
-from lightning.server.tokens import list_tokens, put_token
 from lightning.store import rollout_state
 from lightning.store.relational import rollouts, transitions
 from lightning.store.relational.notify import Bell
@@ -44,12 +41,15 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_db import keeper_of
 from lightning_otel.traces.book import TraceBook
 from lightning_postgres import change_listener as postgres_watching
 from lightning_postgres import connection as postgres_connection
 from lightning_postgres import connections
 from lightning_postgres.connection import lock_key
 from lightning_postgres.store import PostgresStore
+from lightning_server import tokens_sql
+from lightning_server.tokens import list_tokens, put_token
 
 from tests.servers.postgres import USER, PostgresServer
 

@@ -21,7 +21,6 @@ from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, DataError, OptimizerError, PolicyServerError, RunnerError
 from lightning.instrument import components
 from lightning.plugins import plugins
-from lightning.server.agents import AgentAccess
 from lightning.store import Store
 from lightning.store.epochs import is_over
 from lightning.store.url import sqlite_url
@@ -33,6 +32,7 @@ from lightning.types import LLM, Resource, ResourceKind, Rollout, Task
 from lightning_prompts import Bench, PromptAlgorithm, Trial, loop
 from lightning_prompts.apo import APO
 from lightning_prompts.loop import PromptBench, component_of
+from lightning_server.agents import AgentAccess
 
 START = "Greet {name}."
 BETTER = "Greet {name} with politeness."

@@ -7,11 +7,11 @@ import json
 
 import httpx
 import pytest
-from lightning.server.auth import Authenticator, issue_token
-from lightning.server.serving import Sessions, admins
-from lightning.server.tokens import put_token
 from lightning.types import LLM, Scope, Status
 from lightning_record.feedback import feedback_key
+from lightning_server.auth import Authenticator, issue_token
+from lightning_server.serving import Sessions, admins
+from lightning_server.tokens import put_token
 
 ASK = {"model": "policy", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
 CONVERSATION = "X-Lightning-Conversation"

@@ -12,8 +12,8 @@ from lightning.config import Config, GatewayConfig, ProviderConfig, with_setting
 from lightning.errors import ConfigError, PluginError
 from lightning.gateway import routes
 from lightning.plugins import Plugins
-from lightning.server import serving
 from lightning.trainer.tree_sampling import check_tree
+from lightning_server import serving
 
 ASK = {"messages": [{"role": "user", "content": "hi there"}]}
 PROVIDERS = {"judge": ProviderConfig(base_url="https://host/v1", models=("gpt-4o*",))}

@@ -9,7 +9,7 @@ import pytest
 from lightning.errors import StoreError
 from lightning_redis.store import RedisStore
 
-from tests.core.store.strangers import check_answers, check_projects
+from tests.plugins.server.strangers import check_answers, check_projects
 
 REDIS = '''
 import json

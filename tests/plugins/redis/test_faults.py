@@ -18,10 +18,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from lightning.errors import StoreError, UnavailableError
-from lightning.server.tokens import put_token, revoke_token
 from lightning.types import Outcome, Resource, Rollout, Run, Scope, Status, Task, Token, Transition
 from lightning_redis import pipeline as lanes
 from lightning_redis.store import RedisStore
+from lightning_server.tokens import put_token, revoke_token
 
 from tests.core.store.test_machine import StoreMachine
 from tests.servers.redis import RedisServer

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from lightning.cli.locate import with_store
 from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
-from lightning.maintenance import Weight, keeper_of
-from lightning.maintenance.prune import PruneRequest, carry_out, plan
-from lightning.server.tokens import put_token
 from lightning.store.schema_version import SCHEMA
 from lightning.types import Outcome, Resource, Rollout, Scope, Task, Token, Transition
+from lightning_db import Weight, keeper_of
+from lightning_db.prune import PruneRequest, carry_out, plan
 from lightning_redis.keeper import RedisKeeper
 from lightning_redis.store import RedisStore
+from lightning_server.tokens import put_token
 
-from tests.core.maintenance.gateways import check_state_of_gateways
+from tests.plugins.db.gateways import check_state_of_gateways
 from tests.servers.redis import RedisServer
 
 
@@ -70,7 +70,7 @@ async def test_status(store: RedisStore, url: str) -> None:
 async def test_another_schema_is_refused(store: RedisStore, url: str, redis_server: RedisServer) -> None:
     mark = f"{url.partition('prefix=')[2]}:meta"
     redis_server.command("SET", mark, '{"program":"lightning","schema":6,"id":"x"}')
-    for act in (keeper_of(url).status, keeper_of(url).check, RedisStore.from_url(url).open):
+    for act in (keeper_of(url).status, RedisStore.from_url(url).open):
         with pytest.raises(
             SchemaError, match=f"has schema 6, but this version of lightning works with schema {SCHEMA} only"
         ):

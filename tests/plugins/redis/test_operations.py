@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 
-from lightning.server.tokens import TOKENS
 from lightning.store.operations import OPERATIONS
 from lightning_redis.store import FUNCTIONS, GROUPS
+from lightning_server.tokens import TOKENS
 
 
 def test_redis_has_a_function_with_the_arguments_of_each_operation() -> None:

@@ -18,8 +18,6 @@ from pathlib import Path
 import pytest
 from lightning.errors import ConfigError, MissingExtraError, SchemaError, StoreError, UnavailableError
 from lightning.installation import install_command
-from lightning.maintenance import keeper_of
-from lightning.server.tokens import put_token, revoke_token
 from lightning.store.protocol import Attempt
 from lightning.types import (
     Caller,
@@ -34,9 +32,11 @@ from lightning.types import (
     Token,
     Transition,
 )
+from lightning_db import keeper_of
 from lightning_redis import keys, plugin
 from lightning_redis.settings import Settings, from_url
 from lightning_redis.store import RedisStore
+from lightning_server.tokens import put_token, revoke_token
 
 from tests.servers.redis import RedisServer, free_port
 from tests.servers.redis_proxy import LossyProxy

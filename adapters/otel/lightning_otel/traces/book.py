@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import cast
 
+from lightning.bounded import Aging, Bounded
 from lightning.errors import StoreError
 from lightning.gateway.identity import Claims
-from lightning.maintenance.queries import TRACES_RUN
 from lightning.spans.trace import trace_id_of
-from lightning.store.protocol import Store
+from lightning.store.protocol import TRACES_RUN, Store
 from lightning.types import Json
 
 log = logging.getLogger(__name__)
@@ -34,8 +33,8 @@ class TraceBook:
 
     def __init__(self, store: Store, *, shared: bool) -> None:
         self._store, self._shared = store, shared
-        self._known: OrderedDict[str, Claims] = OrderedDict()
-        self._unknown: OrderedDict[str, float] = OrderedDict()
+        self._known = Bounded[str, Claims](TRACES)
+        self._unknown = Aging[str, bool](UNKNOWN_IDS)
         self._writing: set[asyncio.Task[None]] = set()
 
     def note_key(self, token: str, claims: Claims, issued: bool) -> None:
@@ -65,10 +64,9 @@ class TraceBook:
 
     def _note(self, trace_id: str, claims: Claims) -> None:
         # Without the sampling, which is a mapping for each: thousands are remembered.
-        self._known[trace_id] = Claims(claims.rollout, claims.attempt, claims.expires_at)
-        self._known.move_to_end(trace_id)
+        self._known.keep(trace_id, Claims(claims.rollout, claims.attempt, claims.expires_at))
         now = time.time()
-        while self._known and (len(self._known) > TRACES or next(iter(self._known.values())).expires_at <= now):
+        while self._known and next(iter(self._known.values())).expires_at <= now:
             self._known.popitem(last=False)
 
     async def find(self, trace_ids: Iterable[str]) -> dict[str, Claims]:
@@ -81,13 +79,11 @@ class TraceBook:
         return found
 
     async def _ask(self, trace_id: str) -> Claims | None:
-        if not self._shared or self._unknown.get(trace_id, 0.0) > time.monotonic():
+        if not self._shared or self._unknown.fresh(trace_id, time.monotonic(), UNKNOWN_SECONDS):
             return None
         kept = await self._store.get_state(TRACES_RUN, trace_id)
         if kept is None:
-            self._unknown[trace_id] = time.monotonic() + UNKNOWN_SECONDS
-            if len(self._unknown) > UNKNOWN_IDS:
-                self._unknown.popitem(last=False)
+            self._unknown.keep(trace_id, (True, time.monotonic()))
             return None
         rollout, attempt, expires_at = cast("tuple[str, int, float]", kept)
         self._note(trace_id, Claims(rollout, attempt, expires_at))

@@ -21,6 +21,7 @@ from typing import Final, Protocol, TypeVar
 from lightning.errors import StoreError
 from lightning.store import codec
 from lightning.store.rows import Row
+from lightning.types import shared_prefix
 
 CACHE_BYTES: Final = 64 << 20
 """4,000 conversations of 4,000 tokens each, or more than 20,000 of 32,000 tokens."""
@@ -32,7 +33,7 @@ is branched, the newest up to that call."""
 MIN_SHARED: Final = 0.5
 """A parent must hold this fraction of the prompt. A call without one is a root, and siblings of the group look at roots only:
 were a few template tokens enough, the first call of a second agent would hang from the first agent's and not be found."""
-_TOKEN: Final = 4
+_TOKEN: Final = codec.ITEM
 _SHORT: Final = 4096 * _TOKEN
 """Bytes of the longest call that is kept as it is."""
 _BLOCK: Final = 256 * _TOKEN
@@ -76,13 +77,13 @@ class Fingerprint:
     def shared(self, prompt: Prompt) -> int:
         """How many leading tokens it has in common with a prompt; fewer where the prompt leaves a long one within a block."""
         if self.length <= _SHORT:
-            return codec.shared_prefix(prompt.packed, self.whole)
-        same = _common_blocks(prompt.blocks, self.blocks)
+            return shared_prefix(prompt.packed, self.whole, _TOKEN)
+        same = shared_prefix(prompt.blocks, self.blocks, _DIGEST)
         within = 0
         for before, edge in self.edges:
             if before == same and edge:
                 rest = prompt.packed[same * _BLOCK : (same + 1) * _BLOCK]
-                within = max(within, codec.shared_prefix(rest, edge))
+                within = max(within, shared_prefix(rest, edge, _TOKEN))
         return same * _BLOCK // _TOKEN + within
 
     def is_extended(self, shared: int) -> bool:
@@ -112,22 +113,6 @@ class KnownTransition:
     n: int
     head: bytes
     tokens: Fingerprint
-
-
-def _common_blocks(left: bytes, right: bytes) -> int:
-    limit = min(len(left), len(right)) // _DIGEST
-    if left[: limit * _DIGEST] == right[: limit * _DIGEST]:
-        return limit
-    if left[:_DIGEST] != right[:_DIGEST]:
-        return 0
-    low, high = 0, limit + 1  # left[:low] is common, left[:high] is not
-    while high - low > 1:
-        middle = (low + high) // 2
-        if left[low * _DIGEST : middle * _DIGEST] == right[low * _DIGEST : middle * _DIGEST]:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 class ParentCache:

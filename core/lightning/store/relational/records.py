@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Final
 
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
-from lightning.store import json_text, rollout_state, rows, sql
+from lightning.store import rollout_state, rows, sql
 from lightning.store.protocol import Attempt, MetricPoint
 from lightning.store.relational.transaction import Transaction
 from lightning.store.rows import Row, Value
@@ -181,4 +181,4 @@ async def keep_state(transaction: Transaction, run: str, key: str, text: str) ->
 async def get_state(transaction: Transaction, run: str, key: str) -> Json:
     """See `Store.get_state`."""
     row = await transaction.one(sql.SELECT_STATE, (run, key))
-    return None if row is None else json_text.load(row[0], f"the state {key!r} of run {run!r}")
+    return None if row is None else rows.load(row[0], f"the state {key!r} of run {run!r}")

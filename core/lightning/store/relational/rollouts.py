@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
-from lightning.store import codec, json_text, rollout_state, rows, sql
+from lightning.store import codec, rollout_state, rows, sql
 from lightning.store.protocol import KNOWN_SECONDS, Page, RolloutCount
 from lightning.store.relational.transaction import Transaction, keep_answer, kept_answer
 from lightning.store.rollout_state import Position
@@ -238,7 +238,7 @@ async def complete(
                 attempt,
             ),
         )
-        await name_callers(transaction, where.n, rollout, attempt, json_text.labels_from_text(end.labels))
+        await name_callers(transaction, where.n, rollout, attempt, rows.labels_from_text(end.labels))
         await transaction.changed(where.run)
     stored = await get(transaction, rollout)
     assert stored is not None, "the rollout was found in this transaction"
@@ -273,21 +273,21 @@ async def name_callers(
         caller = labels.get(transition.id) if transition is not None else None
         if transition is None or caller is None:
             continue
-        labelled = rollout_state.transition_digest(replace(transition, caller=caller), codec.stored_digest(head))
-        changes.append((json_text.dump(json_text.caller_to_json(caller)), labelled, call))
+        labelled = rollout_state.record_digest(replace(transition, caller=caller), codec.stored_digest(head))
+        changes.append((rows.dump(rows.caller_to_json(caller)), labelled, call))
     await transaction.many(sql.NAME_CALLER, changes)
 
 
 async def labels_of(transaction: Transaction, rollout: str, attempt: int) -> dict[str, Caller]:
     """The labels an attempt was completed with."""
     row = await transaction.one(sql.SELECT_LABELS, (rollout, attempt))
-    return {} if row is None else json_text.labels_from_text(row[0])
+    return {} if row is None else rows.labels_from_text(row[0])
 
 
 def _intact(rollout: str, attempt: int, described: Row, head: bytes, digest: bytes) -> Transition | None:
     """A stored call without its tokens; None for a damaged row, since a new digest would make it look whole."""
     try:
         transition = rows.transition_from_row(rollout, attempt, described, token_ids(), token_ids(), logprobs())
-        return transition if rollout_state.transition_digest(transition, codec.stored_digest(head)) == digest else None
+        return transition if rollout_state.record_digest(transition, codec.stored_digest(head)) == digest else None
     except (StoreError, ValueError, TypeError):
         return None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Final, TypeVar, cast
 
-from lightning.store import json_text, rollout_state
+from lightning.store import rollout_state, rows
 from lightning.store.operation import Operation as StoreOperation
 from lightning.store.operation import OperationGroup
 from lightning.store.operations import Operations
@@ -165,13 +165,13 @@ class RelationalStore(Operations, ABC):
 
     async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
         """See `Store.put_state`."""
-        text = json_text.dump(value, f"the state {key!r}")
+        text = rows.dump(value, f"the state {key!r}")
         known_as = self._known_as(once, "put_state", run, key, text)
         await self._write(lambda tx: done_once(tx, known_as, run, lambda: records.put_state(tx, run, key, text)))
 
     async def keep_state(self, run: str, key: str, value: Json) -> Json:
         """See `Store.keep_state`."""
-        text = json_text.dump(value, f"the state {key!r}")
+        text = rows.dump(value, f"the state {key!r}")
         return await self._write(lambda tx: records.keep_state(tx, run, key, text))
 
     async def set_alias(self, name: str, alias: str, version: int, *, once: str = "") -> Alias:

@@ -103,7 +103,7 @@ async def _digests(transaction: Transaction, transition: Transition, content: by
     """What the digest of a stored call may be if it is this one: as it was appended, and as it was labelled since."""
     labels = await labels_of(transaction, transition.rollout, transition.attempt)
     named = [transition] + ([replace(transition, caller=labels[transition.id])] if transition.id in labels else [])
-    return [rollout_state.transition_digest(each, content) for each in named]
+    return [rollout_state.record_digest(each, content) for each in named]
 
 
 async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> tuple[KnownTransition | None, int]:
@@ -163,7 +163,7 @@ async def _load(transaction: Transaction, query: str, values: tuple[str | int, .
 def _values(transition: Transition, content: bytes) -> tuple[rows.Value, ...]:
     if transition.seq < 0:
         raise DataError(f"the seq of transition {transition.key} is negative: count the calls of an attempt from 0")
-    return (*rows.CALLS.values(transition), rollout_state.transition_digest(transition, content))
+    return (*rows.CALLS.values(transition), rollout_state.record_digest(transition, content))
 
 
 async def read(transaction: Transaction, rollout: str, attempt: int | None) -> list[Transition]:
@@ -192,7 +192,7 @@ async def _decode(decoder: Decoder, rollout: str, attempt: int, row: Row) -> Tra
         transition = rows.transition_from_row(
             rollout, attempt, tuple(described), tokens.prompt_ids, tokens.response_ids, tokens.logprobs
         )
-        if rollout_state.transition_digest(transition, codec.stored_digest(blob)) != digest:
+        if rollout_state.record_digest(transition, codec.stored_digest(blob)) != digest:
             raise StoreError("the row does not match the digest that was written with it")
     except (StoreError, ValueError, TypeError) as error:
         raise StoreError(

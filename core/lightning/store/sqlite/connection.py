@@ -293,14 +293,18 @@ APPLICATION_ID: Final = 0x4C524C53
 """Lets `file` and this program tell a store from any other SQLite database ("LRLS")."""
 
 
-def refuse_foreign(settings: Settings) -> None:
+def refuse_foreign(settings: Settings, *, make: bool) -> None:
     """Raise `SchemaError` for a foreign database, or one of another schema, and leave it as it is: `connect` would change its
-    journal mode.
+    journal mode. Unless a store is to be made, raise `ConfigError` where there is no file, and `SchemaError` for an empty one.
 
-    Nothing is refused when there is no file yet, or none that can be opened: `connect` says why.
+    A file that cannot be opened is not refused: `connect` says why.
     """
     if settings.in_memory:
         return
+    if not make and not Path(settings.path).is_file():
+        raise ConfigError(
+            f"there is no database at {settings.path!r}: give the folder of a run, a database file or a store's URL"
+        )
     try:
         # A reader that may write folds a log that lies beside the file into it; one that may not would create a log.
         mode = "ro" if Path(f"{settings.path}-wal").exists() else "rw"
@@ -313,7 +317,8 @@ def refuse_foreign(settings: Settings) -> None:
     except (OSError, sqlite3.OperationalError):
         return
     with closing(connection):
-        _is_made(connection, settings)
+        if not _is_made(connection, settings) and not make:
+            raise SchemaError(f"store {settings.path} is empty: a store is made in it by whoever writes first")
 
 
 def make_tables(connection: sqlite3.Connection, settings: Settings) -> None:

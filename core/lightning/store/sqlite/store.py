@@ -155,14 +155,14 @@ class SqliteStore(RelationalStore):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.path!r})"
 
-    async def open(self) -> None:
+    async def open(self, *, make: bool = True) -> None:
         """See `Store.open`."""
         with self._lock:
             if self._writer is not None and self._process != os.getpid():
                 _inherited.append((self._writer, self._readers))
                 self._writer, self._readers, self._bell = None, None, Bell()
             if self._writer is None:
-                self._writer = Writer(self._settings, self._bell)
+                self._writer = Writer(self._settings, self._bell, make)
                 self._readers = None if self._settings.in_memory else _Readers(self._settings, self._writer)
                 self._process = os.getpid()
                 self._with_tables.clear()

@@ -69,9 +69,10 @@ class _Job(WorkItem[T]):
 class Writer:
     """Owns the writing connection. `ready` resolves when the file is open and has its tables, or fails with the reason."""
 
-    def __init__(self, settings: Settings, bell: Bell) -> None:
+    def __init__(self, settings: Settings, bell: Bell, make: bool) -> None:
         self._settings = settings
         self._bell = bell
+        self._make = make
         self._transaction: SqliteTransaction
         self._jobs: queue.SimpleQueue[_Job[object] | None] = queue.SimpleQueue()
         self._waiting: deque[_Job[object]] = deque()
@@ -106,7 +107,7 @@ class Writer:
 
     def _main(self) -> None:
         try:
-            refuse_foreign(self._settings)
+            refuse_foreign(self._settings, make=self._make)
             self._connection = connect(self._settings)
         except Exception as error:  # noqa: BLE001 — whatever it is, it belongs to whoever opens the store
             self._refuse(translate(error, self._settings))

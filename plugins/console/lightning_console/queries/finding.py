@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import Final
 
 from lightning.errors import DataError
-from lightning.maintenance.prune import PRUNED
 from lightning.store.epochs import is_over
 from lightning.store.pages import each_rollout
-from lightning.store.protocol import Store
+from lightning.store.protocol import PRUNED, Store
 from lightning.types import Rollout, StepRecord
 
 from lightning_console.places import Located

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
+from lightning.bounded import Bounded
 from lightning.store.epochs import is_over
 from lightning.store.protocol import Store
 
@@ -36,7 +36,7 @@ class Memo(Generic[T]):
 
     def __init__(self, kept: int = KEPT) -> None:
         self._kept = kept
-        self._answers: WeakKeyDictionary[Store, OrderedDict[Hashable, _Answer[T]]] = WeakKeyDictionary()
+        self._answers: WeakKeyDictionary[Store, Bounded[Hashable, _Answer[T]]] = WeakKeyDictionary()
         self._making: dict[Hashable, asyncio.Task[T]] = {}
 
     async def get(self, store: Store, about: Hashable, stamp: Hashable, make: Callable[[], Awaitable[T]]) -> T:
@@ -55,11 +55,14 @@ class Memo(Generic[T]):
         await asyncio.wait([task], timeout=patience)
         if task.done():
             return task.result()
-        older = self._answers.setdefault(store, OrderedDict()).get(about)
+        older = self._of(store).get(about)
         return older.value if older is not None else None
 
+    def _of(self, store: Store) -> Bounded[Hashable, _Answer[T]]:
+        return self._answers.setdefault(store, Bounded(self._kept))
+
     def _kept_answer(self, store: Store, about: Hashable, stamp: Hashable) -> _Answer[T] | None:
-        answers = self._answers.setdefault(store, OrderedDict())
+        answers = self._of(store)
         answer = answers.get(about)
         if answer is None or (answer.stamp != stamp and time.monotonic() >= answer.until):
             return None
@@ -79,10 +82,7 @@ class Memo(Generic[T]):
             finally:
                 self._making.pop(key, None)
             ended = time.monotonic()
-            answers = self._answers.setdefault(store, OrderedDict())
-            answers[about] = _Answer(value, stamp, ended + SHARE * (ended - began))
-            while len(answers) > self._kept:
-                answers.popitem(last=False)
+            self._of(store).keep(about, _Answer(value, stamp, ended + SHARE * (ended - began)))
             return value
 
         if key not in self._making:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning.errors import DataError, LightningError
-from lightning.server.projects import of_project
 from lightning.store.protocol import LATEST, Alias, ResourceUse, Store
+from lightning.trainer.run_server import of_project
 from lightning.types import Resource
 
 from lightning_console.places import Places, mark_of

@@ -19,9 +19,8 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from lightning.errors import LightningError, UnavailableError
-from lightning.maintenance.prune import PRUNED
 from lightning.store.epochs import is_over
-from lightning.store.protocol import Store
+from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.diagnosis import Diagnosis
 from lightning.trainer.rules import diagnose
 from lightning.trainer.summary import Evaluation

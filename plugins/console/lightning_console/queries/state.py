@@ -14,12 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, Literal
 
-from lightning.server.protocol import SESSION_OF
 from lightning.store.protocol import Store
 from lightning.store.url import parse
 from lightning.trainer.plan import TRAIN, is_lost, newest_generation, of_generation
 from lightning.trainer.reasons import grouped
 from lightning.types import Run, Status
+from lightning_server.protocol import SESSION_OF
 
 Name = Literal["running", "finished", "stopped", "failed", "session", "unread"]
 STATES: Final[tuple[Name, ...]] = ("running", "finished", "stopped", "failed", "session")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning.types import StepReward, StepState, ToolEvent, Transition
+from lightning.types import UNNAMED, StepReward, StepState, ToolEvent, Transition
 
 Kind = Literal["agent", "call", "tool", "reward", "state"]
 
@@ -90,7 +90,7 @@ def lanes_of(
 
 
 def _anyone(calls: Sequence[Transition]) -> str:
-    return calls[0].caller.name if calls else "agent"
+    return calls[0].caller.name if calls else UNNAMED.name
 
 
 def _tool(

@@ -6,15 +6,15 @@ The invariant: what is said is shown as text; a conversation is its visitor's al
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import aiohttp
+from lightning.bounded import Bounded
 from lightning.errors import DataError, GatewayError
-from lightning.server.protocol import Host
 from lightning.store.protocol import Store
 from lightning.types import DEFAULT_PROJECT, LLM
+from lightning_server.protocol import Host
 
 from lightning_console.address import Address
 from lightning_console.blocks import (
@@ -64,7 +64,7 @@ class Chat:
 
     def __init__(self, host: Host | None) -> None:
         self._host = host
-        self._open: OrderedDict[tuple[str, str], _Conversation] = OrderedDict()
+        self._open = Bounded[tuple[str, str], _Conversation](CONVERSATIONS)
 
     async def page(self, store: Store | None, who: Visitor, address: Address) -> Page:
         """The page `chat?run=RUN`; `store` is the one that the visitor sees."""
@@ -130,14 +130,11 @@ class Chat:
 
     async def _conversation(self, host: Host, who: Visitor, run: str, project: str) -> _Conversation:
         key = (who.session, run)
-        talk = self._open.get(key)
+        talk = self._open.used(key)
         if talk is None or talk.until < time.monotonic() + ANSWER_SECONDS:
             llm = await host.open_session(NAME, KEY_SECONDS, project=project, run=run)
             talk = _Conversation(llm, time.monotonic() + KEY_SECONDS, talk.messages if talk else [])
-            self._open[key] = talk
-            if len(self._open) > CONVERSATIONS:
-                self._open.popitem(last=False)
-        self._open.move_to_end(key)
+            self._open.keep(key, talk)
         return talk
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from urllib.parse import parse_qs, quote, urlsplit
 
 from lightning.errors import LightningError
-from lightning.server.errors import ApiError
+from lightning_server.errors import ApiError
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response

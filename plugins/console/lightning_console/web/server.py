@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from lightning.server.projects import Projects
-from lightning.server.protocol import Host
+from lightning_server.projects import Projects
+from lightning_server.protocol import Host
 from starlette.types import Receive, Scope, Send
 
 from lightning_console.places import SERVER, Places

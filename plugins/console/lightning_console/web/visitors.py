@@ -1,7 +1,7 @@
 """Who may open a console: whoever was shown the address that `lightning console` printed, or the holder of a server's token.
 
 The invariant: a cookie holds a session's name and nothing else. A session is remembered by its digest, ends with the token that
-opened it, and is refused as soon as that was revoked (`lightning.server.auth` says how soon).
+opened it, and is refused as soon as that was revoked (`lightning_server.auth` says how soon).
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections import OrderedDict
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from lightning.bounded import Bounded
 from lightning.errors import ConfigError
-from lightning.server.auth import Authenticator
-from lightning.server.errors import ApiError
 from lightning.types import Scope
+from lightning_server.auth import Authenticator
+from lightning_server.errors import ApiError
 
 SESSIONS: Final = 10_000
 """Sessions of one server at most; the oldest goes first."""
@@ -108,7 +108,7 @@ class TokenDoor:
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
-        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._sessions = Bounded[str, str](SESSIONS)
 
     async def enter(self, token: str) -> str:
         """See `Door.enter`."""
@@ -118,9 +118,7 @@ class TokenDoor:
         mine = [key for key, owner in self._sessions.items() if owner == principal.id]
         if len(mine) >= SESSIONS_EACH:
             del self._sessions[mine[0]]
-        self._sessions[digest_of(session)] = principal.id
-        if len(self._sessions) > SESSIONS:
-            self._sessions.popitem(last=False)
+        self._sessions.keep(digest_of(session), principal.id)
         return session
 
     async def find(self, session: str) -> Visitor | None:

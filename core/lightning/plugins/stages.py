@@ -1,0 +1,151 @@
+"""The stages of plugins in a line of the core's: what is said of one, and the order of several.
+
+The invariant: the order of two stages that stand at the same point is said by one of them, or by a setting; it never depends on
+what was installed first. A stage that cannot stand where it means to is refused at the start, with its plugin's name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import ClassVar, Generic, TypeVar
+
+from lightning.errors import LightningError
+
+log = logging.getLogger(__name__)
+
+
+class Stage:
+    """A plugin's place in a line. `api` is the number of the line's contract that it was written for; `before` and `after` name
+    the stages that it stands before and after, whether or not these are there."""
+
+    api: ClassVar[int] = 0
+    before: ClassVar[Collection[str]] = ()
+    after: ClassVar[Collection[str]] = ()
+
+
+Kind = TypeVar("Kind", bound=Stage)
+
+
+@dataclass(frozen=True)  # no slots: `NamedStage[CallStage](...)` would not work with them
+class NamedStage(Generic[Kind]):
+    """A stage under the name that it is registered with, by this plugin; `version` is that of its distribution."""
+
+    name: str
+    stage: Kind
+    version: str = ""
+    plugin: str = ""
+
+    @property
+    def said(self) -> str:
+        """Its name for people, with its plugin's."""
+        return f"{self.name!r} of the plugin {self.plugin or self.name!r}"
+
+    @property
+    def off(self) -> str:
+        """What starts a process without it."""
+        return f"LIGHTNING_DISABLE_PLUGINS={self.plugin or self.name}"
+
+    def stands_at(self, point: str) -> bool:
+        """Whether it overrides this method of its line's kind of stages."""
+        kind = type(self.stage)
+        line = next(each for each in kind.__mro__ if Stage in each.__bases__)
+        return getattr(kind, point) is not getattr(line, point)
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What a line asks of its stages: their `kind`, the number of its `api`, its `points`, those that are `ordered`, and the
+    `setting` that says an order. It raises `error`; `of` is what goes through it, and `where` who has it, for people."""
+
+    kind: type[Stage]
+    api: int
+    points: tuple[str, ...]
+    ordered: tuple[str, ...]
+    setting: str
+    error: type[LightningError]
+    of: str
+    where: str
+
+    def check(self, each: NamedStage[Kind]) -> None:
+        """Refuse a stage that cannot stand where it means to."""
+        stage, kind, home = each.stage, type(each.stage), f"{self.kind.__module__}"
+        if not isinstance(stage, self.kind):
+            raise self.error(
+                f"the stage {each.said} is a {kind.__name__}: derive it from `{home}.{self.kind.__name__}`"
+            )
+        if stage.api != self.api:
+            wanted = (
+                f"for API {stage.api}" if stage.api else "without saying for which API (its author writes `api = 1`)"
+            )
+            raise self.error(
+                f"the stage {each.said} was written {wanted}; this {self.where} has API {self.api} (`{home}.API`). Install "
+                f"a release of the plugin for it, or set {each.off}"
+            )
+        for field in ("before", "after"):
+            if isinstance(getattr(stage, field), str):
+                raise self.error(
+                    f"`{field}` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)"
+                )
+        for name in (name for name in vars(kind) if not name.startswith("_") and not hasattr(self.kind, name)):
+            if meant := difflib.get_close_matches(name, self.points, 1, 0.8):
+                raise self.error(
+                    f"the stage {each.said} has {name!r}, which is never asked: did you mean {meant[0]!r}?"
+                )
+
+    def in_order(self, stages: Sequence[NamedStage[Kind]], order: Sequence[str]) -> list[NamedStage[Kind]]:
+        """The stages as `before`, `after` and `order` have them. Raises for two whose order is not said though they stand at
+        one point, and for those that would stand before themselves, by name."""
+        later: dict[str, set[str]] = {}
+        for each in stages:
+            for name in each.stage.before:
+                later.setdefault(each.name, set()).add(name)
+            for name in each.stage.after:
+                later.setdefault(name, set()).add(each.name)
+        for first, second in pairwise(order):
+            later.setdefault(first, set()).add(second)
+        behind = {name: frozenset(_reached(name, later)) for name in {*later, *(each.name for each in stages)}}
+        for name, found in behind.items():
+            if name in found:
+                circle = " and ".join(repr(other) for other in sorted({name, *found}) if name in behind.get(other, ()))
+                raise self.error(
+                    f"the order of the stages of {self.of} goes round: {circle} each stand before the other"
+                )
+        for one, other in combinations(stages, 2):
+            shared = [point for point in self.ordered if one.stands_at(point) and other.stands_at(point)]
+            if shared and other.name not in behind[one.name] and one.name not in behind[other.name]:
+                raise self.error(
+                    f"the stages {one.name!r} and {other.name!r} both stand at {shared[0]!r}, and neither says which "
+                    f'comes first: set {self.setting} = ["{one.name}", "{other.name}"], or the other way round'
+                )
+        return sorted(sorted(stages, key=lambda each: each.name), key=lambda each: -len(behind[each.name]))
+
+
+def warn_of_order(stages: Sequence[NamedStage[Kind]], known: Collection[str]) -> None:
+    """Say which names in `before` and `after` are those of no stage, where one of the `known` is nearly called so: a stage that
+    is not installed may be meant by any other."""
+    for each in stages:
+        for field in ("before", "after"):
+            for name in set(getattr(each.stage, field)) - {*known}:
+                if meant := difflib.get_close_matches(name, {*known} - {each.name}, 1, 0.8):
+                    log.warning(
+                        "`%s` of the stage %s names %r, and no plugin has a stage of that name: did you mean %r?",
+                        field,
+                        each.said,
+                        name,
+                        meant[0],
+                    )
+
+
+def _reached(name: str, later: Mapping[str, Collection[str]]) -> Iterator[str]:
+    seen: set[str] = set()
+    waiting = list(later.get(name, ()))
+    while waiting:
+        found = waiting.pop()
+        if found not in seen:
+            seen.add(found)
+            yield found
+            waiting.extend(later.get(found, ()))

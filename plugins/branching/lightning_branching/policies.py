@@ -1,0 +1,266 @@
+"""What `lightning branch`, `eval` and `ab` may be pointed at: a model, a run's step, a version of a run's weights.
+
+The invariant: the weights are those that were named, or an error says what there is instead: a step is taken from its
+checkpoint or made again from the store, and a resource's files are compared with its digests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import logging
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.cli.locate import with_store
+from lightning.cli.runs import answers
+from lightning.config import Config
+from lightning.errors import AuditError, ConfigError, EngineError, StoreError
+from lightning.plugins import plugins
+from lightning.store.epochs import Epoch, is_over, read_epochs
+from lightning.store.protocol import Store
+from lightning.store.resource_ref import (
+    ResourceReference,
+    existing_store,
+    find,
+    parse_reference,
+    run_id_of,
+    split_reference,
+    store_in,
+)
+from lightning.store.url import redacted
+from lightning.trainer.checkpoints import WEIGHTS_NAME, Checkpoints, checked_weights
+from lightning.trainer.held_out import BEST
+from lightning.trainer.model import resolve_model
+from lightning.trainer.replay import FORKED, MODEL, Rewinder
+from lightning.trainer.run_server import of_project
+from lightning.types import ResourceKind, Run, StepRecord
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedModel:
+    """The folder of a model, and what it is called: what was asked for, with its step or version where that was left out.
+    `place` is the run's folder or the store that the name is of, without passwords; empty for a model's own folder."""
+
+    name: str
+    folder: Path
+    place: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name, with its place where it has one: what tells two of the same name apart."""
+        return f"{self.name} of {self.place}" if self.place else self.name
+
+
+def find_model(what: str, runs: Path, into: Path, config: Config) -> EvaluatedModel:
+    """The model that `what` names: a folder or a hub's name, RUN or RUN@STEP, or [PLACE#]policy/weights@ALIAS.
+
+    Weights that have to be made again are written below `into`, once. `runs` is where names are looked for.
+    Raises `ConfigError` or `StoreError`, naming what there is, for what is not there.
+    """
+    if split_reference(what, "#", runs)[1]:
+        reference = parse_reference(what)
+        return _of_resource(existing_store(reference.place), reference)
+    run, at, which = split_reference(what, "@", runs)
+    tried = [Path(run), runs / run]
+    if folder := next((each for each in tried if store_in(each)), None):
+        if at and not which.isdecimal():
+            raise ConfigError(
+                f"{what!r} names no step of a run: write RUN@STEP, as {run}@20, or for its weights {run}#{WEIGHTS_NAME}@{which}"
+            )
+        folder, url, step = folder.resolve(), store_in(folder), int(which) if at else None
+        return asyncio.run(
+            with_store(url, lambda store: _of_run(store, run_id_of(folder), folder, step, into.resolve(), config))
+        )
+    if not at and what != WEIGHTS_NAME:
+        try:
+            return EvaluatedModel(what, resolve_model(what))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; and there is no run at {tried[0]} or {tried[1]} (`lightning runs` lists what there is)"
+            ) from error
+    asked = answers(str(runs), lambda _, store: store.list_resources(run)) if runs.exists() else ()
+    having = [url for url, found in asked if found]
+    if not having:
+        raise ConfigError(
+            f"{what!r} cannot be evaluated: there is no run at {tried[0]} or {tried[1]}, and no store in {runs} has a resource "
+            f"{run!r} (`lightning runs` and `lightning resources ls` list what there is)"
+        )
+    if len(having) > 1:
+        raise ConfigError(f"{len(having)} runs in {runs} have {run!r}: write PLACE#{what}, as {runs}/NAME#{what}")
+    return _of_resource(having[0], parse_reference(what))
+
+
+def _of_resource(url: str, reference: ResourceReference) -> EvaluatedModel:
+    resource = asyncio.run(with_store(url, lambda store: find(store, reference)))
+    name = f"{resource.name}@{resource.version}"
+    if resource.kind is not ResourceKind.WEIGHTS:
+        raise ConfigError(f"{name} is a {resource.kind.value}, not weights: only a model can be evaluated")
+    return EvaluatedModel(name, checked_weights(resource), redacted(url))
+
+
+async def model_of_run(
+    store: Store, run: Run, folder: Path | None, step: int, into: Path, config: Config
+) -> tuple[EvaluatedModel, str]:
+    """What a run had after `step` steps; where that is not there any more, the nearest that is, and what is to be said of it.
+
+    `folder` is the run's, None where it has none here. Raises `ConfigError` where nothing of it is left.
+    """
+    if folder is None:
+        if step:
+            raise ConfigError(
+                f"the folder of the run {run.id} is not here, and with it its weights after {step} steps: name them (--weights)"
+            )
+        return EvaluatedModel(f"{run.id}@0", _base(run, None)), ""
+    last = len(await store.steps(run.id))
+    if step > last:
+        raise ConfigError(
+            f"the run {run.id} has {last} committed steps, and the policy's version was {step}: name the weights (--weights)"
+        )
+    try:
+        return await _of_run(store, run.id, folder, step, into, config), ""
+    except ConfigError as error:
+        lost = error
+    saved = Checkpoints(folder / "checkpoints", keep=1).steps()
+    for other in sorted({0, last, *saved} - {step}, key=lambda each: (abs(each - step), each)):
+        try:
+            found = await _of_run(store, run.id, folder, other, into, config)
+        except ConfigError:
+            continue
+        return found, f"{run.id}@{step} is not there any more ({lost}); the nearest that is there is {found.name}"
+    raise lost
+
+
+async def _of_run(
+    store: Store, name: str, folder: Path, step: int | None, into: Path, config: Config
+) -> EvaluatedModel:
+    run = await store.get_run(name)
+    if run is None:
+        raise ConfigError(
+            f"the store of {folder} has no run {name}: its training ended before the run began, or the folder's "
+            "run.json was changed"
+        )
+    records, epochs, place = await store.steps(run.id), await read_epochs(store, run), str(folder)
+    if step is not None and step > len(records):
+        raise ConfigError(f"run {run.id} has {len(records)} committed steps: there is no {run.id}@{step}")
+    final = folder / "model"
+    delivered = (final / "config.json").is_file() and await is_over(store, run.id)
+    kept = await _kept(store, run, folder, epochs, len(records)) if delivered else len(records)
+    at = kept if step is None else step
+    name = f"{run.id}@{at}"
+    made = into / f"{name}-{_digest(f'{place} {run.created_at}')}"
+    if _is_made(made):  # an evaluation that is resumed began with it
+        return EvaluatedModel(name, made, place)
+    if delivered and at and at == kept:
+        return EvaluatedModel(name, final, place)
+    base, checkpoints = _base(run, folder), Checkpoints(folder / "checkpoints", keep=1)
+    _check_begins(run, folder, at, checkpoints)
+    if not at and checkpoints.newest(0) is None:
+        return EvaluatedModel(name, base, place)
+    async with _alone(made):
+        if not _is_made(made):
+            await _make(store, run, records[:at], epochs, checkpoints, base, config, made)
+    return EvaluatedModel(name, made, place)
+
+
+def _is_made(made: Path) -> bool:
+    """Whether the weights are there: they are written whole or not at all."""
+    return (made / "config.json").is_file()
+
+
+@asynccontextmanager
+async def _alone(made: Path) -> AsyncIterator[None]:
+    """Hold what is made at a place: another process, or thread, that makes the same waits. The lock goes with its process."""
+    try:
+        made.parent.mkdir(parents=True, exist_ok=True)
+        lock = made.with_name(f".{made.name}.lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"cannot write {made}: {error}. Give another --out") from error
+    with lock:
+        waits = False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not waits:
+                    logger.warning("another process makes %s: waiting for it", made)
+                waits = True
+                await asyncio.sleep(0.1)
+            except OSError as error:
+                raise ConfigError(f"cannot lock {made}: {error}. Give another --out") from error
+        yield
+
+
+def _digest(text: str) -> str:
+    """A few characters that tell runs of the same name apart."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+async def _kept(store: Store, run: Run, folder: Path, epochs: Sequence[Epoch], last: int) -> int:
+    """The step that a run's final model is of: the last one, or with `trainer.keep = "best"` that of the best evaluation."""
+    if epochs[-1].setting("trainer", "keep") != "best":
+        return last
+    if len(steps := Checkpoints(folder / BEST, keep=1).steps()) == 1:
+        return steps[0]
+    for resource in reversed(await of_project(store, run.project).list_resources(WEIGHTS_NAME)):
+        made = resource.metadata
+        if made.get("run") == run.id and isinstance(step := made.get("steps"), int):
+            return step
+    return last
+
+
+async def _make(
+    store: Store,
+    run: Run,
+    records: Sequence[StepRecord],
+    epochs: Sequence[Epoch],
+    checkpoints: Checkpoints,
+    base: Path,
+    config: Config,
+    made: Path,
+) -> None:
+    """Write the weights that the records lead to. Raises `ConfigError` where that cannot be done."""
+    between, make_engine = (
+        made.with_name(f"{made.name}.between"),
+        plugins().engine(str(run.config.get("engine", "torch"))),
+    )
+    rewinder = Rewinder(store, records, epochs, checkpoints, make_engine, base, config, between=between)
+    try:
+        await rewinder.bring_to(len(records), lambda engine: engine.export(made))
+    except (AuditError, StoreError, ConfigError, EngineError, OSError) as error:
+        raise ConfigError(
+            f"{run.id}@{len(records)} cannot be made again ({error}). Checkpoints: {_there(run, checkpoints)}"
+        ) from error
+    finally:
+        shutil.rmtree(between, ignore_errors=True)
+
+
+def _there(run: Run, checkpoints: Checkpoints) -> str:
+    return ", ".join(f"{run.id}@{saved}" for saved in checkpoints.steps()) or "none"
+
+
+def _check_begins(run: Run, folder: Path, at: int, checkpoints: Checkpoints) -> None:
+    """Raise `ConfigError` where what a forked run began with is needed and was not kept; its model is that before the fork."""
+    if FORKED not in run.config or (folder / MODEL).is_dir() or checkpoints.newest(at) is not None:
+        return
+    raise ConfigError(
+        f"run {run.id} began with the weights of {run.config[FORKED]}, which it has not kept, so that {run.id}@{at} cannot be "
+        f"made again: name {run.config[FORKED]} itself for the beginning, or a step from a checkpoint on. Checkpoints: "
+        f"{_there(run, checkpoints)}"
+    )
+
+
+def _base(run: Run, folder: Path | None) -> Path:
+    """The model that a run began with; `folder` is the run's, if it is here."""
+    forked = None if folder is None else folder / MODEL
+    base = forked if forked is not None and forked.is_dir() else Path(str(run.config.get("model", "")))
+    if not (base / "config.json").is_file():
+        raise ConfigError(f"the model that the run {run.id} began with is not at {base} any more: bring it back there")
+    return base.resolve()

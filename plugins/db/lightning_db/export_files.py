@@ -1,0 +1,203 @@
+"""Rows to files: JSON lines, or Parquet with the extra `parquet`.
+
+The invariant: a file appears whole or not at all and is never written over; memory holds one row, or one group of rows of
+bounded size, whatever the table's length.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
+
+import orjson
+from lightning.errors import MissingExtraError, StoreError
+from lightning.store.rows import plain_json
+
+from lightning_db.export import Cell, ColumnKind, Record
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+GROUP_ROWS: Final = 10_000
+GROUP_BYTES: Final = 16 << 20
+"""A group of rows of a Parquet file ends at one of these: bytes are those of token arrays, texts and JSON."""
+
+
+class Format(StrEnum):
+    """What an export is written as."""
+
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+
+
+class Sink(Protocol):
+    """Takes the rows of one file."""
+
+    def write(self, record: Record) -> None:
+        """Add a row."""
+
+    def close(self) -> None:
+        """Write what is left, and end the file."""
+
+
+async def write_table(
+    rows: AsyncIterator[Record], columns: Mapping[str, ColumnKind], kind: Format, target: Path
+) -> int:
+    """Write rows to the new file `target`; return how many. Raises `StoreError` for a file that exists or cannot be
+    written, `MissingExtraError` when there is no pyarrow for Parquet."""
+    count = 0
+    with new_file(target) as unfinished, sink_for(kind, columns, unfinished) as sink:
+        async for record in rows:
+            sink.write(record)
+            count += 1
+    return count
+
+
+async def write_lines(rows: AsyncIterator[Record], stream: BinaryIO) -> int:
+    """Write rows as JSON lines to an open stream; return how many."""
+    count = 0
+    async for record in rows:
+        stream.write(json_line(record))
+        count += 1
+    return count
+
+
+@contextmanager
+def new_file(target: Path) -> Iterator[Path]:
+    """A path to write to, which becomes `target` when the block ends well. Raises `StoreError` when there is one already."""
+    if target.exists():
+        raise StoreError(f"{target} exists already: name another file, nothing is written over")
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield unfinished
+        with unfinished.open("rb+") as file:
+            os.fsync(file.fileno())
+        unfinished.rename(target)
+    except OSError as error:
+        raise StoreError(f"cannot write {target}: {error}. Free some space, or choose another place") from error
+    finally:
+        if unfinished.exists():
+            unfinished.unlink()
+
+
+@contextmanager
+def sink_for(kind: Format, columns: Mapping[str, ColumnKind], path: Path) -> Iterator[Sink]:
+    """What writes a file of this format."""
+    sink = JsonLinesFile(path) if kind is Format.JSONL else Parquet(path, columns)
+    try:
+        yield sink
+    finally:
+        sink.close()
+
+
+class JsonLinesFile:
+    """One JSON object a line. A number that JSON does not have (NaN, infinity) is null."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+
+    def write(self, record: Record) -> None:
+        """Add a row."""
+        self._file.write(json_line(record))
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._file.close()
+
+
+def json_line(record: Record) -> bytes:
+    """A row as JSON and a line feed."""
+    try:
+        return orjson.dumps(record, default=_listed, option=orjson.OPT_APPEND_NEWLINE)
+    except (
+        TypeError
+    ):  # a lone surrogate, or an integer of more than 64 bits: both are JSON, which orjson does not write
+        return json.dumps(plain_json(record), separators=(",", ":")).encode() + b"\n"
+
+
+class Parquet:
+    """A Parquet file of typed columns, compressed with zstd. Raises `MissingExtraError` without pyarrow."""
+
+    def __init__(self, path: Path, columns: Mapping[str, ColumnKind]) -> None:
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise MissingExtraError("parquet", "pyarrow") from error
+        self._arrow, self._columns = pa, columns
+        self._schema = pa.schema([pa.field(name, _arrow_type(pa, kind)) for name, kind in columns.items()])
+        self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
+        self._rows: list[list[Any]] = []
+        self._bytes = 0
+
+    def write(self, record: Record) -> None:
+        """Add a row, and write a group of them when there is one."""
+        row = [_arrow_value(record[name], kind) for name, kind in self._columns.items()]
+        self._rows.append(row)
+        self._bytes += sum(_size(value) for value in row)
+        if len(self._rows) >= GROUP_ROWS or self._bytes >= GROUP_BYTES:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is left, and the file's end."""
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        if self._rows:
+            columns = [
+                self._arrow.array(list(values), type=field.type)
+                for values, field in zip(zip(*self._rows, strict=True), self._schema, strict=True)
+            ]
+            self._writer.write_batch(self._arrow.record_batch(columns, schema=self._schema))
+        self._rows, self._bytes = [], 0
+
+
+def _arrow_type(arrow: Any, kind: ColumnKind) -> pa.DataType:
+    types = {
+        ColumnKind.TEXT: arrow.string(),
+        ColumnKind.INTEGER: arrow.int64(),
+        ColumnKind.NUMBER: arrow.float64(),
+        ColumnKind.TRUTH: arrow.bool_(),
+        ColumnKind.JSON: arrow.string(),
+        ColumnKind.TEXTS: arrow.list_(arrow.string()),
+        ColumnKind.IDS: arrow.list_(arrow.int32()),
+        ColumnKind.LOGPROBS: arrow.list_(arrow.float32()),
+    }
+    found: pa.DataType = types[kind]
+    return found
+
+
+def _arrow_value(value: Cell, kind: ColumnKind) -> Any:
+    """A cell as pyarrow takes it: token arrays as numpy's, which it copies as they are."""
+    if isinstance(value, array):
+        import numpy as np
+
+        return np.array(value, dtype=np.int32 if value.typecode == "i" else np.float32)
+    if kind is ColumnKind.JSON:
+        return None if value is None else json.dumps(plain_json(value), separators=(",", ":"))
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if kind is ColumnKind.TEXTS and isinstance(value, Sequence):
+        return [str(text).encode("utf-8", "backslashreplace").decode() for text in value]
+    return value
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    return int(getattr(value, "nbytes", 8))
+
+
+def _listed(value: object) -> object:
+    """What orjson does not know."""
+    if isinstance(value, array):
+        return value.tolist()
+    raise TypeError(f"{type(value).__qualname__} is not JSON")

@@ -1,0 +1,47 @@
+"""`lightning db`, the hook by which it learns who looks after a database, and who looks after SQLite's files, as a plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning.hooks import hookimpl, hookspec
+
+if TYPE_CHECKING:
+    import typer
+
+    from lightning_db.keeper import Keeper
+
+
+@hookspec
+def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -> None:
+    """Keepers by URL scheme: a function from the URL to a `lightning_db.Keeper`.
+
+    `lightning db` inspects, copies and prunes a database with it.
+    """
+
+
+@hookimpl(specname="register_keepers")
+def register_sqlite(register: Callable[[str, Callable[[str], Keeper]], None]) -> None:
+    """`sqlite`."""
+    register("sqlite", sqlite_keeper)
+
+
+@hookimpl
+def register_commands(register: Callable[[str, Callable[[], typer.Typer]], None]) -> None:
+    """`db`."""
+    register("db", db_command)
+
+
+def sqlite_keeper(url: str) -> Keeper:
+    """See `lightning_db.sqlite`."""
+    from lightning_db.sqlite import SqliteKeeper
+
+    return SqliteKeeper(url)
+
+
+def db_command() -> typer.Typer:
+    """Maintain a database: status, backup, restore, prune, export."""
+    from lightning_db.command import app
+
+    return app

@@ -1,0 +1,106 @@
+"""The SQL with which a database is looked after, in the dialect that SQLite and Postgres share.
+
+The invariant: nothing here is particular to one database; parameters are `?`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from lightning.store.protocol import TRACES_RUN
+
+TABLES: Final = (
+    "runs",
+    "rollouts",
+    "attempts",
+    "transitions",
+    "spans",
+    "steps",
+    "metrics",
+    "state",
+    "resources",
+    "aliases",
+    "revisions",
+    "answers",
+)
+"""Every table that holds what was recorded, those before that others refer to."""
+
+COUNTED: Final = ("runs", "transitions", "spans", "steps", "resources")
+BY_STATUS: Final = "SELECT status, count(*) FROM rollouts GROUP BY status"
+TOKENS: Final = "SELECT expires_at, revoked_at FROM tokens"
+FIRST_RUN: Final = "SELECT min(created_at) FROM runs"
+ACTIVITY: Final = (
+    "SELECT r.run, max(coalesce(a.ended_at, a.leased_at)) FROM attempts a, rollouts r WHERE r.id = a.rollout GROUP BY 1"
+)
+BUSY: Final = "SELECT DISTINCT run FROM rollouts WHERE status = 'running' AND lease_until > ?"
+
+_MEMBERS: Final = "(SELECT n FROM rollouts WHERE run = ? AND group_id = ?)"
+WEIGH_CALLS: Final = (
+    "SELECT count(*), coalesce(sum(length(tokens) + coalesce(length(extras), 0)), 0) FROM transitions "  # noqa: S608
+    f"WHERE rollout IN {_MEMBERS}"
+)
+WEIGH_SPANS: Final = f"SELECT count(*) FROM spans WHERE rollout IN {_MEMBERS}"  # noqa: S608
+UNENDED: Final = (
+    "SELECT count(*) FROM rollouts WHERE run = ? AND group_id = ? AND status NOT IN ('succeeded', 'failed')"
+)
+FORGET_CALLS: Final = (
+    f"DELETE FROM transitions WHERE rollout IN {_MEMBERS}",  # noqa: S608
+    f"DELETE FROM spans WHERE rollout IN {_MEMBERS}",  # noqa: S608
+    (
+        "UPDATE attempts SET tool_events = '[]', step_rewards = '[]', step_states = '[]', labels = '{}', extras = NULL "
+        "WHERE rollout IN (SELECT id FROM rollouts WHERE run = ? AND group_id = ?)"
+    ),
+)
+"""Parameters of each: run, group."""
+RUNS: Final = "SELECT id FROM runs"
+UNNAMED_STATE: Final = "SELECT name, value FROM state WHERE run = ''"
+TRACES: Final = f"SELECT name, value FROM state WHERE run = '{TRACES_RUN}'"  # noqa: S608
+"""What gateways keep of the traces of attempts: a value is `[rollout, attempt, expires_at]`."""
+TRACES_AT_ONCE: Final = 500
+"""There is one for each attempt that ever was: whoever writes meanwhile waits for the removal of so many at most."""
+TRACES_AFTER: Final = f"{TRACES} AND name > ? ORDER BY name LIMIT ?"
+FORGET_STATE: Final = "DELETE FROM state WHERE run = ? AND name = ?"
+ROLLOUTS: Final = "SELECT id FROM rollouts WHERE run = ? ORDER BY id"
+FORGET_RUN: Final = (
+    "DELETE FROM transitions WHERE rollout IN (SELECT n FROM rollouts WHERE run = ?)",
+    "DELETE FROM spans WHERE rollout IN (SELECT n FROM rollouts WHERE run = ?)",
+    "DELETE FROM attempts WHERE rollout IN (SELECT id FROM rollouts WHERE run = ?)",
+    "DELETE FROM rollouts WHERE run = ?",
+    "DELETE FROM steps WHERE run = ?",
+    "DELETE FROM metrics WHERE run = ?",
+    "DELETE FROM state WHERE run = ?",
+    "DELETE FROM revisions WHERE run = ?",
+    "DELETE FROM answers WHERE run = ?",
+    "DELETE FROM runs WHERE id = ?",
+)
+"""Parameter of each: run."""
+FORGET_OLD_ANSWERS: Final = "DELETE FROM answers WHERE until < ?"
+
+
+def traces_of(rollouts: Collection[str], traces: Iterable[tuple[str, str]]) -> list[str]:
+    """The names of those entries of `TRACES` that are of one of the rollouts."""
+    return [name for name, value in traces if trace_of(value)[0] in rollouts]
+
+
+def which_are_there(rollouts: Collection[str]) -> str:
+    """Asks which of these rollouts there are; they are its parameters."""
+    return f"SELECT id FROM rollouts WHERE id IN ({', '.join('?' * len(rollouts))})"  # noqa: S608
+
+
+def old_traces(traces: Iterable[tuple[str, str]], there: Collection[str], now: float) -> list[tuple[str, str]]:
+    """Parameters of `FORGET_STATE` for those entries of `TRACES` whose key has expired or whose rollout is not `there`."""
+    found = [(name, *trace_of(value)) for name, value in traces]
+    return [(TRACES_RUN, name) for name, rollout, until in found if until < now or rollout not in there]
+
+
+def trace_of(value: str) -> tuple[str, float]:
+    """Rollout and time of expiry (Unix seconds) of an entry of `TRACES`."""
+    rollout, _, expires_at = json.loads(value)
+    return rollout, expires_at
+
+
+def count(table: str) -> str:
+    """How many rows one of `TABLES` has."""
+    return f"SELECT count(*) FROM {table}"  # noqa: S608

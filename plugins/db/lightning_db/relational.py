@@ -1,0 +1,198 @@
+"""`RelationalKeeper`: what looking after a database is, whichever SQL database it is.
+
+The invariant: nothing is read from or written to a database of another schema, and what is removed is removed in one
+transaction with all that refers to it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+from lightning.errors import SchemaError, StoreError
+from lightning.plugins import plugins
+from lightning.store.protocol import TRACES_RUN
+from lightning.store.relational import schema
+from lightning.store.relational.brought import SqlPart, groups_in
+from lightning.store.relational.transaction import Operation, Transaction
+from lightning.store.schema_version import SCHEMA
+from lightning.store.url import redacted
+
+from lightning_db import queries
+from lightning_db.keeper import DatabaseStatus, Weight, count_tokens
+
+T = TypeVar("T")
+
+
+class RelationalKeeper(ABC):
+    """A `Keeper` but for copies."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    @abstractmethod
+    async def _read(self, operation: Operation[T]) -> T:
+        """Run an operation that sees one moment."""
+
+    @abstractmethod
+    async def _write(self, operation: Operation[T], *, alone: bool = False) -> T:
+        """Run an operation in one transaction. Raises as `_check` does.
+
+        `alone`: nobody else may use the database, where it would not know what was removed.
+        """
+
+    @abstractmethod
+    async def _give_back(self) -> str:
+        """Give space back to the file system; see `Keeper.vacuum`."""
+
+    @abstractmethod
+    async def _tables(self, transaction: Transaction) -> set[str]:
+        """The tables there are."""
+
+    @abstractmethod
+    async def _bytes(self, transaction: Transaction) -> int:
+        """How much space the store takes."""
+
+    async def _check(self, transaction: Transaction) -> None:
+        """Raise `SchemaError` where there are no tables, or those of another schema."""
+        if "schema_version" not in await self._tables(transaction):
+            raise SchemaError(f"{redacted(self._url)} holds no store: check ?schema= in the URL")
+        schema.check_version(redacted(self._url), await transaction.all(schema.VERSION))
+
+    async def _groups(self, transaction: Transaction) -> dict[str, SqlPart]:
+        """What plugins have made for their operations. Raises `StoreError` for what is no installed plugin's."""
+        return await groups_in(transaction, parts(), redacted(self._url))
+
+    async def status(self) -> DatabaseStatus:
+        """See `Keeper.status`."""
+        return await self._read(self._status)
+
+    async def _status(self, transaction: Transaction) -> DatabaseStatus:
+        await self._check(transaction)
+        counts = {}
+        for table in queries.COUNTED:
+            (counts[table],) = await transaction.one(queries.count(table)) or (0,)
+        activity = await transaction.all(queries.ACTIVITY)
+        first = await transaction.one(queries.FIRST_RUN)
+        there = await self._tables(transaction)
+        tokens = await transaction.all(queries.TOKENS) if "tokens" in there else []
+        return DatabaseStatus(
+            store=redacted(self._url),
+            schema=SCHEMA,
+            bytes=await self._bytes(transaction),
+            runs=counts["runs"],
+            rollouts={row[0]: row[1] for row in await transaction.all(queries.BY_STATUS)},
+            calls=counts["transitions"],
+            spans=counts["spans"],
+            steps=counts["steps"],
+            resources=counts["resources"],
+            tokens=count_tokens([(row[0], row[1]) for row in tokens], await transaction.now()),
+            oldest=None if first is None else first[0],
+            newest=max((row[1] for row in activity), default=None),
+        )
+
+    async def activity(self) -> dict[str, float]:
+        """See `Keeper.activity`."""
+        return {row[0]: row[1] for row in await self._read(lambda tx: tx.all(queries.ACTIVITY))}
+
+    async def busy_runs(self) -> frozenset[str]:
+        """See `Keeper.busy_runs`."""
+        return await self._read(_busy)
+
+    async def weigh(self, run: str, groups: Sequence[str]) -> list[Weight]:
+        """See `Keeper.weigh`."""
+
+        async def weigh(transaction: Transaction) -> list[Weight]:
+            found = []
+            for group in groups:
+                calls, size = await transaction.one(queries.WEIGH_CALLS, (run, group)) or (0, 0)
+                (spans,) = await transaction.one(queries.WEIGH_SPANS, (run, group)) or (0,)
+                found.append(Weight(calls, spans, int(size)))
+            return found
+
+        return await self._read(weigh)
+
+    async def forget_calls(self, run: str, groups: Sequence[str]) -> None:
+        """See `Keeper.forget_calls`. A transaction for each group: whoever writes meanwhile waits for one of them at most."""
+        for group in groups:
+            await self._write(lambda tx, group=group: _forget_calls(tx, run, group))  # type: ignore[misc]
+
+    async def forget_run(self, run: str) -> None:
+        """See `Keeper.forget_run`."""
+        await self._write(lambda tx: self._forget_run(tx, run), alone=True)
+
+    async def _forget_run(self, transaction: Transaction, run: str) -> None:
+        from lightning.gateway.fleet.records import fleet_state  # it brings the gateway with it
+
+        await transaction.alone(f"rollouts {run}")
+        # In the order of those who append: nobody does from here on.
+        rollouts = {row[0] for row in await transaction.locked(queries.ROLLOUTS, (run,))}
+        if run in await _busy(transaction):
+            raise StoreError(f"somebody works on run {run!r}: end its trainer and its runners first")
+        tables = await self._tables(transaction)
+        for statement in queries.FORGET_RUN:
+            if statement.split()[2] in tables:
+                await transaction.run(statement, (run,))
+        names = [row[0] for row in await transaction.all(queries.UNNAMED_STATE)]
+        left = [("", name) for name in fleet_state(run, names)]
+        traces = [(row[0], row[1]) for row in await transaction.all(queries.TRACES)]
+        left += [(TRACES_RUN, name) for name in queries.traces_of(rollouts, traces)]
+        await transaction.many(queries.FORGET_STATE, left)
+
+    async def vacuum(self) -> str:
+        """See `Keeper.vacuum`."""
+        await self._forget_old_traces()
+        await self._write(_clear)
+        return await self._give_back()
+
+    async def _forget_old_traces(self) -> None:
+        """Looks for them outside of the transactions that remove them, which are short: others write meanwhile."""
+        after = ""
+
+        async def look(transaction: Transaction) -> tuple[str, list[tuple[str, str]]]:
+            traces = [(row[0], row[1]) for row in await transaction.all(queries.TRACES_AFTER, page)]
+            rollouts = sorted({queries.trace_of(value)[0] for _, value in traces})
+            there = await transaction.all(queries.which_are_there(rollouts), rollouts) if rollouts else []
+            old = queries.old_traces(traces, {row[0] for row in there}, await transaction.now())
+            return traces[-1][0] if traces else "", old
+
+        while True:
+            page = (after, queries.TRACES_AT_ONCE)
+            after, old = await self._read(look)
+            if not after:
+                return
+            if old:
+                await self._write(lambda tx, old=old: tx.many(queries.FORGET_STATE, old))  # type: ignore[misc]
+
+
+def parts() -> dict[str, SqlPart]:
+    """The parts for SQL databases of the groups of operations that plugins bring."""
+    found = {}
+    for operation in plugins().operations():
+        group = operation.group
+        if group is not None and group.name not in found and "sql" in group.parts:
+            found[group.name] = cast("SqlPart", group.part(operation, "sql", "a database"))
+    return found
+
+
+async def _busy(transaction: Transaction) -> frozenset[str]:
+    return frozenset(row[0] for row in await transaction.all(queries.BUSY, (await transaction.now(),)))
+
+
+async def _forget_calls(transaction: Transaction, run: str, group: str) -> None:
+    await transaction.alone(f"rollouts {run}")  # a rollout that is created now comes after this, with its calls
+    (unended,) = await transaction.one(queries.UNENDED, (run, group)) or (0,)
+    if not unended:
+        for statement in queries.FORGET_CALLS:
+            await transaction.run(statement, (run, group))
+
+
+async def _clear(transaction: Transaction) -> None:
+    from lightning.gateway.fleet.records import empty_seats  # it brings the gateway with it
+
+    # Notices before runs: whoever announces one has put the run before.
+    state = {row[0]: row[1] for row in await transaction.all(queries.UNNAMED_STATE)}
+    runs = {row[0] for row in await transaction.all(queries.RUNS)}
+    await transaction.many(queries.FORGET_STATE, [("", name) for name in empty_seats(state, runs)])
+    await transaction.run(queries.FORGET_OLD_ANSWERS, (await transaction.now(),))

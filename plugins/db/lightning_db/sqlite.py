@@ -1,0 +1,153 @@
+"""`SqliteKeeper`: looks after one SQLite file.
+
+The invariant: looking never changes a file, and what is written beside it appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Final, TypeVar
+
+from lightning.errors import SchemaError, StoreError
+from lightning.store.relational.transaction import Operation, Transaction
+from lightning.store.sqlite import SqliteStore
+from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, refuse_foreign, translate
+from lightning.store.url import parse, sqlite_url
+
+from lightning_db.export_files import new_file
+from lightning_db.relational import RelationalKeeper
+
+T = TypeVar("T")
+_TABLES: Final = "SELECT name FROM sqlite_master WHERE type = 'table'"
+
+
+class SqliteKeeper(RelationalKeeper):
+    """The keeper of the file that a `sqlite:///` URL names."""
+
+    def __init__(self, url: str) -> None:
+        where = parse(url)
+        SqliteStore.from_url(where)  # refuses what cannot be meant
+        super().__init__(url)
+        self._path = Path(where.path)
+        self._settings = Settings(where.path, busy_timeout=float(where.options.get("busy_timeout", "30")))
+
+    async def backup(self, target: Path) -> None:
+        """See `Keeper.backup`. SQLite's online backup, in one step: writers of other processes do not wait for it."""
+        await self._snapshot(lambda connection: copy_file(connection, target))
+
+    async def restore(self, source: Path) -> None:
+        """See `Keeper.restore`."""
+        if self._path.exists():
+            raise StoreError(
+                f"{self._path} exists already: restore into a file that does not, and rename it afterwards"
+            )
+        await SqliteKeeper(sqlite_url(source)).backup(self._path)
+
+    async def _tables(self, transaction: Transaction) -> set[str]:
+        return {row[0] for row in await transaction.all(_TABLES)}
+
+    async def _bytes(self, transaction: Transaction) -> int:
+        return _size(self._path) + _size(Path(f"{self._path}-wal"))
+
+    async def _give_back(self) -> str:
+        """`VACUUM` keeps everybody else from writing for as long as it takes, minutes for a large file: so the file shrinks
+        only while nobody else has it open."""
+
+        def rewrite(connection: sqlite3.Connection) -> str:
+            if not connection.execute("PRAGMA freelist_count").fetchone()[0]:
+                return ""
+            if not _take_alone(connection):
+                return (
+                    f"{self._path} keeps its size, since it is open in another process: what is written next uses the space. "
+                    "The same command makes it smaller once nobody else has it open"
+                )
+            connection.execute("VACUUM")
+            return ""
+
+        return await self._connected(rewrite)
+
+    async def _read(self, operation: Operation[T]) -> T:
+        return await self._snapshot(lambda connection: drive(operation(SqliteTransaction(connection))))
+
+    async def _write(self, operation: Operation[T], *, alone: bool = False) -> T:
+        """SQLite gives the number of a removed row to a new one, and a process that appends remembers attempts by the numbers
+        of their rollouts: so nobody else may have the file open when rollouts are removed (`alone`)."""
+
+        def run(connection: sqlite3.Connection) -> T:
+            if alone and not _take_alone(connection):
+                raise StoreError(
+                    f"{self._path} is open in another process: end the trainers, servers and commands that use it first"
+                )
+            with _transaction(connection):
+                return drive(operation(SqliteTransaction(connection)))
+
+        return await self._connected(run)
+
+    async def _snapshot(self, operation: Callable[[sqlite3.Connection], T]) -> T:
+        """Run an operation in one reading transaction."""
+
+        def run(connection: sqlite3.Connection) -> T:
+            with _transaction(connection, "DEFERRED"):
+                return operation(connection)
+
+        return await self._connected(run, read_only=True)
+
+    async def _connected(self, operation: Callable[[sqlite3.Connection], T], *, read_only: bool = False) -> T:
+        """Run an operation on a connection of its own, in another thread."""
+
+        def run() -> T:
+            refuse_foreign(self._settings, make=False)
+            with closing(connect(self._settings, read_only=read_only)) as connection:
+                return operation(connection)
+
+        try:
+            return await asyncio.to_thread(run)
+        except (sqlite3.Error, OSError) as error:
+            raise translate(error, self._settings) from error
+
+
+def copy_file(source: sqlite3.Connection, target: Path) -> None:
+    """A copy of a database in a new file, as it is in this connection's transaction. Raises `StoreError` for what exists."""
+    with new_file(target) as unfinished, closing(sqlite3.connect(unfinished, isolation_level=None)) as copy:
+        source.backup(copy)
+        copy.execute("PRAGMA journal_mode = DELETE")  # one file that can be carried away
+        found = copy.execute("PRAGMA integrity_check").fetchone()[0]
+        if found != "ok":
+            raise SchemaError(
+                f"the database is damaged, and so would be its backup ({found}): see `.recover` of sqlite3"
+            )
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _take_alone(connection: sqlite3.Connection) -> bool:
+    """Have the file for this connection alone from its next transaction on. False while another process has it open: the log
+    can be given up only by the last who uses it."""
+    try:
+        connection.execute("PRAGMA journal_mode = DELETE")
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+            raise
+        return False
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+    connection.execute("PRAGMA synchronous = FULL")  # less is safe with the log alone
+    return True
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
+    connection.execute(f"BEGIN {kind}")
+    try:
+        yield
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+    if connection.in_transaction:
+        connection.execute("COMMIT")

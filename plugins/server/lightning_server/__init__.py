@@ -1,0 +1,1 @@
+"""What is remote: Lightning Server, Lightning Client, and stores over HTTP."""

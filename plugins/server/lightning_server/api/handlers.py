@@ -1,0 +1,168 @@
+"""What a server does beyond asking the store: leases with access to the model, judged outcomes, parts of what an attempt was
+completed with, and word of a run's changes.
+
+The invariant: whoever runs agents can end the attempts it leased and can write no call: calls come from gateways. Changes of
+what belongs to the whole store are for admins alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from lightning.errors import DataError, LightningError
+from lightning.store import messages
+from lightning.store.epochs import is_over
+from lightning.store.json_codec import Slice
+from lightning.store.operation import QUERY
+from lightning.store.operations import ANY, LOOK, RUNS
+from lightning.store.rollout_state import unknown_rollout
+from lightning.types import Fault, Lease, Outcome, Rollout, StepReward, StepState, ToolEvent
+
+from lightning_server.api.change_waiters import LONGEST_WAIT
+from lightning_server.api.paging import page_of_attempt
+from lightning_server.api.table import ApiCall, NoQuery, Paging, Route, nothing_there
+
+log = logging.getLogger(__name__)
+
+LARGEST_LEASE = 1000
+"""Rollouts leased by one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfAttempt(Paging):
+    """Which attempt of a rollout is meant."""
+
+    attempt: int | None = field(default=None, metadata={"doc": QUERY["attempt"]})
+
+
+@dataclass(frozen=True, slots=True)
+class WatchQuery:
+    """What to wait for."""
+
+    run: str = field(default="", metadata={"doc": QUERY["run"]})
+    since: str = field(default="", metadata={"doc": "The `since` of the answer before; empty asks for one, at once."})
+    timeout: float = field(
+        default=30.0,
+        metadata={
+            "doc": f"Wait so long at most; longer than {LONGEST_WAIT:g} is cut to that.",
+            "minimum": 0,
+            "unit": "s",
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.timeout < float("inf"):
+            raise DataError(f"timeout={self.timeout} must be a number of seconds, 0 or more")
+
+
+async def lease(call: ApiCall[NoQuery, messages.LeaseRequest]) -> messages.Leases:
+    """See the table of operations."""
+    asked = call.body
+    limit = min(asked.limit, LARGEST_LEASE)
+    if await call.store.get_run(asked.run) is None:
+        raise nothing_there(f"run {asked.run!r}", RUNS)
+    if not await _is_served(call, asked.run):
+        if not call.once:
+            return messages.Leases((), await is_over(call.store, asked.run))
+        limit = 0  # what this very request was given before its answer was lost is given all the same, or nobody would run it
+    leases = await call.store.lease(asked.run, asked.worker, limit=limit, ttl=asked.ttl, once=call.once)
+    found = [await _with_llm(call, held) for held in leases]
+    given = tuple([held for held in found if held is not None])
+    return messages.Leases(given, not leases and await is_over(call.store, asked.run))
+
+
+async def _is_served(call: ApiCall[Any, Any], run: str) -> bool:
+    """Whether agents of a run would find the model: without it they would only spend their attempts."""
+    served = call.services.served
+    return served is None or await served(run)
+
+
+async def _with_llm(call: ApiCall[Any, Any], held: Lease) -> messages.LeasedRollout | None:
+    """The lease with its model. One whose model cannot be had is given back: its fault must not cost the others, and is no
+    agent's."""
+    llm_for = call.services.llm_for
+    if llm_for is None:
+        return messages.LeasedRollout(held)
+    try:
+        return messages.LeasedRollout(held, await llm_for(held, call.store))
+    except LightningError as error:
+        log.warning("rollout %s, attempt %d cannot be run: %s", held.rollout.id, held.attempt, error)
+        ending = Outcome(
+            fault=Fault.INFRASTRUCTURE, error=f"what the agent needs to call the model is not there: {error}"
+        )
+    try:
+        await call.store.complete(held.rollout.id, held.attempt, ending, spend=False)
+    except LightningError as error:
+        log.warning("rollout %s waits until its lease expires: %s", held.rollout.id, error)
+    return None
+
+
+async def renew(call: ApiCall[NoQuery, messages.Renewal]) -> messages.Expiry:
+    """See the table of operations."""
+    name = call.path["rollout"]
+    rollout = await call.store.get_rollout(name)
+    if rollout is None:
+        raise unknown_rollout(name)
+    held = Lease(replace(rollout, attempt=call.attempt), call.body.worker, 0.0)
+    return messages.Expiry((await call.store.renew(held, ttl=call.body.ttl)).expires_at)
+
+
+async def complete(call: ApiCall[NoQuery, Any]) -> Rollout:
+    """See the table of operations."""
+    return await call.services.finish(call.store, call.path["rollout"], call.attempt, call.body.outcome)
+
+
+async def tool_events(call: ApiCall[OfAttempt, None]) -> Slice[ToolEvent]:
+    """The tool events that an attempt was completed with."""
+
+    async def read(rollout: str, attempt: int | None) -> Sequence[ToolEvent]:
+        return (await call.store.attempts_of([(rollout, attempt)]))[0].tool_events
+
+    return await page_of_attempt(call, read)
+
+
+async def step_rewards(call: ApiCall[OfAttempt, None]) -> Slice[StepReward]:
+    """The step rewards that an attempt was completed with."""
+
+    async def read(rollout: str, attempt: int | None) -> Sequence[StepReward]:
+        return (await call.store.attempts_of([(rollout, attempt)]))[0].step_rewards
+
+    return await page_of_attempt(call, read)
+
+
+async def step_states(call: ApiCall[OfAttempt, None]) -> Slice[StepState]:
+    """The states that an attempt was completed with."""
+
+    async def read(rollout: str, attempt: int | None) -> Sequence[StepState]:
+        return (await call.store.attempts_of([(rollout, attempt)]))[0].step_states
+
+    return await page_of_attempt(call, read)
+
+
+async def watch(call: ApiCall[WatchQuery, None]) -> messages.Changed:
+    """Wait until something of a run may have changed: rollouts created, leased, ended or given back, steps, state. Ask without
+    `since` first, look at what is to be known, then ask with the last answer's `since`: no change is missed, and some answers
+    may be mistaken about one. With `Accept: text/event-stream` the answers come as server-sent events, one for each change."""
+    asked = call.query
+    if not asked.run:
+        call.principal.require()
+    key = (call.principal.project, asked.run)
+    return await call.services.watchers.wait(call.store, key, asked.run, asked.since, asked.timeout)
+
+
+HANDLERS: Final[Mapping[str, Callable[[ApiCall[Any, Any]], Awaitable[Any]]]] = {
+    "lease": lease,
+    "renew": renew,
+    "complete": complete,
+}
+"""What serves an operation where that is more than asking the store."""
+WATCH = Route("GET", "/watch", watch, ANY, messages.Changed, query=WatchQuery)
+ROUTES = (
+    Route("GET", "/rollouts/{rollout}/tool_events", tool_events, LOOK, Slice[ToolEvent], query=OfAttempt, heavy=True),
+    Route("GET", "/rollouts/{rollout}/step_rewards", step_rewards, LOOK, Slice[StepReward], query=OfAttempt),
+    Route("GET", "/rollouts/{rollout}/step_states", step_states, LOOK, Slice[StepState], query=OfAttempt, heavy=True),
+    WATCH,
+)

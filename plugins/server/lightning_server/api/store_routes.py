@@ -1,0 +1,192 @@
+"""The routes of operations, made from the table in `lightning.store.operations` and from those of plugins.
+
+The invariant: an operation is served as its line in the table says, with its project's store; what is stored is redacted and
+checked first, by its type, whichever operation stores it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import field, make_dataclass, replace
+from typing import Any, Final
+
+from lightning.errors import DataError, StoreError
+from lightning.redaction import redacted, redacted_span, storable
+from lightning.store.conversation import CONVERSATION, conversation_in
+from lightning.store.json_codec import Slice
+from lightning.store.operation import REQUIRED, Argument, Operation
+from lightning.store.protocol import Page
+from lightning.store.rollout_state import no_cursor
+from lightning.types import Span, Token, Transition
+
+from lightning_server.api import paging
+from lightning_server.api.paging import page, page_of_attempt, size_of
+from lightning_server.api.table import ApiCall, NoQuery, Paging, Route, nothing_there, parsed
+from lightning_server.auth import check_token
+
+READ_AT_ONCE = 16
+"""Attempts read from the store at once: what does not fit into the answer was read for nothing."""
+Handler = Callable[[ApiCall[Any, Any]], Awaitable[Any]]
+
+
+def route_of(operation: Operation, handler: Handler | None = None) -> Route:
+    """The route of an operation; a `handler` of its own where serving it is more than asking the store."""
+
+    async def handle(call: ApiCall[Any, Any]) -> Any:
+        return await (_serve(call, operation) if handler is None else handler(call))
+
+    handle.__name__, handle.__doc__ = operation.name, operation.doc
+    return Route(
+        operation.method,
+        operation.path,
+        handle,
+        operation.scopes,
+        operation.answered,
+        operation.sent,
+        query=_query(operation),
+        heavy=operation.item is not None or operation.is_read_in_parts,
+        once=operation.once is not None,
+    )
+
+
+def _query(operation: Operation) -> type:
+    """The parameters of an operation's query."""
+    base = Paging if operation.item is not None else NoQuery
+    if not operation.query:
+        return base
+    return make_dataclass(
+        f"{operation.name}_query",
+        [(part.name, part.hint, _parameter(operation, part)) for part in operation.query],
+        bases=(base,),
+        frozen=True,
+        slots=True,
+    )
+
+
+def _parameter(operation: Operation, part: Argument) -> Any:
+    default = "" if part.default is REQUIRED else part.default
+    return field(default=default, metadata={"doc": operation.told[part.name]})
+
+
+async def _serve(call: ApiCall[Any, Any], operation: Operation) -> Any:
+    """Ask the store for an operation, and answer as its answer travels."""
+    arguments = await _arguments(call, operation)
+    ask = operation.on(call.store)
+    if operation.item is not None:
+        return await _page(call, operation, ask, arguments)
+    if operation.is_read_in_parts:
+        return operation.answered(**{operation.field: await _first_of(operation, ask, arguments)})
+    found = await ask(**arguments)
+    if operation.result is type(None):
+        return call.body
+    if found is None and operation.is_optional:
+        what = operation.name.partition("_")[2].replace("_", " ")
+        raise nothing_there(f"{what} {' at '.join(map(repr, call.path.values()))}", operation.missing)
+    return operation.answered(**{operation.field: found}) if operation.field else found
+
+
+async def _arguments(call: ApiCall[Any, Any], operation: Operation) -> dict[str, Any]:
+    """The arguments that a request has, but for those of a page."""
+    found = {
+        part.name: parsed(call.path[part.name], part.hint, f"the {part.name} in the path") for part in operation.in_path
+    }
+    found |= {part.name: getattr(call.query, part.name) for part in operation.query}
+    if operation.whole_body:
+        found[operation.whole_body] = await _stored(call.body)
+    else:
+        found |= {part.name: await _stored(getattr(call.body, part.name)) for part in operation.body}
+    if operation.once is not None:
+        found["once"] = call.once or ("" if operation.once.hint is str else None)
+    if found.get("run") == "":
+        call.principal.require()  # what belongs to the whole store is for admins
+    return found
+
+
+async def _page(
+    call: ApiCall[Any, Any], operation: Operation, ask: Callable[..., Awaitable[Any]], arguments: dict[str, Any]
+) -> Slice[Any]:
+    asked: Paging = call.query
+    if operation.result is Page:
+        found = await ask(**arguments, cursor=asked.cursor, limit=asked.limit)
+        return Slice(found.rollouts, found.cursor)
+    if operation.pages_itself:
+        if asked.cursor:
+            arguments["after"] = _after(asked.cursor, operation)
+        items = await ask(**arguments, limit=asked.limit + 1)
+        more = len(items) > asked.limit
+        return Slice(tuple(items[: asked.limit]), _identity(operation, items[asked.limit - 1]) if more else "")
+
+    def identity(item: Any) -> str:
+        return _identity(operation, item)
+
+    by = identity if operation.cursor else None
+    if "attempt" in arguments and "rollout" in arguments:
+        return await page_of_attempt(call, ask, by)
+    return page(await ask(**arguments), asked, by)
+
+
+def _identity(operation: Operation, item: Any) -> str:
+    """What no other item of a list has."""
+    return "@".join(str(getattr(item, name)) for name in operation.cursor)
+
+
+def _after(cursor: str, operation: Operation) -> Any:
+    if operation.signature.parameters["after"].default == "":
+        return cursor
+    if not (cursor.isascii() and cursor.isdecimal() and len(cursor) < 19):
+        raise no_cursor(cursor)
+    return int(cursor)
+
+
+async def _first_of(
+    operation: Operation, ask: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]
+) -> Sequence[Any]:
+    """What is told of the first things asked for, of as many as fit into one answer."""
+    name = operation.body[0].name
+    found: list[Any] = []
+    used = 0
+    for start in range(0, len(arguments[name]), READ_AT_ONCE):
+        for item in await ask(**{**arguments, name: arguments[name][start : start + READ_AT_ONCE]}):
+            used += size_of(item)
+            if found and used > paging.PAGE_BYTES:
+                return found
+            found.append(item)
+    return found
+
+
+# what is done with a value before it is stored ------------------------------------------------------------------
+
+
+async def _stored(value: Any) -> Any:
+    """A value of a request as the store is to have it. What may be long is redacted beside the event loop."""
+    if isinstance(value, Token):
+        return _checked(value)
+    if isinstance(value, tuple) and value and type(value[0]) in REDACT:
+        redact = REDACT[type(value[0])]
+        return await asyncio.to_thread(lambda: tuple(map(redact, value)))
+    return value
+
+
+def _storable(call: Transition) -> Transition:
+    try:
+        said = conversation_in(call)
+    except StoreError as error:
+        raise DataError(f"the extra {CONVERSATION!r} of transition {call.key} is none that a gateway wrote") from error
+    kept = said is None or storable(said) is not None
+    extras = {name: brought for name, brought in call.extras.items() if kept or name != CONVERSATION}
+    return replace(call, extras=extras, error=call.error and redacted(call.error, "error"))
+
+
+def _checked(token: Token) -> Token:
+    check_token(token)
+    if len(token.digest) != 64 or set(token.digest) - set("0123456789abcdef"):
+        raise DataError("digest is not the SHA-256 of a secret as 64 lower-case hexadecimal digits")
+    if token.revoked_at is not None:
+        raise DataError("a token cannot be made revoked: leave revoked_at out")
+    return replace(token, created_at=token.created_at or time.time())
+
+
+REDACT: Final[Mapping[type, Callable[[Any], Any]]] = {Transition: _storable, Span: redacted_span}
+"""What takes secrets out of what agents said."""

@@ -1,0 +1,178 @@
+"""A gateway's port opened to clients: the control API on it, and the first tokens.
+
+The invariant: the API is on the port before the port is open, so that no client is ever told that there is none; a token's
+plain text is written once, into a file that only its owner can read, and no file of another database's token is lost by it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lightning.addresses import is_loopback
+from lightning.config import Config, with_settings
+from lightning.errors import ConfigError
+from lightning.gateway.gateway import Gateway
+from lightning.runner.attempt_completion import report
+from lightning.runner.protocol import Site
+from lightning.store.memory import MemoryStore
+from lightning.store.protocol import Store
+from lightning.trainer.run_server import Invitation
+from lightning.types import DEFAULT_PROJECT, Run, Scope, Token
+
+from lightning_server.agents import AgentAccess
+from lightning_server.api import Api, Limits
+from lightning_server.auth import ALL_PROJECTS, AUTOMATIC, PLAIN, Authenticator, digest_of, issue_token
+from lightning_server.tokens import get_token, list_tokens, put_token
+
+log = logging.getLogger(__name__)
+
+ADMIN_FILE = "admin-token"
+RUNNER_FILE = "runner-token"
+
+
+class Control:
+    """The control API on a gateway that has not started yet. Close it before the gateway.
+
+    Clients reach the port at `server.public_url`; where that is empty, at the address where the gateway listens.
+    """
+
+    def __init__(self, store: Store, gateway: Gateway, config: Config | None = None) -> None:
+        config = config or Config()
+        self._store = store
+        self._gateway, self._public_url = gateway, config.server.public_url.rstrip("/")
+        agents = AgentAccess(gateway, self._public_url)
+        limits = Limits(body_bytes=config.gateway.max_body_bytes)
+        self._api = Api(
+            store, Authenticator(store), finish=report, llm_for=agents.llm_for, served=gateway.served, limits=limits
+        )
+        gateway.mount(self._api)
+
+    @property
+    def url(self) -> str:
+        """What clients are given as `--server`."""
+        return self._public_url or self._gateway.url
+
+    async def invite(self, run: Run, folder: Path) -> Invitation:
+        """See `ClientDoor.invite`: a token for runners of the run's project is in `folder`."""
+        file, token = await runner_token(self._store, folder, run.project, only=True)
+        command = f"LIGHTNING_TOKEN=$(cat {file}) lightning runner --server {self.url} MODULE:AGENT"
+        return Invitation(Site(self.url, token, run.id, self._store), command)
+
+    async def close(self) -> None:
+        """Let everybody go who waits for changes."""
+        await self._api.close()
+
+
+def on_server_port(config: Config) -> Config:
+    """The configuration with the gateway on the port of the section `server`, under the name that clients know it by."""
+    settings: dict[str, object] = {"gateway.host": config.server.host, "gateway.port": config.server.port}
+    name = urlsplit(config.server.public_url).hostname
+    if name and is_loopback(config.server.host):  # a proxy is before it, and passes the name on
+        settings["gateway.limits.hosts"] = [*config.gateway.limits.hosts, name]
+    return with_settings(config, settings)
+
+
+def token_file(store: Store, folder: Path, name: str) -> Path:
+    """Where a first token of the store goes. A store in memory has files of its own: its tokens open nothing after it, so that
+    the next such store may replace them, and nothing else."""
+    return folder / (f"{name}.memory" if isinstance(store, MemoryStore) else name)
+
+
+async def first_admin_token(store: Store, folder: Path) -> Path | None:
+    """The file of a new admin token when the store has none that still opens anything, else None.
+
+    Raises `ConfigError` when the file cannot be written.
+    """
+    if any(token.scope is Scope.ADMIN and _alive(token) for token in await list_tokens(store)):
+        return None
+    return await _write_token(store, token_file(store, folder, ADMIN_FILE), Scope.ADMIN, ALL_PROJECTS)
+
+
+async def runner_token(
+    store: Store, folder: Path, project: str = DEFAULT_PROJECT, *, only: bool = False
+) -> tuple[Path, str]:
+    """The file of a token for runners, and its plain text. It is made for `project` unless a good one is there: of any project,
+    with `only` of that one. One that was set aside for another database's is still good where it is.
+
+    Raises `ConfigError` when the file cannot be read or written.
+    """
+    file = token_file(store, folder, RUNNER_FILE)
+    for there in (file, *_set_aside_of(folder, RUNNER_FILE)):
+        found = _token_in(there)
+        token = await get_token(store, found[1]) if found else None
+        if found is None or token is None or (only and token.project != project):
+            continue
+        if _alive(token) and token.digest == digest_of(found[2]):
+            return there, found[0]
+    await _write_token(store, file, Scope.RUNNER, project)
+    return file, file.read_text().strip()
+
+
+async def _write_token(store: Store, file: Path, scope: Scope, project: str) -> Path:
+    token, plain = issue_token(scope, project, name=AUTOMATIC)
+    try:
+        # Before anything is awaited: another server may be writing its own here.
+        older = None if isinstance(store, MemoryStore) else _set_aside(file)
+        _write_private(file, f"{plain}\n")
+    except OSError as error:
+        raise ConfigError(f"the first {scope.value} token cannot be written to {file}: {error}") from error
+    try:
+        await put_token(store, token)
+    except Exception:
+        _take_back(file, token, older)
+        raise
+    if older is not None and await get_token(store, older.suffix[1:]) is not None:
+        older.unlink(missing_ok=True)  # this database's own, and replaced
+    elif older is not None:
+        log.warning(
+            "%s had a token of another database, which is in %s now: give each database a folder of its own with --out, or "
+            "remove that file if its database is gone",
+            file,
+            older,
+        )
+    return file
+
+
+def _take_back(file: Path, token: Token, older: Path | None) -> None:
+    """Undo the writing of a token that the store did not take, unless another server has put its own there meanwhile."""
+    found = _token_in(file)
+    if found is not None and found[1] == token.id:
+        file.unlink()
+        if older is not None:
+            older.rename(file)
+
+
+def _token_in(file: Path) -> re.Match[str] | None:
+    try:
+        return PLAIN.fullmatch(file.read_text(errors="replace").strip()) if file.is_file() else None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+
+
+def _set_aside(file: Path) -> Path | None:
+    """Rename a file that has a token, to a name with the token's id. None where there is none."""
+    found = _token_in(file)
+    if found is None:
+        return None
+    file.chmod(0o600)  # its rights may be too wide
+    return file.rename(file.with_name(f"{file.name}.{found[1]}"))
+
+
+def _set_aside_of(folder: Path, name: str) -> list[Path]:
+    return sorted(folder.glob(f"{name}.*"))
+
+
+def _write_private(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)  # its rights may be too wide
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as writing:
+        writing.write(text)
+
+
+def _alive(token: Token) -> bool:
+    return token.revoked_at is None and (token.expires_at is None or token.expires_at > time.time())

@@ -1,0 +1,210 @@
+"""A served model that follows an alias: when it is moved to another version of the weights, the running vLLM gets that version.
+
+The invariant: no token of a version that failed its probe is seen by a client. Calls in flight are let end first, new ones wait
+at the gateway; then the version is loaded and probed behind the closed gateway, and what fails is taken back before it opens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from lightning.config import Config
+from lightning.engines.logprob_gap import GapBound, bound_for
+from lightning.errors import ConfigError, PolicyServerError, StoreError
+from lightning.gateway.gateway import Gateway
+from lightning.policy_server.protocol import PolicyServer, Probe
+from lightning.store.pages import each_rollout
+from lightning.store.protocol import Store
+from lightning.store.resource_ref import ResourceReference
+from lightning.trainer.checkpoints import PROBE, checked_weights
+from lightning.types import Json, Resource
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+"""How often the alias is looked at."""
+DRAIN_SECONDS = 60.0
+"""How long calls in flight may take before the gateway opens again and the version waits; at most half of
+`gateway.hold_timeout`."""
+MOST_WAIT = 600.0
+"""Seconds until the next try, which doubles with each that failed."""
+DROP: Final = 3.0
+"""By how many nats a token may become less likely in the mean, of tokens that the version before had sampled: beyond that it is
+no better-trained version of the same model."""
+LEAST = 8
+"""Sampled tokens that are worth a comparison."""
+MOST = 1024
+"""Tokens that are asked about at most."""
+MOST_LOOKED_AT, LOOKED_AT_ONCE = 1024, 32
+"""Conversations of a run that are searched for an answer, the newest first: as many may be unanswered as there are clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedProbe:
+    """Tokens and the logprobs that the trainer computed for them with a version's weights, in `dtype`."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, resource: Resource) -> RecordedProbe | None:
+        """What a version brings along; None for one that was put by hand."""
+        kept = resource.metadata.get(PROBE)
+        if not isinstance(kept, Mapping):
+            return None
+        ids, logprobs = _numbers(kept.get("ids")), _numbers(kept.get("logprobs"))
+        if len(ids) != len(logprobs) or len(ids) < 2:
+            return None
+        return cls(tuple(int(number) for number in ids), tuple(logprobs), str(kept.get("dtype", "")))
+
+
+def _numbers(value: Json) -> list[float]:
+    return [float(str(number)) for number in value] if isinstance(value, list | tuple) else []
+
+
+@dataclass
+class Follower:
+    """Keeps what a policy server serves at where `reference` points. `current` is the version that it serves, with its files in
+    `folder`; `weights` is the store that has the resource, `served` the one that has the conversations."""
+
+    weights: Store
+    reference: ResourceReference
+    policy: PolicyServer
+    gateway: Gateway
+    served: Store
+    config: Config
+    current: Resource
+    folder: Path
+    refused: dict[int, str] = field(default_factory=dict)
+    """Versions that failed, and why, until the alias moves on."""
+
+    async def follow(self) -> None:
+        """Look at the alias for ever. Raises `PolicyServerError` when the policy server serves no version for certain."""
+        tried, waits = 0, 0.0
+        while True:
+            await asyncio.sleep(max(LOOK_SECONDS, waits))
+            try:
+                wanted = await self.weights.get_resource(self.reference.name, self.reference.which)
+            except StoreError as error:
+                logger.warning("%s is not known, version %d goes on: %s", self.reference, self.current.version, error)
+                continue
+            if wanted is None or wanted.version == self.current.version:
+                self.refused.clear()
+                continue
+            if wanted.version in self.refused:
+                continue
+            tried, before = wanted.version, tried
+            done = await self.take(wanted)
+            waits = 0.0 if done or tried != before else min(MOST_WAIT, 2 * (waits or LOOK_SECONDS))
+
+    async def take(self, wanted: Resource) -> bool:
+        """Serve a version from now on; whether that was decided, for or against it (`refused`): False while calls in flight do
+        not end. Raises `PolicyServerError` when it failed and the one before could not be put back."""
+        try:
+            folder = await asyncio.to_thread(checked_weights, wanted)
+        except ConfigError as error:
+            self._refuse(wanted, str(error))
+            return True
+        self.refused.clear()
+        own, before = RecordedProbe.of(wanted), await self._known_tokens()
+        if own is None and not before:
+            logger.warning(
+                "%s@%d is loaded without a probe: it was not made by training, and nothing was sampled that it could be "
+                "compared with",
+                wanted.name,
+                wanted.version,
+            )
+        async with self.gateway.hold():
+            if not await self.gateway.drain(min(DRAIN_SECONDS, self.config.gateway.hold_timeout / 2)):
+                logger.warning("%s@%d waits: calls in flight did not end in time", wanted.name, wanted.version)
+                return False
+            problem = await self._exchange(wanted, folder, own, before)
+        if problem:
+            self._refuse(wanted, problem)
+        else:
+            self.current, self.folder = wanted, folder
+            logger.info("%s@%d is served", wanted.name, wanted.version)
+        return True
+
+    async def _exchange(self, wanted: Resource, folder: Path, own: RecordedProbe | None, before: Sequence[int]) -> str:
+        """Load, probe and, where that fails, put back what was there, behind the closed gateway. Returns what was wrong."""
+        was = self.current.version
+        old = await self._logprobs(None, was, before)
+        try:
+            served = await self._logprobs(folder, wanted.version, own.ids if own else ())
+            problem = "" if own is None else self._fidelity(own, served)
+            problem = problem or _drop(old, await self._logprobs(None, wanted.version, before))
+        except PolicyServerError as error:
+            if self.policy.version == was:  # it was put back before anything was sampled
+                return str(error)
+            problem = str(error)
+        if not problem:
+            return ""
+        back = await self._logprobs(self.folder, was, before)
+        if again := self._bound(self.config.policy_server.dtype).problem_of(np.abs(np.array(back) - np.array(old))):
+            self.gateway.policy_lost()
+            raise PolicyServerError(
+                f"{wanted.name}@{wanted.version} failed ({problem}), and version {was} could not be put back: {again}"
+            )
+        return problem
+
+    async def _logprobs(self, weights: Path | None, version: int, ids: Sequence[int]) -> Sequence[float]:
+        """Have the policy server serve weights (None: those it has) as a version; its logprobs of tokens, but the first."""
+        probe = Probe(ids, [0.0] * len(ids)) if ids else None
+        update = await self.policy.update(weights, version, probe)
+        self.gateway.policy_updated(update)
+        return update.served
+
+    def _fidelity(self, own: RecordedProbe, served: Sequence[float]) -> str:
+        gaps = np.array(Probe(own.ids, own.logprobs).gaps(served))
+        found = self._bound(own.dtype).problem_of(gaps)
+        return f"vLLM's logprobs differ from the trainer's by {found}" if found else ""
+
+    def _bound(self, dtype: str) -> GapBound:
+        return bound_for(dtype, self.config.policy_server.dtype)
+
+    def _refuse(self, wanted: Resource, why: str) -> None:
+        self.refused[wanted.version] = why
+        logger.error(
+            "%s@%d is not served, version %d goes on: %s. Move the alias: lightning resources rollback %s --alias %s",
+            wanted.name,
+            wanted.version,
+            self.current.version,
+            why,
+            wanted.name,
+            self.reference.which,
+        )
+
+    async def _known_tokens(self) -> tuple[int, ...]:
+        """Tokens that the present version has sampled, with what came before them: those it was published with, or of the last
+        conversation; nothing where there are none."""
+        if (own := RecordedProbe.of(self.current)) is not None:
+            return own.ids
+        for run in await self.served.list_runs(brief=True):
+            begun = deque([each async for each in each_rollout(self.served, run.id) if each.attempt], MOST_LOOKED_AT)
+            while begun:  # the newest first; those that are being answered have no call yet
+                part = [begun.pop() for _ in range(min(LOOKED_AT_ONCE, len(begun)))]
+                for calls in await self.served.transitions_of([(rollout.id, rollout.attempt) for rollout in part]):
+                    for call in reversed(calls):
+                        if call.status.answered and len(call.response_ids) >= LEAST:
+                            return (*call.prompt_ids, *call.response_ids)[-MOST:]
+        return ()
+
+
+def _drop(old: Sequence[float], new: Sequence[float]) -> str:
+    """What is wrong when tokens of the version before have become so much less likely, or have no probability at all."""
+    if not old:
+        return ""
+    fell = float(np.mean(old)) - float(np.mean(new))
+    if math.isfinite(fell) and fell <= DROP:
+        return ""
+    return f"what the version before has sampled became {fell:.3g} nats less likely per token, more than {DROP:g}"

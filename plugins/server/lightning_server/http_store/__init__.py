@@ -1,0 +1,5 @@
+"""The store as a client sees it: the control API of one or several Lightning Servers."""
+
+from lightning_server.http_store.store import HttpStore
+
+__all__ = ["HttpStore"]

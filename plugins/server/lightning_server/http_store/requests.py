@@ -1,0 +1,193 @@
+"""Asking servers: what every method of `HttpStore` does with its path, its body and the answer. Leases whose answer was
+lost are asked for again.
+
+The invariant: an answer is read as the type that was expected, or it is an error that names the request.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Self, cast
+from urllib.parse import quote
+
+from lightning.errors import ConfigError, DataError, StoreError
+from lightning.store import json_codec, messages
+from lightning.store.messages import LeaseRequest
+
+from lightning_server.http_store.address import split_urls, token_or_complain
+from lightning_server.http_store.transport import NotFoundError, StoreRequest, Transport
+
+
+class UnansweredLeases:
+    """Lease requests of one store that no server answered, with the ids that they were sent under; they may be of any thread.
+
+    The invariant: an id goes to one request at a time, and to none for more rollouts than it was first sent for: what a server
+    has given out under it is given again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[tuple[LeaseRequest, str]] = []
+
+    def take(self, run: str, worker: str, limit: int) -> tuple[LeaseRequest, str] | None:
+        """A request of this worker for no more than `limit` rollouts, to be sent again now; None when there is none."""
+        with self._lock:
+            for place, (asked, _) in enumerate(self._kept):
+                if (asked.run, asked.worker) == (run, worker) and asked.limit <= limit:
+                    return self._kept.pop(place)
+        return None
+
+    def keep(self, asked: LeaseRequest, once: str) -> None:
+        """Remember a request that was not answered."""
+        if asked.limit:
+            with self._lock:
+                self._kept.append((asked, once))
+
+    def forget(self, worker: str) -> None:
+        """The worker has given back whatever it was given."""
+        with self._lock:
+            self._kept = [kept for kept in self._kept if kept[0].worker != worker]
+
+
+PATIENCE: Final = 120.0
+EVERY_PROJECT: Final = "*"
+"""What a server says of a token that is bound to no project."""
+PAGE: Final = 1000
+
+
+class Asking:
+    """The connection of an `HttpStore`, which says what the arguments are."""
+
+    def __init__(
+        self, urls: str | Sequence[str], *, token: str | Path | None = None, patience: float | None = None
+    ) -> None:
+        self._urls, options = split_urls(urls)
+        if isinstance(token, Path):
+            token = token.absolute()  # it is read again later, and the program may change its folder
+        self._token = token_or_complain(token)
+        self._renew = partial(token_or_complain, token) if isinstance(token, Path) else None
+        self._patience = _seconds(options.get("patience", str(PATIENCE))) if patience is None else patience
+        self._lock = threading.Lock()
+        self._unanswered = UnansweredLeases()
+        self._transport: Transport | None = None
+        self._project: str | None = None
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """`http://host:port` or `https://...`, several with commas; `?patience=SECONDS`."""
+        return cls(url)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self._urls)})"
+
+    async def open(self, *, make: bool = True) -> None:
+        """See `Store.open`; a server has its store already. Raises `StoreError` when a server refuses the token,
+        `UnavailableError` when none answers."""
+        with self._lock:
+            fresh = self._transport is None
+            if self._transport is None:
+                self._transport = Transport(self._urls, self._token, self._patience, self._renew)
+            transport = self._transport
+        if not fresh:
+            return
+        try:
+            told = (await self.version()).project
+            self._project = None if told == EVERY_PROJECT else told
+        except BaseException:
+            await self._disconnect(transport)
+            raise
+
+    async def close(self) -> None:
+        """See `Store.close`."""
+        if self._transport is not None:
+            await self._disconnect(self._transport)
+
+    async def _disconnect(self, transport: Transport) -> None:
+        with self._lock:
+            if self._transport is not transport:
+                return
+            self._transport = None
+        await transport.close()
+
+    @property
+    def answering(self) -> str:
+        """The URL of the server that answered last. Raises `StoreError` before `open`."""
+        if self._transport is None:
+            raise StoreError(f"the store at {', '.join(self._urls)} is not open: await store.open() first")
+        return self._transport.answering
+
+    @property
+    def project(self) -> str | None:
+        """The project that the servers show to this store's token; None: all, and before `open`."""
+        return self._project
+
+    async def version(self) -> messages.Version:
+        """The release of the server, and what this store's token may do."""
+        return cast("messages.Version", await self._ask("GET", ("version",), messages.Version))
+
+    # asking -----------------------------------------------------------------------------------------------------
+    async def _send(
+        self,
+        method: str,
+        path: Sequence[str],
+        answer: Any,
+        payload: bytes | None = None,
+        query: Mapping[str, object] | None = None,
+        **how: Any,
+    ) -> Any:
+        """Ask, and read the answer as an `answer`. `how` are further fields of the `StoreRequest`, and `patience`."""
+        transport = self._transport
+        if transport is None:
+            raise StoreError(f"the store at {', '.join(self._urls)} is not open: await store.open() first")
+        patience = how.pop("patience", None)
+        if not all(path):
+            raise DataError(f"an id or a name in {method} /{'/'.join(path)} is empty")
+        asked = {name: _quoted(str(value)) for name, value in (query or {}).items() if value is not None}
+        request = StoreRequest(method, "".join(f"/{_quoted(part)}" for part in path), asked, payload, **how)
+        body = await transport.send(request, patience)
+        what = f"the answer to {method} {request.path}"
+        try:
+            return json_codec.codec_of(answer).decode(json_codec.read(body, what), what, False)
+        except DataError as error:
+            raise StoreError(f"{error}. Is it a Lightning Server that answers at {', '.join(self._urls)}?") from error
+
+    async def _ask(self, method: str, path: Sequence[str], answer: Any, body: object = None, **how: Any) -> Any:
+        try:
+            return await self._send(method, path, answer, None if body is None else written(body), **how)
+        except NotFoundError as error:
+            raise StoreError(str(error)) from error
+
+    async def _find(self, path: Sequence[str], answer: Any, query: Mapping[str, object]) -> Any:
+        if not all(path):
+            return None
+        try:
+            return await self._send("GET", path, answer, query=query)
+        except NotFoundError:
+            return None
+
+
+def written(body: object) -> bytes:
+    """The JSON of a request's body."""
+    return json_codec.write(json_codec.codec_of(type(body)).encode(body))
+
+
+def _quoted(part: str) -> str:
+    """Text for a path or a query. Raises `DataError` for what no URL can hold."""
+    try:
+        return "%2E" * len(part) if part in (".", "..") else quote(part, safe="")
+    except UnicodeEncodeError as error:
+        raise DataError(f"{part[:80]!r} cannot be an id or a name: {error}") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"patience={text!r} is not a number of seconds: write ?patience=600")
+    return value

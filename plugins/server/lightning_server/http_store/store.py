@@ -1,0 +1,256 @@
+"""`HttpStore`: the `Store` protocol over the control API of Lightning Servers.
+
+The invariant: it promises what the store behind the servers promises, through whichever of them answers; errors are the same
+classes with the same words. A request is sent until it is answered, and what must not be done twice is sent under an id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Any, Final, cast
+
+from lightning.errors import DataError, StoreError, UnavailableError
+from lightning.store import extras, json_codec, messages, rollout_state, rows
+from lightning.store.operation import REQUIRED, Operation
+from lightning.store.operations import LEASE_ANSWER, Operations
+from lightning.store.protocol import Page, RunWatch
+from lightning.types import LLM, Lease, Rollout, Span, Transition
+
+from lightning_server.http_store.long_poll import HttpWatch
+from lightning_server.http_store.requests import PAGE, Asking, written
+from lightning_server.http_store.transport import NotFoundError, UnknownRouteError
+
+BODY_BYTES: Final = 8 * 1024 * 1024
+"""Longer lists are sent in several requests; what is one unit is sent in one."""
+
+SHORTEST_ANSWER: Final = 3.0
+"""Seconds a server is given at least: what it has leased after that waits until the lease expires."""
+CHECKS: Final[Mapping[type, Callable[[Any], object]]] = {Rollout: rows.rollout_values, Span: rows.SPANS.values}
+"""What says of a noun that has no JSON what is wrong with it, better than JSON can."""
+
+
+class HttpStore(Operations, Asking):
+    """The store behind the servers at `urls` (any of them answers any request), opened with a scoped `token`.
+
+    A path names a file with the token, which is read again when servers refuse what it had: tokens may expire and be renewed
+    there. Without `token` it is the environment's `LIGHTNING_TOKEN`. When no server answers, requests are repeated with growing
+    pauses for `patience` seconds, then raise `UnavailableError`. Raises `ConfigError` for settings that cannot be meant.
+
+    `create_rollouts`, `append` and `append_spans` send more than `BODY_BYTES` in several requests: all or none of each. State
+    that is a secret of the servers is not there, and cannot be kept.
+    """
+
+    async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
+        """Ask for an operation."""
+        try:
+            return await self._called(operation, arguments)
+        except UnknownRouteError as error:
+            if operation.group is None:
+                raise
+            raise operation.group.lacking(operation, f"the server at {self._urls[0]}") from error
+
+    async def _called(self, operation: Operation, arguments: dict[str, Any]) -> Any:
+        path = _path(operation, arguments)
+        query = {part.name: _shown(arguments[part.name]) for part in operation.query if _is_sent(part, arguments)}
+        if operation.item is not None:
+            return await self._pages(operation, path, query, arguments)
+        if operation.is_optional:
+            return await self._find(path, operation.answered, query)
+        how = {"query": query, "answer_seconds": operation.answer_seconds, "once": _once(operation, arguments)}
+        if operation.is_in_parts:
+            found = [
+                await self._told(operation, path, body, how)
+                for body in _bodies(operation.body[0].name, _items(arguments[operation.body[0].name]))
+            ]
+            return sum(found)
+        if operation.is_read_in_parts:
+            return await self._in_parts(operation, path, arguments[operation.body[0].name], how)
+        body = _body(operation, arguments)
+        return await self._told(operation, path, None if body is None else written(body), how)
+
+    async def _told(
+        self, operation: Operation, path: Sequence[str], payload: bytes | None, how: Mapping[str, Any]
+    ) -> Any:
+        """What a server answers to one request."""
+        try:
+            answer = await self._send(operation.method, path, operation.answered, payload, **how)
+        except NotFoundError as error:
+            raise StoreError(str(error)) from error
+        if operation.result is type(None):
+            return None
+        return getattr(answer, operation.field) if operation.field else answer
+
+    async def _pages(
+        self, operation: Operation, path: Sequence[str], query: Mapping[str, object], arguments: Mapping[str, Any]
+    ) -> Any:
+        """The items of every page from a cursor on, or the first `limit` of them."""
+        most: int | None = arguments.get("limit")
+        if operation.result is Page:
+            cursor = arguments["cursor"]
+        else:
+            rollout_state.check_page(most)
+            after = arguments.get("after", "")
+            cursor = "" if isinstance(after, int) and after < 0 else str(after)
+        found: list[Any] = []
+        while True:
+            limit = PAGE if most is None else min(most - len(found), PAGE)
+            asked = {**query, "cursor": cursor, "limit": limit}
+            page = await self._ask(operation.method, path, operation.answered, query=asked)
+            found += page.items
+            cursor = page.cursor
+            if not cursor or (most is not None and len(found) >= most):
+                return Page(tuple(found), cursor) if operation.result is Page else found
+
+    async def _in_parts(
+        self, operation: Operation, path: Sequence[str], asked: Sequence[Any], how: Mapping[str, Any]
+    ) -> list[Any]:
+        """What is told of all that is asked for, from answers that tell it of some."""
+        found: list[Any] = []
+        while len(found) < len(asked):
+            body = _body(operation, {operation.body[0].name: tuple(asked[len(found) : len(found) + PAGE])})
+            some = await self._told(operation, path, written(body), how)
+            if not some:
+                raise StoreError(f"the server at {self._urls[0]} gave nothing of {asked[len(found)]}: update it")
+            found += some
+        return found
+
+    def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
+        """See `Store.watch`."""
+        return HttpWatch(lambda since, timeout: self._changed(run, since, timeout))
+
+    async def _changed(self, run: str, since: str, timeout: float) -> messages.Changed | None:
+        """What a server says after `timeout` seconds at most; None when none could say it in that time."""
+        query = {"run": run, "since": since, "timeout": timeout}
+        try:
+            changed = await self._ask(
+                "GET", ("watch",), messages.Changed, query=query, waits=timeout, patience=timeout if since else None
+            )
+        except UnavailableError:
+            if not since:
+                raise
+            return None
+        return cast("messages.Changed", changed)
+
+    # leases -----------------------------------------------------------------------------------------------------
+    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
+        """See `Store.lease`. What was not answered in time is asked for first when the worker leases again."""
+        return [held.lease for held in (await self._lease(run, worker, limit, ttl, once)).leases]
+
+    async def lease_for_agents(
+        self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0
+    ) -> tuple[list[tuple[Lease, LLM]], bool]:
+        """`lease`, with what the agent of each lease needs to call the model, and whether the run is over. Raises `StoreError`
+        when the server has no model for agents to call."""
+        found = await self._lease(run, worker, limit, ttl, "")
+        if any(one.llm is None for one in found.leases):
+            raise StoreError(
+                f"the server at {self._urls[0]} has no gateway: lease from one that `lightning serve` started"
+            )
+        return [(one.lease, cast("LLM", one.llm)) for one in found.leases], found.over
+
+    async def _lease(self, run: str, worker: str, limit: int, ttl: float, once: str) -> messages.Leases:
+        asked, name = messages.LeaseRequest(run, worker, limit, ttl), once or (_id() if limit else "")
+        if not once and (earlier := self._unanswered.take(run, worker, limit)) is not None:
+            asked, name = earlier
+        how: dict[str, Any] = {"answer_seconds": _within(ttl), "once": name}
+        try:
+            return cast(
+                "messages.Leases", await self._send("POST", ("leases",), messages.Leases, written(asked), **how)
+            )
+        except NotFoundError:  # a run that is not there yet has nothing to lease, as in every other store
+            return messages.Leases(())
+        except (UnavailableError, asyncio.CancelledError):
+            self._unanswered.keep(asked, name)
+            raise
+
+    async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
+        """See `Store.renew`."""
+        path = ("rollouts", lease.rollout.id, "attempts", str(lease.attempt), "renew")
+        found = await self._ask(
+            "POST", path, messages.Expiry, messages.Renewal(lease.worker, ttl), answer_seconds=_within(ttl)
+        )
+        return replace(lease, expires_at=found.expires_at)
+
+    async def release(self, worker: str, *, once: str = "") -> int:
+        """See `Store.release`."""
+        found = await super().release(worker, once=once)
+        self._unanswered.forget(worker)
+        return found
+
+
+def _id() -> str:
+    """For a call that its caller has not named: its answer may get lost on the way all the same."""
+    return uuid.uuid4().hex
+
+
+def _once(operation: Operation, arguments: Mapping[str, Any]) -> str:
+    """The id under which a call is sent. None says that it may be done twice."""
+    once: str | None = arguments.get("once") if operation.once else None
+    return _id() if once == "" else once or ""
+
+
+def _within(ttl: float) -> float:
+    """Seconds a server has to answer about a lease of `ttl` seconds: a few servers may be asked before it is over."""
+    return min(
+        max(SHORTEST_ANSWER, ttl / 6), LEASE_ANSWER
+    )  # in this order a NaN, which the server refuses, is no timeout
+
+
+def _path(operation: Operation, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    parts = operation.path.split("/")[1:]
+    return tuple(str(arguments[part[1:-1]]) if part.startswith("{") else part for part in parts)
+
+
+def _is_sent(part: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a parameter is in the query; one at its default is not."""
+    return part.default is REQUIRED or arguments[part.name] != part.default
+
+
+def _shown(value: object) -> object:
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _body(operation: Operation, arguments: Mapping[str, Any]) -> Any:
+    """What is sent as the body; None when there is none."""
+    if not operation.body:
+        return None
+    for part in operation.body:
+        if part.hint is json_codec.AnyJson:
+            rows.dump(arguments[part.name], f"the {part.name} of {arguments.get('key', operation.name)!r}")
+    if operation.whole_body:
+        return arguments[operation.whole_body]
+    return operation.sent(**{part.name: arguments[part.name] for part in operation.body})
+
+
+def _items(values: Sequence[Any]) -> list[bytes]:
+    """Nouns as JSON."""
+    return [_item(value) for value in values]
+
+
+def _item(value: Any) -> bytes:
+    if isinstance(value, Transition):  # refused before any part of the list is sent
+        extras.pack(value.extras, f"the extras of transition {value.key}")
+    try:
+        return json_codec.write(json_codec.codec_of(type(value)).encode(value))
+    except DataError:
+        CHECKS.get(type(value), lambda unchecked: None)(value)
+        raise
+
+
+def _bodies(field: str, items: Sequence[bytes]) -> Iterator[bytes]:
+    """`{field: [items]}`, in bodies of `BODY_BYTES` at most; an item that is longer comes alone."""
+    start = size = 0
+    for end, item in enumerate(items):
+        if end > start and size + len(item) > BODY_BYTES:
+            yield _list(field, items[start:end])
+            start, size = end, 0
+        size += len(item) + 1
+    yield _list(field, items[start:])
+
+
+def _list(field: str, items: Sequence[bytes]) -> bytes:
+    return b'{"' + field.encode() + b'":[' + b",".join(items) + b"]}"

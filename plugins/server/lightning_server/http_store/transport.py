@@ -1,0 +1,357 @@
+"""Requests to servers that may go away at any moment: failover, back-off, and the errors of the store made of answers.
+
+The invariant: a request ends with an answer of a server, or with `UnavailableError` when its patience is over; one that must
+not be done twice has a name by which every server knows it again. After a refusal that may be one server's alone another one is
+asked next. Once a Lightning Server has answered, a page that is no answer of one means that it is away; before, a wrong URL.
+The token is sent in one header and shown nowhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import logging
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import aiohttp
+from lightning.errors import (
+    ConfigError,
+    ConflictError,
+    DataError,
+    LightningError,
+    SchemaError,
+    StaleAttemptError,
+    StoreError,
+    UnavailableError,
+)
+from lightning.store import json_codec
+from lightning.store.messages import ONCE_HEADER, Failure, Problem
+from lightning.store.operation import ANSWER_SECONDS
+from lightning.store.operations import LEASE_ANSWER
+from lightning.store.threads import LoopThread, check_process, closed_error
+from yarl import URL
+
+log = logging.getLogger(__name__)
+
+PREFIX: Final = "/api/v1"
+FIRST_DELAY: Final = 0.05
+LONGEST_DELAY: Final = 5.0
+CONNECT_SECONDS: Final = 5.0
+KEEP_ALIVE: Final = 60.0
+"""Seconds; below those of the server, so that it is never the one who hangs up."""
+LONGEST_ANSWER: Final = 256 << 20
+"""Bytes of an answer, decompressed: many times a page (`server.api.paging`). A server is believed no more than that."""
+LONG: Final = 30.0
+"""Seconds of patience from which on it is said that a request is being repeated; who has less says it itself."""
+BUSY: Final = 429
+TOO_LONG: Final = 413
+AWAY: Final = (502, 503, 504)
+LOOK: Final = "look at the proxy before it, and at whether the server behind that runs"
+LONG_BODY: Final = 64 * 1024
+"""Bytes from which on a body may be what a connection was cut off for: proxies that do so take shorter ones."""
+LARGE_BODY: Final = 1 << 20
+"""From this size on aiohttp wants bodies as a stream."""
+CUTS: Final = 4
+"""A body that was cut off so often, without an answer, is asked about (`Transport._is_too_long`)."""
+
+
+class TooLongError(DataError):
+    """What was sent is longer than the server, or a proxy before it, takes: it said so (413), or hangs up at it."""
+
+
+class PageError(UnavailableError):
+    """Something before the servers answers in their place, such as a proxy with an error page. It may be because of what was
+    asked."""
+
+
+KINDS: Final[Mapping[str, type[LightningError]]] = {
+    "stale_attempt": StaleAttemptError,
+    "conflict": ConflictError,
+    "invalid_data": DataError,
+    "body_too_large": TooLongError,
+    "schema": SchemaError,
+}
+"""The errors behind the words of a server's answers; every other word is a `StoreError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRequest:
+    """What to ask. `path` is percent-encoded below `PREFIX`; `once` is the name of what must not be done twice; `waits` is how
+    long the server may take on purpose, `answer_seconds` how long it may send nothing beyond that before it counts as gone, in
+    seconds."""
+
+    method: str
+    path: str
+    query: Mapping[str, str]
+    body: bytes | None = None
+    once: str = ""
+    waits: float = 0.0
+    answer_seconds: float = ANSWER_SECONDS
+
+
+class TokenRefusedError(StoreError):
+    """The token opens nothing here: unknown, revoked, expired (401), or of another scope (403)."""
+
+
+class NotFoundError(Exception):
+    """The server knows the path and has nothing there."""
+
+
+class UnknownRouteError(StoreError):
+    """The server does not know the path."""
+
+
+class Transport:
+    """The connections of one store, in a thread with an event loop of its own: whoever uses the store may be in any.
+
+    `renew` says which token there is by now, when servers refuse the one that there was; it may raise `ConfigError`.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], token: str, patience: float, renew: Callable[[], str] | None = None
+    ) -> None:
+        self._urls, self._patience = tuple(urls), patience
+        self._token, self._renew = token, renew
+        self._current = random.randrange(len(self._urls))  # noqa: S311 — spreads clients over servers
+        self._process = os.getpid()
+        self._closing = False
+        self._met = False  # a Lightning Server has answered: the URLs are right
+        self._cuts: Counter[tuple[str, int]] = Counter()  # of long bodies, by path and length, until they are answered
+        self._thread = LoopThread("lightning-store-http")
+        self._over = asyncio.Event()
+        self._session, self._fresh = asyncio.run_coroutine_threadsafe(self._open(), self._thread.loop).result()
+
+    def __repr__(self) -> str:
+        return f"Transport({', '.join(self._urls)})"
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The servers."""
+        return self._urls
+
+    @property
+    def answering(self) -> str:
+        """The server that answered last, or is asked next."""
+        return self._urls[self._current]
+
+    async def send(self, request: StoreRequest, patience: float | None = None) -> bytes:
+        """The body of a server's answer. Raises `NotFoundError` and what `KINDS` says, `UnavailableError` when no server
+        answered for `patience` seconds (default: the store's)."""
+        check_process(f"at {', '.join(self._urls)}", self._process)
+        wanted = self._patience if patience is None else patience
+        waiter = self._thread.submit(lambda: self._send(request, wanted), followed=True)
+        if waiter is None:
+            raise closed_error(f"at {', '.join(self._urls)}")
+        return await waiter
+
+    async def close(self) -> None:
+        """Let requests that have been sent end, but for those that wait for news, then disconnect."""
+        self._closing = True
+        if self._process == os.getpid():
+            self._thread.loop.call_soon_threadsafe(self._over.set)
+            await asyncio.to_thread(self._thread.close, self._disconnect)
+
+    # in the thread ----------------------------------------------------------------------------------------------
+    async def _open(self) -> tuple[aiohttp.ClientSession, aiohttp.ClientSession]:
+        """Connections that are kept, and new ones for what was cut off: a kept one may have been dead before."""
+        kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
+        fresh = aiohttp.TCPConnector(limit=0, force_close=True)
+        none, accept = aiohttp.DummyCookieJar(), {"accept": "application/json"}
+        first, second = (aiohttp.ClientSession(connector=one, headers=accept, cookie_jar=none) for one in (kept, fresh))
+        return first, second
+
+    async def _disconnect(self) -> None:
+        for session in (self._session, self._fresh):
+            await session.close()
+
+    async def _send(self, request: StoreRequest, patience: float) -> bytes:
+        deadline, delay, tried, warned = time.monotonic() + patience, FIRST_DELAY, 0, False
+        while True:
+            at, token = self._current, self._token
+            try:
+                return await self._until_closed(self._attempt(self._urls[at], request), request.waits > 0)
+            except _AwayError as away:
+                if away.cut and await self._is_too_long(at, request):
+                    raise TooLongError(_hung_up(self._urls[at], request)) from away
+                left, problem = deadline - time.monotonic(), away
+            except TokenRefusedError:
+                if not await self._is_renewed(token):
+                    raise
+                continue
+            except StoreError as error:
+                if type(error) in (StoreError, SchemaError):  # of another release, at fault, or no server of ours
+                    self._pass_over(at)
+                raise
+            self._pass_over(at)
+            tried += 1
+            if tried % len(self._urls):
+                continue  # the next server may be there
+            if left <= 0 or self._closing:
+                doubt = "; it is not known whether it was done: look, then ask again" if request.once else ""
+                raise (PageError if problem.page else UnavailableError)(
+                    f"no server answered within {patience:g} s ({problem}){doubt}. Servers: {', '.join(self._urls)}. "
+                    "Start one with `lightning serve`, or give the right URL"
+                )
+            if patience >= LONG and not warned and not request.waits and tried > 2 * len(self._urls):
+                log.warning("%s; asking again for %.0f s", problem, left)
+                warned = True
+            spread = delay * random.uniform(0.5, 1.0)  # noqa: S311 — clients that lost one server must not come back as one
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), min(left, max(problem.pause, spread)))
+            delay = min(delay * 2, LONGEST_DELAY)
+
+    async def _is_renewed(self, refused: str) -> bool:
+        """Whether there is another token now than the one that was refused."""
+        if self._token == refused and self._renew is not None:
+            try:
+                self._token = await asyncio.to_thread(self._renew)
+            except ConfigError as error:
+                log.warning("a token was refused, and there is no other one: %s", error)
+        return self._token != refused
+
+    def _pass_over(self, at: int) -> None:
+        """Begin with the server after `at` from now on, unless somebody else has seen to that."""
+        if at == self._current:
+            self._current = (at + 1) % len(self._urls)
+
+    async def _until_closed(self, attempt: Coroutine[Any, Any, bytes], waits: bool) -> bytes:
+        """The answer to one attempt; one that only waits for news is given up when the store is closed."""
+        if not waits:
+            return await attempt
+        task, over = asyncio.create_task(attempt), asyncio.create_task(self._over.wait())
+        try:
+            await asyncio.wait({task, over}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise UnavailableError("the store was closed while it waited for news")
+        finally:
+            over.cancel()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _is_too_long(self, at: int, request: StoreRequest) -> bool:
+        """Whether it is because of its length that a request was cut off: a long one, some times, by a server that answers a
+        short one."""
+        if len(request.body or b"") < LONG_BODY:
+            return False
+        self._cuts[_same(request)] += 1
+        if self._cuts[_same(request)] < CUTS:
+            return False
+        try:
+            await self._attempt(self._urls[at], StoreRequest("GET", "/version", {}, answer_seconds=LEASE_ANSWER))
+        except _AwayError:
+            return False
+        return True
+
+    async def _attempt(self, base: str, request: StoreRequest) -> bytes:
+        query = "&".join(f"{name}={value}" for name, value in request.query.items())
+        url = URL(f"{base}{PREFIX}{request.path}" + (f"?{query}" if query else ""), encoded=True)
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=CONNECT_SECONDS, sock_read=request.answer_seconds + request.waits
+        )
+        headers = {"authorization": f"Bearer {self._token}"}
+        if request.body is not None:
+            headers["content-type"] = "application/json"
+        if request.once:
+            headers[ONCE_HEADER] = request.once
+        data = request.body if len(request.body or b"") < LARGE_BODY else io.BytesIO(request.body or b"")
+        session = self._fresh if self._cuts[_same(request)] else self._session
+        try:
+            async with session.request(
+                request.method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                body = await _whole(response)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise _AwayError(f"{base} cannot be reached ({error})") from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            cut = not isinstance(error, TimeoutError)
+            raise _AwayError(f"{base} went away ({error!r})", cut=cut) from error
+        self._cuts.pop(_same(request), None)
+        if response.status == 200 and body.lstrip()[:1] == b"{":  # as every answer of ours begins
+            self._met = True
+            return body
+        raise self._refusal(base, request, response.status, response.headers.get("retry-after", ""), body)
+
+    def _refusal(self, base: str, request: StoreRequest, status: int, retry_after: str, body: bytes) -> Exception:
+        problem = _problem(body)
+        asked = _asked(request)
+        self._met = self._met or problem is not None
+        pause = min(float(retry_after), LONGEST_DELAY) if retry_after.isdecimal() else 0.0
+        if status == BUSY or (status in AWAY and (problem is None or problem.type not in KINDS)):
+            said = problem.message if problem else f"not as a Lightning Server does: {LOOK}"
+            return _AwayError(f"{base} answered {status} ({said})", pause)
+        if status == TOO_LONG and (problem is None or problem.type not in KINDS):
+            return TooLongError(
+                f"{base} answered {status} to {asked} of {len(request.body or b'')} bytes, and not as a Lightning Server does: "
+                "a proxy before it takes no more. Raise the proxy's limit (client_max_body_size in nginx), or send less"
+            )
+        if problem is None and self._met:
+            said = f"{base} answered {status} to {asked}, and not as a Lightning Server does: {LOOK}"
+            return _AwayError(said, pause, page=True)
+        if problem is None:
+            return StoreError(
+                f"{base} answered {status} to {asked}, and not as a Lightning Server does: "
+                "is it one, of this release? Give the URL that `lightning serve` printed"
+            )
+        if problem.type == "not_found":
+            return NotFoundError(problem.message)
+        if problem.type == "unknown_route":
+            return UnknownRouteError(problem.message)
+        if status in (401, 403):
+            return TokenRefusedError(f"{problem.message} ({base})")
+        message = problem.message
+        return KINDS.get(problem.type, StoreError)(message)
+
+
+class _AwayError(Exception):
+    """No answer, or one that says to ask again, after `pause` seconds. `cut`: the connection was there, and broke off; `page`:
+    something else answered that has no word for this."""
+
+    def __init__(self, message: str, pause: float = 0.0, *, cut: bool = False, page: bool = False) -> None:
+        super().__init__(message)
+        self.pause, self.cut, self.page = pause, cut, page
+
+
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    """The body of an answer. Raises `StoreError` for one without end."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > LONGEST_ANSWER:
+            raise StoreError(
+                f"{response.url.origin()} answered with more than {LONGEST_ANSWER >> 20} MiB: it is no Lightning Server. Give "
+                "the URL that `lightning serve` printed"
+            )
+    return bytes(body)
+
+
+def _asked(request: StoreRequest) -> str:
+    return f"{request.method} {PREFIX}{request.path}"
+
+
+def _same(request: StoreRequest) -> tuple[str, int]:
+    """What a request has in common with one that says the same again."""
+    return request.path, len(request.body or b"")
+
+
+def _hung_up(base: str, request: StoreRequest) -> str:
+    return (
+        f"{base} hung up {CUTS} times at {_asked(request)} of {len(request.body or b'')} bytes, and answers what is short: a "
+        "proxy before it takes no more. Raise the proxy's limit (client_max_body_size in nginx), or send less"
+    )
+
+
+def _problem(body: bytes) -> Problem | None:
+    """What a server says is wrong; None when the answer is not a server's of ours."""
+    try:
+        failure: Failure = json_codec.codec_of(Failure).decode(json_codec.read(body, "the answer"), "the answer", False)
+    except DataError:
+        return None
+    return failure.error

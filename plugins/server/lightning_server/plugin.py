@@ -1,0 +1,102 @@
+"""What is remote, as a plugin: servers and clients, stores over HTTP, and the commands for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning.hooks import hookimpl
+
+if TYPE_CHECKING:
+    import typer
+    from lightning.config import Config
+    from lightning.runner.protocol import Agent, Runner
+    from lightning.store.operation import OperationGroup
+    from lightning.store.protocol import Store
+    from lightning.trainer.run_server import RunServer
+
+
+@hookimpl
+def register_servers(register: Callable[[str, Callable[[], RunServer]], None]) -> None:
+    """`lightning`."""
+    register("lightning", _server)
+
+
+@hookimpl
+def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
+    """`remote`."""
+    register("remote", _remote)
+
+
+@hookimpl
+def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> None:
+    """`http` and `https`."""
+    register("http", _http_store)
+    register("https", _http_store)
+
+
+@hookimpl
+def register_operations(register: Callable[[str, Callable[[], OperationGroup]], None]) -> None:
+    """`tokens`."""
+    register("tokens", _tokens)
+
+
+@hookimpl
+def register_commands(register: Callable[[str, Callable[[], Callable[..., None] | typer.Typer]], None]) -> None:
+    """`lightning runner`, `serve`, `token` and `pull`."""
+    register("runner", _runner)
+    register("serve", _serve)
+    register("token", _token)
+    register("pull", _pull)
+
+
+def _server() -> RunServer:
+    from lightning_server.run_server import LightningServer
+
+    return LightningServer()
+
+
+def _remote(agent: Agent, config: Config) -> Runner:
+    from lightning_server.remote_runner import remote_runner
+
+    return remote_runner(agent, config)
+
+
+def _http_store(url: str) -> Store:
+    from lightning_server.http_store import HttpStore
+
+    return HttpStore.from_url(url)
+
+
+def _tokens() -> OperationGroup:
+    from lightning_server.tokens import TOKENS
+
+    return TOKENS
+
+
+def _runner() -> Callable[..., None]:
+    """Run an agent for Lightning Servers, on any machine."""
+    from lightning_server.runner_command import runner
+
+    return runner
+
+
+def _serve() -> Callable[..., None]:
+    """Serve a model through the gateway and record every call."""
+    from lightning_server.serve_command import serve
+
+    return serve
+
+
+def _token() -> typer.Typer:
+    """Make, list and revoke the tokens of a server's control API."""
+    from lightning_server.token_command import app
+
+    return app
+
+
+def _pull() -> Callable[..., None]:
+    """Copy a version of weights into a folder, from this machine or a server."""
+    from lightning_server.pull_command import pull
+
+    return pull

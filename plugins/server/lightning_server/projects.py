@@ -1,0 +1,278 @@
+"""The store as one project sees it: the one place that keeps projects apart.
+
+The invariant: what belongs to another project answers exactly as what was never created, whichever method is asked; a secret
+in a run's state, and what servers keep there for one another, is told to nobody. Only an id that one asks to *create* can be
+found to be taken elsewhere, since the ids of runs and rollouts are one name space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from lightning.bounded import Bounded
+from lightning.errors import ConflictError, DataError, StoreError
+from lightning.store.operation import Operation, Rule, UnseenError
+from lightning.store.operations import Operations
+from lightning.store.protocol import Alias, Page, ResourceUse, RunWatch, Store
+from lightning.store.rollout_state import unknown_rollout
+from lightning.types import DEFAULT_PROJECT, Lease, Resource, Rollout, Run, Span, StepRecord, Transition
+
+from lightning_server.names import KnownIds, Names, check_id, check_run_id, is_of_servers
+
+VIEWS = 1024
+NAMES = frozenset({"run", "rollout", "name", "worker", "key"})
+"""Arguments that are ids."""
+WHOLE_STORE = ""
+"""The `run` of state that belongs to no run."""
+
+
+def is_secret(key: str) -> bool:
+    """Whether a key of a run's state holds what no token may read or change, such as `gateway_secret`."""
+    return "secret" in key.lower()
+
+
+class Projects:
+    """The views of one store, kept so that each remembers what it has looked up."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._views = Bounded[str | None, ProjectStore](VIEWS)
+
+    def of(self, project: str | None) -> ProjectStore:
+        """The store as `project` sees it; None sees all projects, and no secret either."""
+        view = self._views.used(project)
+        return self._views.keep(project, ProjectStore(self._store, project)) if view is None else view
+
+
+class ProjectStore(Operations):
+    """A `Store` of one project over a store of many; with `project=None` of all. Opening and closing are the owner's affair.
+
+    What an operation touches is told by its arguments: runs and rollouts must be the project's, resources and workers get its
+    names; or an operation has a rule of its own. It is refused otherwise, or answered as one on nothing, as its table says.
+    """
+
+    def __init__(self, store: Store, project: str | None) -> None:
+        self._store, self._project = store, project
+        self._names = Names(project)
+        self._known = KnownIds()
+
+    @property
+    def project(self) -> str | None:
+        """The project that is seen; None: all."""
+        return self._project
+
+    async def open(self, *, make: bool = True) -> None:
+        """Nothing: the store under it is open as long as its owner wants."""
+
+    async def close(self) -> None:
+        """Nothing: others look at the store under it too."""
+
+    async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
+        """Do an operation on what the project sees."""
+        try:
+            if operation.owned is not None:
+                return await self._judged(operation, operation.owned, arguments)
+            for kind, identity in dict.fromkeys(_touched(arguments)):
+                await self._check(kind, identity)
+        except UnseenError:
+            if operation.empty:
+                return operation.nothing()
+            raise
+        inward = {name: self._in(name, value) for name, value in arguments.items()}
+        return await self._out(await operation.on(self._store)(**inward))
+
+    async def _judged(self, operation: Operation, rule: Rule, arguments: dict[str, Any]) -> Any:
+        """Do an operation that has a rule of its own."""
+        if self._project is None:
+            return await operation.on(self._store)(**arguments)
+        return await rule(self._store, self._project, operation, arguments)
+
+    # what is seen -----------------------------------------------------------------------------------------------
+    async def _check(self, kind: str, identity: str) -> None:
+        """Raise `UnseenError` for what the project does not see, `DataError` for what can be no name."""
+        if kind == "run" and not await self._sees_run(identity):
+            raise UnseenError(f"run {identity!r} is unknown: create it with put_run() first")
+        if kind == "rollout" and not await self._sees(identity):
+            raise UnseenError(str(unknown_rollout(identity)))
+        if kind == "name" and not self._names.may_have(identity):
+            raise UnseenError(f"the resource {identity!r} is unknown: list_resources() says which there are")
+        if kind == "project" and self._project not in (None, identity):
+            raise DataError(f"a token of project {self._project!r} makes nothing for {identity!r}")
+        if kind == "worker":
+            check_id(identity, "worker")
+        if kind == "key":
+            if is_secret(identity):
+                raise UnseenError(
+                    f"the state {identity!r} is a secret of the servers: use a key without the word secret"
+                )
+            check_id(identity, "key of the state")
+
+    async def _sees_run(self, run: str) -> bool:
+        if is_of_servers(run):
+            return False
+        if self._project is None:
+            return True
+        if self._known.has("run", run):
+            return True
+        found = await self._store.get_run(run) if run != WHOLE_STORE else None
+        if found is None or found.project != self._project:
+            return False
+        self._known.add("run", [run])
+        return True
+
+    async def _sees(self, rollout: str) -> bool:
+        if self._project is None:
+            return True
+        if self._known.has("rollout", rollout):
+            return True
+        found = await self._store.get_rollout(rollout)
+        if found is None or not await self._sees_run(found.run):
+            return False
+        self._known.add("rollout", [rollout])
+        return True
+
+    # names on the way in and out --------------------------------------------------------------------------------
+    def _in(self, name: str, value: Any) -> Any:
+        """An argument as it is stored. Raises `DataError` for a name that is reserved."""
+        match value:
+            case Resource():
+                return replace(value, name=self._names.resource_in(value.name))
+            case Lease():
+                return self._names.lease_in(value)
+            case str() if name == "name":
+                return self._names.resource_in(value)
+            case str() if name == "worker":
+                return self._names.worker_in(value)
+        return value
+
+    async def _out(self, value: Any) -> Any:
+        """An answer as the project sees it. Of a list what is not the project's is left out."""
+        match value:
+            case list():
+                return [await self._out(item) for item in value if await self._owns(item)]
+            case Page():
+                if self._project is not None:
+                    self._known.add("rollout", [rollout.id for rollout in value.rollouts])
+                return replace(value, rollouts=tuple(map(self._names.rollout_out, value.rollouts)))
+            case Rollout():
+                return self._names.rollout_out(value)
+            case Lease():
+                return self._names.lease_out(value)
+            case Resource():
+                return self._names.resource_out(value)
+            case Alias():
+                return self._names.alias_out(value)
+        return value
+
+    async def _owns(self, item: object) -> bool:
+        match item:
+            case Resource() | Alias():
+                return self._names.owns(item.name)
+            case Run():
+                return self._project in (None, item.project)
+            case ResourceUse():
+                return await self._sees_run(item.run)
+        return True
+
+    # what has rules of its own ----------------------------------------------------------------------------------
+    async def put_run(self, run: Run) -> Run:
+        """See `Store.put_run`. A run that names no project becomes one of this; raises `DataError` for another's,
+        `ConflictError` when another project has the id."""
+        check_run_id(run.id)
+        if self._project is None:
+            return await self._store.put_run(run)
+        if run.project not in (DEFAULT_PROJECT, self._project):
+            raise DataError(f"run {run.id!r} is of project {run.project!r}, and the token of {self._project!r}")
+        stored = await self._store.put_run(replace(run, project=self._project))
+        if stored.project != self._project:
+            raise ConflictError(f"the id {run.id!r} of a run is taken: choose another one")
+        return stored
+
+    async def list_runs(
+        self, project: str | None = None, *, after: str = "", limit: int | None = None, brief: bool = False
+    ) -> list[Run]:
+        """See `Store.list_runs`."""
+        if self._project is None:
+            return await self._store.list_runs(project, after=after, limit=limit, brief=brief)
+        if project not in (None, self._project):
+            return []
+        return await self._store.list_runs(self._project, after=after, limit=limit, brief=brief)
+
+    def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
+        """See `Store.watch`. Entering it raises `StoreError` for a run that is not there."""
+        return self._watch(run)
+
+    @asynccontextmanager
+    async def _watch(self, run: str) -> AsyncIterator[RunWatch]:
+        await self._check("run", run)
+        async with self._store.watch(run) as watch:
+            yield watch
+
+    async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
+        """See `Store.create_rollouts`. Raises `StoreError` for a run that is not there."""
+        for run in dict.fromkeys(rollout.run for rollout in rollouts):
+            await self._check("run", run)
+        for rollout in rollouts:
+            check_id(rollout.id, "rollout")
+            if rollout.parent is not None:  # a branch is answered from its record
+                await self._check("rollout", rollout.parent[0])
+        try:
+            return await self._store.create_rollouts([self._names.rollout_in(rollout) for rollout in rollouts])
+        except ConflictError as error:
+            raise ConflictError(
+                "no rollout was created: another run has one with an id of these. Begin the ids of rollouts with the id "
+                "of their run"
+            ) from error
+
+    async def append_spans(self, spans: Sequence[Span]) -> int:
+        """See `Store.append_spans`: those of other projects are refused as those of unknown rollouts are."""
+        seen = {rollout: await self._sees(rollout) for rollout in dict.fromkeys(span.rollout for span in spans)}
+        return await self._store.append_spans([span for span in spans if seen[span.rollout]])
+
+    async def set_alias(self, name: str, alias: str, version: int, *, once: str = "") -> Alias:
+        """See `Store.set_alias`."""
+        await self._check_version(name, version)
+        moved = await self._store.set_alias(self._names.resource_in(name), alias, version, once=once)
+        return self._names.alias_out(moved)
+
+    async def roll_back_alias(self, name: str, alias: str, *, once: str = "") -> Alias:
+        """See `Store.roll_back_alias`."""
+        if not await self.alias_history(name, alias):
+            raise StoreError(f"the resource {name!r} has no alias {alias!r}: list_aliases() says which there are")
+        moved = await self._store.roll_back_alias(self._names.resource_in(name), alias, once=once)
+        return self._names.alias_out(moved)
+
+    async def _check_version(self, name: str, version: int) -> None:
+        if await self.get_resource(name, version) is None:
+            known = ", ".join(str(resource.version) for resource in await self.list_resources(name)) or "none"
+            raise StoreError(f"there is no version {version} of the resource {name!r}; there are: {known}")
+
+
+def _touched(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What the arguments of an operation name: the kind of each thing, and its id."""
+    for name, value in arguments.items():
+        if name in NAMES and isinstance(value, str):
+            yield name, value
+        elif name == "attempts":
+            yield from (("rollout", rollout) for rollout, _ in value)
+        else:
+            for item in value if isinstance(value, list | tuple) else (value,):
+                yield from _named_by(item)
+
+
+def _named_by(noun: object) -> Iterator[tuple[str, str]]:
+    match noun:
+        case Run():
+            yield "project", noun.project
+        case Lease():
+            yield "rollout", noun.rollout.id
+        case StepRecord():
+            yield "run", noun.run
+            yield from (("rollout", rollout) for rollout, _ in noun.rollouts)
+        case Rollout():
+            yield "run", noun.run
+        case Transition() | Span():
+            yield "rollout", noun.rollout

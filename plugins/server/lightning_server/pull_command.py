@@ -1,0 +1,200 @@
+"""`lightning pull`: the files of a version of weights into a folder of this machine.
+
+The invariant: the folder is there whole, each file with the SHA-256 that the version was made with, or not at all. A server is
+believed nothing: how much it may send is known before it is written, and the names that it gives are plain ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+import aiohttp
+import typer
+from lightning.cli.locate import with_store
+from lightning.cli.output import escape, say
+from lightning.cli.resources import locate
+from lightning.errors import ConfigError, DataError, UnavailableError
+from lightning.store import json_codec
+from lightning.store.resource_ref import ResourceReference, find, parse_reference
+from lightning.trainer.checkpoints import checked_weights
+from lightning.types import Resource
+from yarl import URL
+
+PIECE = 1 << 20
+LONGEST_ANSWER = 4 << 20
+"""Bytes of what a server says of a version."""
+LONGEST_MESSAGE = 400
+MOST_FILES = 10_000
+MAX_GB = 100.0
+LEFT_FREE = 1 << 28
+"""Bytes of a disk that stay free."""
+_DIGEST = re.compile("[0-9a-f]{64}")
+TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=300.0)
+
+
+def pull(
+    weights: Annotated[
+        str,
+        typer.Argument(
+            metavar="[PLACE#]NAME@WHICH",
+            help="The weights, such as policy/weights@production; PLACE is a run's folder, a database, or the URL of a server "
+            "(with a viewer's token in LIGHTNING_TOKEN).",
+        ),
+    ],
+    folder: Annotated[Path, typer.Argument(help="The folder to make.")],
+    where: Annotated[
+        str, typer.Option("--runs", metavar="PLACE", help="Where to look for names without PLACE#.")
+    ] = "runs",
+    max_gb: Annotated[float, typer.Option("--max-gb", help="The most that a server may send, in gigabytes.")] = MAX_GB,
+) -> None:
+    """Copy a version of weights into a folder, from this machine or a server."""
+    if not 0 <= max_gb < math.inf:
+        raise ConfigError(f"--max-gb {max_gb}: give a number of gigabytes, 0 or more")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there and not empty: give a folder that is not")
+    reference = parse_reference(weights)
+    unfinished = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        if reference.place.startswith(("http://", "https://")):
+            named = asyncio.run(_download(reference, unfinished, round(max_gb * 1e9)))
+        else:
+            named = _copy(*locate(weights, where), unfinished)
+        if folder.is_dir():
+            folder.rmdir()
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    say(f"{escape(named)} is in {escape(str(folder))}, every file as it was made")
+    for line in commands_for(folder):
+        say(escape(line))
+
+
+def commands_for(folder: Path) -> list[str]:
+    """How other programs take such a folder: nothing of it is run here."""
+    return [
+        f"vLLM:    vllm serve {folder}",
+        f"Ollama:  echo 'FROM {folder.resolve()}' > Modelfile && ollama create NAME -f Modelfile",
+        f"GGUF:    python llama.cpp/convert_hf_to_gguf.py {folder} --outfile {folder.name}.gguf",
+    ]
+
+
+def _copy(url: str, reference: ResourceReference, into: Path) -> str:
+    resource = asyncio.run(with_store(url, lambda store: find(store, reference)))
+    source = checked_weights(resource)
+    for name, digest in _files(resource.content).items():
+        shutil.copyfile(source / name, into / name)
+        _check(into / name, digest)
+    return f"{resource.name}@{resource.version}"
+
+
+async def _download(reference: ResourceReference, into: Path, most: int) -> str:
+    """Raises `UnavailableError` for a server that does not answer, `ConfigError` for what it refuses and for more than `most`
+    bytes, `DataError` for a file that came otherwise than it was made, and for an answer that is none of a server of ours."""
+    token = os.environ.get("LIGHTNING_TOKEN", "")
+    if not token:
+        raise ConfigError("a server gives weights to tokens only: set LIGHTNING_TOKEN (lightning token create viewer)")
+    root = f"{reference.place.rstrip('/')}/weights/"
+    headers = {"authorization": f"Bearer {token}", "accept-encoding": "identity"}
+    try:
+        async with aiohttp.ClientSession(headers=headers, timeout=TIMEOUT, auto_decompress=False) as session:
+            async with session.get(_url(root, f"{reference.name}@{reference.which}"), allow_redirects=False) as reply:
+                resource = await _resource(reply)
+            named = f"{resource.name}@{resource.version}"  # of an alias that moves meanwhile one version is fetched
+            for name, digest in _files(resource.content).items():
+                async with session.get(_url(root, named, name), allow_redirects=False) as reply:
+                    most -= await _size(reply, name, into, most)
+                    with (into / name).open("xb") as file:
+                        async for piece in reply.content.iter_chunked(PIECE):
+                            file.write(piece)
+                await asyncio.to_thread(_check, into / name, digest)
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise UnavailableError(f"{reference.place} did not give the weights: {error!r}") from error
+    return named
+
+
+def _url(root: str, *parts: str) -> URL:
+    return URL(root + "/".join(quote(part, safe="@") for part in parts), encoded=True)
+
+
+async def _resource(reply: aiohttp.ClientResponse) -> Resource:
+    """What a server says of a version. Raises `ConfigError` where it refuses, `DataError` for any other answer."""
+    body, what = bytearray(), f"the answer of {reply.url.origin()}"
+    async for piece in reply.content.iter_chunked(PIECE):
+        body += piece
+        if len(body) > LONGEST_ANSWER:
+            raise DataError(f"{what} is longer than {LONGEST_ANSWER >> 20} MiB: it is no Lightning Server's")
+    if reply.status != 200:
+        raise ConfigError(f"{reply.url.origin()} refuses: {_message(bytes(body)) or f'status {reply.status}'}")
+    try:
+        resource: Resource = json_codec.codec_of(Resource).decode(json_codec.read(bytes(body), what), what, False)
+    except DataError as error:
+        raise DataError(f"{error}. Is it a Lightning Server?") from None
+    return resource
+
+
+def _message(body: bytes) -> str:
+    """What a refusal says, in one line."""
+    try:
+        said = json_codec.read(body, "a refusal")
+    except DataError:
+        return ""
+    error = said.get("error") if isinstance(said, Mapping) else None
+    message = error.get("message") if isinstance(error, Mapping) else None
+    return " ".join(message.split())[:LONGEST_MESSAGE] if isinstance(message, str) else ""
+
+
+async def _size(reply: aiohttp.ClientResponse, name: str, into: Path, most: int) -> int:
+    """How many bytes a file will have; the server can send no more of it. Raises unless it may be written."""
+    if reply.status != 200:
+        await _resource(reply)  # raises
+    size = reply.content_length
+    if size is None or reply.headers.get("content-encoding", "identity") != "identity":
+        raise DataError(
+            f"{reply.url.origin()} does not say how long {name} is, or compresses it: it is not written. Is it a Lightning "
+            "Server, and does a proxy before it leave content-length as it is?"
+        )
+    if size > most:
+        raise ConfigError(
+            f"{name} has {size / 1e9:.2f} GB, and {most / 1e9:.2f} GB may still come: raise --max-gb if you trust the server"
+        )
+    free = shutil.disk_usage(into).free
+    if size + LEFT_FREE > free:
+        raise ConfigError(
+            f"{name} has {size / 1e9:.2f} GB, and the disk of {into.parent} only {free / 1e9:.2f} GB: free some, or name a "
+            "folder on another disk"
+        )
+    return size
+
+
+def _files(content: object) -> dict[str, str]:
+    """The digest of each file. Raises `DataError` for what are no weights, and for a name that may be more than a name."""
+    files = content.get("files") if isinstance(content, Mapping) else None
+    if not isinstance(files, Mapping) or not 0 < len(files) <= MOST_FILES:
+        raise DataError(f"what was named are no weights: they have no files, or more than {MOST_FILES}")
+    for name, digest in files.items():
+        if not name.isprintable() or not name or "/" in name or "\\" in name or name.startswith("."):
+            raise DataError(f"the weights have a file {name[:80]!r}, which is no plain name: it is not written")
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise DataError(f"the weights have a file {name[:80]!r} without a SHA-256: it is not written")
+    return dict(files)
+
+
+def _check(file: Path, digest: str) -> None:
+    with file.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != digest:
+        raise DataError(
+            f"{file.name} came with the SHA-256 {found[:12]}, not {digest[:12]}: nothing was kept; ask again"
+        )

@@ -1,0 +1,52 @@
+"""The runner that runs no agents: `remote`.
+
+The invariant: nothing is leased in this process; whoever has the server's URL and a token of the scope `runner` may lease.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from lightning.config import Config
+from lightning.config.fields import toml_value
+from lightning.errors import RunnerError
+from lightning.runner.protocol import Agent
+from lightning.types import LLM, Lease, Outcome
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteRunner:
+    """Agents run wherever `lightning runner` (or a program that speaks the control API) is started."""
+
+    concurrency = 0
+
+    async def start(self) -> None:
+        """Nothing is started here."""
+
+    async def run(self, lease: Lease, llm: LLM) -> Outcome:
+        """Raises `RunnerError`: agents run elsewhere."""
+        raise RunnerError(
+            "runner='remote' runs no agents in this process: start `lightning runner` where they are to run"
+        )
+
+    async def close(self) -> None:
+        """Clients go on: they wait for the next trainer, or for a server."""
+
+
+def remote_runner(agent: Agent, config: Config) -> RemoteRunner:
+    """Clients of the run's server, started by whoever has its URL and a token."""
+    if config.runner.tool_limits:
+        logger.warning(
+            "runner.tool_limits bounds no tool here: with runner='remote' it is a setting of each client, and holds for all "
+            "clients of a machine together; start them with `lightning runner --set runner.tool_limits='%s'`",
+            toml_value(config.runner.tool_limits),
+        )
+    if config.runner.sandbox != "none":
+        logger.warning(
+            "runner.sandbox is %r here and keeps no agent in: with runner='remote' it is a setting of each client; start "
+            "them with `lightning runner --set runner.sandbox=%s`",
+            config.runner.sandbox,
+            config.runner.sandbox,
+        )
+    return RemoteRunner()

@@ -1,0 +1,144 @@
+"""`lightning serve`: a model behind the gateway, for agents that run anywhere; or a server over a shared database."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from lightning.asyncio_utils import run_to_end
+from lightning.cli.resources import locate
+from lightning.config import Config, load_config, with_settings
+from lightning.errors import ConfigError
+from lightning.plugins import plugins
+from lightning.store.resource_ref import PREFIX, existing_store, find
+from lightning.store.url import parse
+from lightning.terminal import Terminal
+from lightning.trainer.checkpoints import checked_weights
+from lightning.trainer.model import resolve_model
+
+if TYPE_CHECKING:
+    from lightning_server.serving import Followed
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model folder, a name on a model hub, the folder of a finished run, or weights as "
+            "resource:[PLACE#]policy/weights@ALIAS: the server follows the alias."
+        ),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Serve a shared database instead of a model: postgresql://, redis://, sqlite:/// or a run's folder. "
+            "Its trainers register the model's address.",
+        ),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to bind (server.host), with --store.")] = None,
+    port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the database and logs; with --store, for the first tokens, and of the weights that it gives away."
+        ),
+    ] = None,
+    ttl: Annotated[float, typer.Option(help="Seconds for which the printed key is valid.")] = 86_400.0,
+    seconds: Annotated[float | None, typer.Option(help="Stop after this many seconds; default: at Ctrl-C.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
+) -> None:
+    """Serve a model through the gateway, or a shared database for trainers and clients. Every call is recorded."""
+    console = Terminal(highlight=False, soft_wrap=True)
+    settings = load_config(config, set_ or [])
+    if (model is None) == (store is None):
+        raise ConfigError("give a model to serve, or --store URL to serve a database: one of the two")
+    try:
+        if store is not None:
+            given = {"server.host": host, "server.port": port or None}
+            settings = with_settings(settings, {key: value for key, value in given.items() if value is not None})
+            run_to_end(_serve_store(console, store, settings, out, seconds))
+        elif model is not None:
+            if host is not None:
+                raise ConfigError("--host goes with --store: a server with a model of its own binds gateway.host")
+            settings = with_settings(settings, {"gateway.port": port} if port else {})
+            run_to_end(_serve_model(console, model, settings, out, ttl, seconds))
+    except KeyboardInterrupt:
+        console.print("stopped")
+
+
+async def _serve_model(
+    console: Terminal, model: str, settings: Config, out: Path | None, ttl: float, seconds: float | None
+) -> None:
+    from lightning_server.serving import serve as serving_model
+
+    place = out or Path("runs") / f"serve-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    async with AsyncExitStack() as resources:
+        follows = None
+        if model.startswith(PREFIX):
+            follows = await _followed(resources, model)
+            folder = await asyncio.to_thread(checked_weights, follows.resource)
+            named = f"{follows.resource.name}@{follows.resource.version}"
+            console.print(f"starting vLLM on {named} in {folder} (log: {place / 'vllm.log'})")
+            if isinstance(follows.reference.which, str):
+                console.print(
+                    f"the alias {follows.reference.which!r} is followed: lightning resources promote|rollback"
+                )
+        else:
+            trained = Path(model) / "model"
+            folder = resolve_model(trained if (trained / "config.json").is_file() else model)
+            console.print(f"starting vLLM on {folder} (log: {place / 'vllm.log'})")
+        serving = await resources.enter_async_context(serving_model(folder, settings, place, follows))
+        llm = await serving.open_session("shell", ttl)
+        console.print("ready; give these to any OpenAI-compatible client (Ctrl-C ends it):")
+        for name, value in (("OPENAI_BASE_URL", llm.base_url), ("OPENAI_API_KEY", llm.api_key)):
+            console.print(f"export {name}={value}")
+        console.print(f"model: {llm.model}")
+        for path in serving.web_apps:
+            made = f"lightning token create viewer --store {place}"
+            console.print(f"{serving.gateway.url}{path} is a page for people; it asks for a token: {made}")
+        await serving.wait(seconds)
+
+
+async def _followed(resources: AsyncExitStack, model: str) -> Followed:
+    """The version of weights that is named, in its store, which `resources` closes."""
+    from lightning_server.serving import Followed
+
+    # Places are looked through by loops of their own.
+    url, reference = await asyncio.to_thread(locate, model.removeprefix(PREFIX), "runs")
+    store = plugins().store(url)
+    await store.open()
+    resources.push_async_callback(store.close)
+    return Followed(store, reference, await find(store, reference), _folder(url))
+
+
+async def _serve_store(
+    console: Terminal, place: str, settings: Config, out: Path | None, seconds: float | None
+) -> None:
+    from lightning_server.serving import serve_store
+
+    url = place if "://" in place else existing_store(place)
+    async with serve_store(url, settings, out or _folder(url)) as server:
+        console.print(f"ready at {server.url} (Ctrl-C ends it)")
+        if server.admin_file is not None:
+            console.print(f"the first admin token is in {server.admin_file}: keep it; `lightning token` makes others")
+        for path in server.web_apps:
+            console.print(
+                f"{server.url}{path} is a page for people; it asks for a token: lightning token create viewer"
+            )
+        token = f"$(cat {server.runner_file})" if server.runner_file else "..."
+        console.print(f"run agents with: LIGHTNING_TOKEN={token} lightning runner --server {server.url} MODULE:AGENT")
+        if server.runner_file is None:
+            console.print("(a token for them: lightning token create runner --store URL)")
+        await server.wait(seconds)
+
+
+def _folder(url: str) -> Path:
+    """Where first tokens go, and weights come from: beside an SQLite file, else where runs are."""
+    where = parse(url)
+    return Path(where.path).parent if where.scheme == "sqlite" else Path("runs")

@@ -1,0 +1,251 @@
+"""The two Lightning Servers that no trainer opens: one machine's policy server and gateway, open for agents that run somewhere
+else (`serve`), and control API, gateway and span ingest over a shared database, on one port (`serve_store`).
+
+The invariant: whoever holds a session's key can call the model, and every call is recorded under that session; nothing else
+can be reached with it. A server over a shared database has nothing of its own: any number of them answer any request of any
+client, and one that is killed costs the calls that were going through it and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.asyncio_utils import end
+from lightning.config import Config
+from lightning.errors import ConfigError, PluginError, PolicyServerError
+from lightning.gateway.calls import AdminOf
+from lightning.gateway.fleet.records import gateway_secret
+from lightning.gateway.gateway import Gateway
+from lightning.gateway.http import RefusalError
+from lightning.plugins import plugins
+from lightning.policy_server import make_policy_server
+from lightning.policy_server.auto_settings import Demand
+from lightning.policy_server.protocol import PolicyServer
+from lightning.store.protocol import Store
+from lightning.store.resource_ref import ResourceReference
+from lightning.store.url import redacted, sqlite_url
+from lightning.trainer.model import with_dtypes
+from lightning.trainer.run_server import project_of
+from lightning.trainer.runs import claim_folder
+from lightning.trainer.stack import check_gateway, check_ports, make_gateway
+from lightning.types import DEFAULT_PROJECT, LLM, SERVED, Json, Resource, Rollout, Run, Task, new_id
+
+from lightning_server.auth import ALL_PROJECTS, Authenticator, check_exposure
+from lightning_server.control import (
+    RUNNER_FILE,
+    Control,
+    first_admin_token,
+    on_server_port,
+    runner_token,
+    token_file,
+)
+from lightning_server.errors import ApiError
+from lightning_server.following import Follower
+from lightning_server.protocol import SESSION_OF, Host
+from lightning_server.web_apps import mount_web_apps
+from lightning_server.weight_files import MOUNT, WeightFiles
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A running server. `open_session` gives keys; everything stops when the `serve` context ends."""
+
+    run: Run
+    store: Store
+    policy: PolicyServer
+    gateway: Gateway
+    log: Path
+    web_apps: tuple[str, ...] = ()
+    """Below which paths plugins answer, such as `/console`."""
+    following: asyncio.Task[None] | None = None
+    """What follows the alias of the weights, if they are those of one."""
+
+    async def open_session(self, name: str, ttl: float) -> LLM:
+        """A key that is valid for `ttl` seconds; each conversation with it is recorded as a rollout of a run called `name`."""
+        return await Sessions(self.store, self.gateway, self.run.config).for_many(name, ttl)
+
+    async def wait(self, seconds: float | None = None) -> None:
+        """Return after `seconds` when given; raises `PolicyServerError` when the policy server dies before, or serves no
+        version for certain."""
+        died = asyncio.create_task(self.policy.wait_died())
+        try:
+            ends = {died} if self.following is None else {died, self.following}
+            done, _ = await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await end(died)
+        if not done:
+            return
+        if self.following in done:
+            self.following.result()
+        raise PolicyServerError(f"the policy server died; its log is {self.log}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """Sessions on a gateway, each a run of its own with one rollout. `config` is kept with those of the server's own model."""
+
+    store: Store
+    gateway: Gateway
+    config: Mapping[str, Json]
+
+    async def __call__(self, name: str, ttl: float, *, project: str = DEFAULT_PROJECT, run: str = "") -> LLM:
+        """See `OpenSession`."""
+        return await self._open(name, ttl, project, run, many=False)
+
+    async def for_many(self, name: str, ttl: float, *, project: str = DEFAULT_PROJECT, run: str = "") -> LLM:
+        """A key of many conversations, each of them a rollout of the session's run that feedback completes."""
+        return await self._open(name, ttl, project, run, many=True)
+
+    async def _open(self, name: str, ttl: float, project: str, run: str, *, many: bool) -> LLM:
+        about = {**self.config, SESSION_OF: run}
+        session = await self.store.put_run(Run(new_id("session"), name, about, time.time(), project))
+        rollout = Rollout(f"{session.id}/0", session.id, Task(input=name), session.id, split=SERVED, max_attempts=1)
+        await self.store.create_rollouts([rollout])
+        # A run of its own, so that the lease is of this session and no other.
+        (lease,) = await self.store.lease(session.id, f"{session.id}/server", limit=1, ttl=ttl)
+        key = self.gateway.issue(rollout.id, lease.attempt, ttl=ttl, run=run, session=session.id if many else "")
+        return LLM(f"{self.gateway.url}/v1", key, "policy")
+
+
+def admins(authenticator: Authenticator) -> AdminOf:
+    """Who may rate the conversations of a project, by the tokens of the control API."""
+
+    async def admin_of(authorization: str) -> str:
+        try:
+            principal = await authenticator.principal(authorization)
+            principal.require()
+        except ApiError as error:
+            raise RefusalError(error.status, error.type, str(error)) from error
+        return ALL_PROJECTS if principal.project is None else principal.project
+
+    return admin_of
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A version of weights that is served, and how it was named: by an alias, which is followed, or by its number. `store` has
+    it, and is open; of its files those below `folder` are given away."""
+
+    store: Store
+    reference: ResourceReference
+    resource: Resource
+    folder: Path
+
+
+@asynccontextmanager
+async def serve(
+    model: Path, config: Config, folder: Path, follows: Followed | None = None
+) -> AsyncIterator[RunningServer]:
+    """Serve a model folder through a gateway that records into `folder`. With `follows` it is of a version of weights; where
+    that was named by an alias, the server follows it.
+
+    Raises `ConfigError` for settings that change the agents, which are none of this server's, and for a bind beyond loopback
+    before anybody has made a token; `PluginError` where no plugin tells conversations apart; and what the rooms raise.
+    """
+    if config.runner.prompts:
+        raise ConfigError(
+            f"runner.prompts gives prompts to {', '.join(sorted(config.runner.prompts))}, but a served model's agents run "
+            "elsewhere and send their own: put the text into component(..., prompt=...) there (`lightning resources show "
+            "NAME@ALIAS --content` prints it), and serve with --set 'runner.prompts={}'"
+        )
+    if why := check_gateway(config.gateway).why_not("session"):
+        raise PluginError(
+            "each conversation with a served model is a rollout, and no plugin is there that tells them apart: "
+            f"{why}.{plugins().left_out()}"
+        )
+    database = Path(os.path.abspath(folder / "lightning.db"))  # noqa: ASYNC240, PTH100 — says where, does not look
+    async with AsyncExitStack() as resources:
+        resources.enter_context(claim_folder(folder))
+        store = plugins().store(sqlite_url(database))
+        await store.open()
+        resources.push_async_callback(store.close)
+        await check_exposure(store, config.gateway.host, place=sqlite_url(database))
+        run = Run(database.parent.name, "serve", {"model": str(model)}, time.time())
+        check_ports(config.gateway, config.policy_server)
+        demand = Demand(config.runner.concurrency)
+        if follows is not None:
+            config = with_dtypes(config, model, "torch")
+        version, log, claims = follows.resource.version if follows else 0, folder / "vllm.log", follows is not None
+        policy = make_policy_server(model, config.policy_server, log=log, version=version, claims=claims, demand=demand)
+        resources.push_async_callback(policy.close)
+        await policy.start()
+        if follows is not None and policy.version != version:  # an attached one has what it was given last
+            await policy.update(model, version)
+        gateway = await make_gateway(store, policy, config, run.id)
+        resources.push_async_callback(gateway.close)
+        if follows is not None:
+            gateway.parts.resource = follows.resource.name
+        sessions, authenticator = Sessions(store, gateway, run.config), Authenticator(store)
+        gateway.parts.admin_of = admins(authenticator)
+        if follows is not None:
+            gateway.mount(WeightFiles(follows.store, authenticator, follows.folder, follows.resource.name), MOUNT)
+        host = Host("", "", store, authenticator, sessions, gateway.served, own_model=True)
+        web_apps = mount_web_apps(resources, gateway, host)
+        await gateway.start()
+        following = None
+        if follows is not None and isinstance(follows.reference.which, str):
+            follower = Follower(
+                follows.store, follows.reference, policy, gateway, store, config, follows.resource, model
+            )
+            following = asyncio.create_task(follower.follow(), name="lightning-follow")
+            resources.push_async_callback(end, following)
+        yield RunningServer(run, store, policy, gateway, log, tuple(web_apps), following)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server. `admin_file` has the first admin token when this server has made it, `runner_file` a token for
+    runners; None where nobody has put one into the folder."""
+
+    url: str
+    store: Store
+    admin_file: Path | None
+    runner_file: Path | None
+    web_apps: tuple[str, ...] = ()
+    """Below which paths plugins answer, such as `/console`."""
+
+    async def wait(self, seconds: float | None = None) -> None:
+        """Return after `seconds`; without them, never."""
+        await (asyncio.Event().wait() if seconds is None else asyncio.sleep(seconds))
+
+
+@asynccontextmanager
+async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[Server]:
+    """Serve the database at a store's URL on the port of the section `server`. First tokens are written into `folder`: that for
+    runners is for the project `trainer.project`, unless a good one of any project is there, such as a trainer's.
+
+    The policy servers are those that trainers name in the store. Raises `ConfigError` for a URL of a server, and for a bind
+    beyond loopback before anybody has made a token; otherwise what the rooms raise.
+    """
+    if url.partition("://")[0] in ("http", "https"):
+        raise ConfigError(
+            f"{redacted(url)} is a server: a server needs the database itself, as postgresql://, redis:// or sqlite:///"
+        )
+    project = project_of(config)
+    async with AsyncExitStack() as resources:
+        store = plugins().store(url)
+        await store.open()
+        resources.push_async_callback(store.close)
+        await check_exposure(store, config.server.host, place=url)
+        settings = on_server_port(config).gateway
+        gateway = Gateway(store, [], settings, secret=await gateway_secret(store), shared=True)
+        resources.push_async_callback(gateway.close)
+        control = Control(store, gateway, config)
+        resources.push_async_callback(control.close)
+        sessions, authenticator = Sessions(store, gateway, {}), Authenticator(store)
+        gateway.parts.admin_of = admins(authenticator)
+        gateway.mount(WeightFiles(store, authenticator, folder), MOUNT)
+        public = config.server.public_url.rstrip("/")
+        web_apps = mount_web_apps(resources, gateway, Host("", public, store, authenticator, sessions, gateway.served))
+        await gateway.start()
+        admin = await first_admin_token(store, folder)
+        file = token_file(store, folder, RUNNER_FILE)
+        if admin is not None or file.is_file():
+            file, _ = await runner_token(store, folder, project)
+        yield Server(control.url, store, admin, file if file.is_file() else None, tuple(web_apps))

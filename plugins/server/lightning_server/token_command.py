@@ -1,0 +1,146 @@
+"""`lightning token`: who may use a server's control API, for what, and until when.
+
+The invariant: a token's plain text is printed once, by `create`, alone on standard output; neither the store nor another
+command has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import time
+from datetime import datetime
+from typing import Annotated, Final
+
+import typer
+from lightning.cli.locate import with_store
+from lightning.cli.output import AsJson, escape, print_json, print_table, say
+from lightning.errors import ConfigError
+from lightning.store.protocol import Store
+from lightning.store.resource_ref import existing_store
+from lightning.types import DEFAULT_PROJECT, Scope, Token
+
+from lightning_server.auth import issue_token
+from lightning_server.tokens import list_tokens, put_token, revoke_token
+
+app = typer.Typer(no_args_is_help=True)
+
+Place = Annotated[
+    str,
+    typer.Option(
+        "--store",
+        metavar="PLACE",
+        help="A run's folder, a database file, a store's URL, or a server's (with an admin's token in LIGHTNING_TOKEN).",
+    ),
+]
+UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+
+
+@app.command("create")
+def create(
+    scope: Annotated[
+        Scope,
+        typer.Argument(help="viewer may read; runner may run agents; trainer may train; admin may also make tokens."),
+    ],
+    place: Place,
+    project: Annotated[
+        str, typer.Option(help="The project that the token is valid for; * for an admin of all.")
+    ] = DEFAULT_PROJECT,
+    name: Annotated[str, typer.Option(help="A name for the token: its owner or purpose.")] = "",
+    expires: Annotated[str, typer.Option(metavar="TIME", help="Lifetime: 90d, 12h, ...; empty: until revoked.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Make a token and print it. It cannot be shown again: only its digest is stored."""
+    token, plain = issue_token(scope, project, name, seconds(expires) if expires else None)
+    url = place if "://" in place else existing_store(place)
+
+    async def put(store: Store) -> Token:
+        return await put_token(store, token)
+
+    stored = asyncio.run(with_store(url, put, make=True))
+    if as_json:
+        print_json({**_described(stored), "token": plain})
+        return
+    until = "until it is revoked" if stored.expires_at is None else f"until {_time(stored.expires_at)}"
+    what = f"{stored.scope.value} of {'all projects' if project == '*' else f'project {project}'}"
+    sys.stderr.write(f"token {stored.id}: {what}, {until}. It cannot be shown again:\n")
+    sys.stdout.write(plain + "\n")
+
+
+@app.command("ls")
+def ls(place: Place, as_json: AsJson = False) -> None:
+    """List tokens, without their secrets, which are not stored."""
+
+    async def read(store: Store) -> list[Token]:
+        return await list_tokens(store)
+
+    tokens = asyncio.run(with_store(existing_store(place), read))
+    if as_json:
+        print_json([_described(token) for token in tokens])
+    elif tokens:
+        print_table(
+            ["id", "scope", "project", "name", "made", "ends", ""],
+            [
+                [
+                    token.id,
+                    token.scope.value,
+                    escape(token.project),
+                    escape(token.name),
+                    _time(token.created_at),
+                    "-" if token.expires_at is None else _time(token.expires_at),
+                    _state(token),
+                ]
+                for token in tokens
+            ],
+        )
+    else:
+        say("there are no tokens; `lightning token create` makes one")
+
+
+@app.command("revoke")
+def revoke(
+    token: Annotated[
+        str, typer.Argument(help="The token's id, as `lightning token ls` lists it, or the token itself.")
+    ],
+    place: Place,
+) -> None:
+    """Revoke a token permanently. Every server refuses it within a second."""
+    found = re.match(r"lt_([0-9a-f]+)_", token)
+    identity = found.group(1) if found else token
+
+    async def end(store: Store) -> Token:
+        return await revoke_token(store, identity)
+
+    revoked = asyncio.run(with_store(existing_store(place), end))
+    say(
+        f"revoked {revoked.id} ({revoked.scope.value}, project {escape(revoked.project)}) {escape(revoked.name)}".strip()
+    )
+
+
+def seconds(text: str) -> float:
+    """A time such as `90d`, `12h` or `30m`, in seconds. Raises `ConfigError` for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
+    if found is None:
+        raise ConfigError(f"{text!r} is no time: write a number and one of {', '.join(UNITS)}, such as 90d")
+    return float(found.group(1)) * UNITS[found.group(2)]
+
+
+def _state(token: Token) -> str:
+    if token.revoked_at is not None:
+        return "revoked"
+    return "expired" if token.expires_at is not None and token.expires_at <= time.time() else "valid"
+
+
+def _described(token: Token) -> dict[str, object]:
+    """What may be told of a token."""
+    fields = ("id", "scope", "project", "name", "created_at", "expires_at", "revoked_at")
+    return {**{field: getattr(token, field) for field in fields}, "state": _state(token)}
+
+
+def _time(at: float) -> str:
+    """A time for people; `-` for one that no calendar has."""
+    try:
+        return f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError, OSError):
+        return "-"

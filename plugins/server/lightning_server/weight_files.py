@@ -1,0 +1,174 @@
+"""The files of versions of weights, over HTTP: `GET /weights/NAME@WHICH` says what there is, `.../FILE` gives one.
+
+The invariant: what is sent has the SHA-256 that the version was made with, and lies below the server's own folder. A file is
+opened once, without following links, and that descriptor is hashed and sent: no other file of the machine, put in a version's
+place or named by somebody as one, ever leaves it. A token sees the weights of its project alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import stat
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote
+
+from lightning.asyncio_utils import end
+from lightning.bounded import Bounded
+from lightning.errors import ConfigError, LightningError
+from lightning.gateway.http import client_left
+from lightning.store import json_codec
+from lightning.store.protocol import Store
+from lightning.store.resource_ref import parse_reference
+from lightning.types import Resource, ResourceKind
+from lightning.types import Scope as TokenScope
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from lightning_server.api.answers import answer, refusal_of, refuse
+from lightning_server.auth import Authenticator
+from lightning_server.errors import ApiError
+from lightning_server.projects import Projects
+
+MOUNT: Final = "weights"
+REMEMBERED = 1024
+"""Files whose digests are known, as long as they are not changed."""
+Stamp = tuple[int, int, int, int, int]
+"""What tells one state of a file from another: device, inode, size, times of change of content and of inode (ns)."""
+READERS = 2
+"""Threads that read files. They are no others' threads, so that large files keep nobody else waiting."""
+PIECE = 4 << 20
+"""Bytes that a thread reads at once: files that are asked for together take turns, and a server ends after a piece."""
+
+
+class WeightFiles:
+    """The application; mount it at `MOUNT`. It gives files below `folder`, with `only` those of that resource alone."""
+
+    def __init__(self, store: Store, authenticator: Authenticator, folder: Path, only: str = "") -> None:
+        self._projects, self._authenticator, self._only = Projects(store), authenticator, only
+        self._root = folder.resolve()
+        self._digests = Bounded[Stamp, str](REMEMBERED)
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="lightning-weights")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            return
+        file = None
+        try:
+            raw: bytes = scope.get("raw_path") or scope["path"].encode()
+            parts = [unquote(part.decode("latin-1")) for part in raw.partition(b"?")[0].split(b"/")[2:]]
+            if scope["method"] != "GET" or not 1 <= len(parts) <= 2 or not all(parts):
+                raise ApiError(
+                    404, "unknown_route", f"There are GET /{MOUNT}/NAME@WHICH and GET /{MOUNT}/NAME@WHICH/FILE."
+                )
+            resource = await self._resource(scope, parts[0])
+            if len(parts) == 1:
+                await answer(send, 200, json_codec.write(json_codec.codec_of(Resource).encode(resource)))
+                return
+            file = await while_listening(receive, self._opened(resource, parts[1]))
+            if file is None:
+                return
+            size = os.fstat(file).st_size
+            body = StreamingResponse(
+                self._pieces(file, size), media_type="application/octet-stream", headers={"content-length": str(size)}
+            )
+            await body(scope, receive, send)
+        except (ApiError, LightningError, OSError) as error:
+            await refuse(send, refusal_of(error, f"GET /{MOUNT}"))
+        finally:
+            if file is not None:
+                os.close(file)
+
+    async def _resource(self, scope: Scope, named: str) -> Resource:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        principal = await self._authenticator.principal(given[0].decode("latin-1") if len(given) == 1 else "")
+        principal.require(TokenScope.VIEWER, TokenScope.TRAINER)
+        reference = parse_reference(named)
+        found = None
+        if not reference.place and self._only in ("", reference.name):
+            found = await self._projects.of(principal.project).get_resource(reference.name, reference.which)
+        if found is None or found.kind is not ResourceKind.WEIGHTS:
+            raise ApiError(
+                404, "not_found", f"There are no weights {named[:200]!r}: `lightning resources ls` lists all."
+            )
+        return found
+
+    async def _opened(self, resource: Resource, name: str) -> int:
+        """A descriptor of a version's file. Raises `ApiError` (404) for a file that the version has not, `ConfigError` for
+        one that is elsewhere or has another content."""
+        content = resource.content if isinstance(resource.content, Mapping) else {}
+        files = content.get("files")
+        digest = files.get(name) if isinstance(files, Mapping) and "/" not in name else None
+        if digest is None:
+            raise ApiError(404, "not_found", f"{resource.name}@{resource.version} has no file {name[:200]!r}.")
+        path = Path(str(content.get("path"))) / name
+        try:
+            file = open_below(self._root, path)
+        except OSError:
+            file = None
+        try:
+            if file is not None and await self._digest(file) == digest:
+                found, file = file, None
+                return found
+        finally:
+            if file is not None:
+                os.close(file)
+        raise ConfigError(
+            f"the file {name} of {resource.name}@{resource.version} is gone, was changed, or is not below the folder from "
+            "which this server gives files (the one of its database, or --out)"
+        )
+
+    async def _digest(self, file: int) -> str:
+        state = os.fstat(file)
+        stamp = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+        if (known := self._digests.get(stamp)) is not None:
+            return known
+        digest = hashlib.sha256()
+        async for piece in self._pieces(file, state.st_size):
+            digest.update(piece)
+        return self._digests.keep(stamp, digest.hexdigest())
+
+    async def _pieces(self, file: int, size: int) -> AsyncIterator[bytes]:
+        """The content. Raises `OSError` where the file has become shorter."""
+        loop = asyncio.get_running_loop()
+        for start in range(0, size, PIECE):
+            length = min(PIECE, size - start)
+            piece = await loop.run_in_executor(self._readers, os.pread, file, length, start)
+            if len(piece) < length:
+                raise OSError("the file was cut while it was read")
+            yield piece
+
+
+async def while_listening(receive: Receive, opening: Coroutine[Any, Any, int]) -> int | None:
+    """The descriptor, or None where the client left first: nobody reads on for it."""
+    opened, gone = asyncio.create_task(opening), asyncio.create_task(client_left(receive))
+    try:
+        await asyncio.wait({opened, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await opened if opened.done() else None
+    finally:
+        await end(opened, gone)
+
+
+def open_below(root: Path, path: Path) -> int:
+    """A descriptor of a regular file below a folder, to read from; no link on the way is followed. Raises `OSError`."""
+    parts = path.relative_to(root).parts if path.is_relative_to(root) else ()
+    if not parts or ".." in parts:
+        raise FileNotFoundError(f"{path} is not below {root}")
+    above = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in parts[:-1]:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+            os.close(above)
+            above = inner
+        file = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+    finally:
+        os.close(above)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise FileNotFoundError(f"{path} is no file")
+    return file

@@ -1,0 +1,260 @@
+"""Plugins around an attempt: what a stage may do at each point, the order of stages, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from lightning.config import RunnerConfig
+from lightning.errors import ConfigError, RunnerError
+from lightning.plugins import Plugins
+from lightning.plugins.stages import NamedStage
+from lightning.runner import stages
+from lightning.runner.inline import InlineRunner
+from lightning.runner.process import ProcessRunner
+from lightning.runner.protocol import Agent
+from lightning.runner.stages import AttemptLine, AttemptStage
+from lightning.types import LLM, Fault, Lease, Outcome, Task
+
+NOWHERE = LLM("http://127.0.0.1:1/v1", "secret-key", "policy")
+Leases = Callable[..., Lease]
+STRANGER = """
+import os
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import lightning
+from lightning.runner.stages import AttemptRefusedError, AttemptStage
+from lightning.types import Fault
+
+said = ContextVar("stranger_said", default="nothing")
+
+
+class Stage(AttemptStage):
+    api, before = 1, ("branches",)
+
+    def __init__(self, config):
+        self.concurrency = config.concurrency
+
+    async def begun(self):
+        if self.concurrency == 7:
+            raise KeyError("no seven")
+
+    def installed(self):
+        os.environ["STRANGER"] = str(self.concurrency)
+        return lambda: os.environ.pop("STRANGER")
+
+    @contextmanager
+    def around(self, task, llm):
+        if task.input == "refused":
+            raise AttemptRefusedError("not today", Fault.AGENT)
+        if task.input == "fails":
+            raise KeyError(f"a bug with {llm.api_key}")
+        token = said.set(str(task.input))
+        try:
+            yield
+        finally:
+            said.reset(token)
+        if task.input == "fails at the end":
+            raise KeyError("a bug")
+
+
+@lightning.hookimpl
+def register_attempt_stages(register):
+    register("stranger", Stage)
+"""
+
+
+@pytest.fixture
+def stranger(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin with a stage, found as an installed one is."""
+    install("stranger-stage", {"stranger": "stranger_stage"}, {"stranger_stage": STRANGER})
+    found = Plugins()
+    monkeypatch.setattr(stages, "plugins", lambda: found)
+
+
+def make_agent(style: str) -> Agent:
+    """By value; it says what it finds around it."""
+
+    def found(task: Task) -> float:
+        import os
+
+        from stranger_stage import said
+
+        if task.input == "raises":
+            raise ValueError("the agent's own")
+        return float((said.get(), os.environ["STRANGER"]) == (task.input, "3"))
+
+    def sync(task: Task, llm: LLM) -> float:
+        return found(task)
+
+    async def awaits(task: Task, llm: LLM) -> float:
+        await asyncio.sleep(0)
+        return found(task)
+
+    return sync if style == "sync" else awaits
+
+
+async def outcomes(runner: ProcessRunner | InlineRunner, *leases: Lease) -> list[Outcome]:
+    await runner.start()
+    try:
+        return await asyncio.gather(*(runner.run(lease, NOWHERE) for lease in leases))
+    finally:
+        await runner.close()
+
+
+@pytest.mark.usefixtures("stranger")
+@pytest.mark.parametrize("style", ["sync", "async"])
+@pytest.mark.parametrize("kind", [InlineRunner, pytest.param(ProcessRunner, marks=pytest.mark.slow)])
+async def test_a_stage_is_around_the_agent_and_fails_closed(
+    kind: type[ProcessRunner | InlineRunner], style: str, lease: Leases
+) -> None:
+    runner = kind(make_agent(style), RunnerConfig(concurrency=3, timeout=60))
+    asked = ["one", "two", "refused", "fails", "fails at the end", "raises"]
+    one, two, refused, fails, ends, raises = await outcomes(runner, *(lease(name, name) for name in asked))
+    assert (one.reward, two.reward) == (1.0, 1.0), one.error + two.error
+    assert (refused.fault, refused.error) == (Fault.AGENT, "not today")
+    assert (fails.fault, ends.fault) == (Fault.INFRASTRUCTURE, Fault.INFRASTRUCTURE)
+    assert fails.error == (
+        "the stage 'stranger' of the plugin 'stranger' failed (around: KeyError: 'a bug with <api key>'). Mend the plugin, or "
+        "start without it: LIGHTNING_DISABLE_PLUGINS=stranger"
+    )
+    assert "KeyError: 'a bug'" in ends.error
+    assert (raises.fault, "the agent's own" in raises.error) == (Fault.AGENT, True)
+    assert "STRANGER" not in os.environ
+
+
+@pytest.mark.parametrize("kind", [InlineRunner, pytest.param(ProcessRunner, marks=pytest.mark.slow)])
+async def test_an_attempt_that_is_told_of_a_stage_which_is_not_here_is_not_made(
+    kind: type[ProcessRunner | InlineRunner], lease: Leases
+) -> None:
+    runner = kind(lambda task, llm: 1.0, RunnerConfig())
+    await runner.start()
+    try:
+        outcome = await runner.run(lease(), replace(NOWHERE, extras={"absent": True}))
+    finally:
+        await runner.close()
+    assert outcome.fault is Fault.INFRASTRUCTURE
+    assert "the stage 'absent' around this attempt, and no plugin has it here: the stages are " in outcome.error
+
+
+@pytest.mark.usefixtures("stranger")
+@pytest.mark.parametrize("kind", [InlineRunner, ProcessRunner])
+async def test_a_runner_whose_stage_cannot_begin_does_not_start(kind: type[ProcessRunner | InlineRunner]) -> None:
+    with pytest.raises(
+        RunnerError, match=r"'stranger' of the plugin 'stranger' failed \(begun: KeyError: 'no seven'\)"
+    ):
+        await kind(make_agent("sync"), RunnerConfig(concurrency=7)).start()
+
+
+async def test_an_inline_agent_whose_time_is_over_leaves_its_stages(
+    lease: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    class Stage(AttemptStage):
+        api = 1
+
+        def around(self, task: Task, llm: LLM) -> AbstractContextManager[None]:
+            @contextmanager
+            def context() -> Iterator[None]:
+                seen.append("in")
+                yield
+                seen.append("out")
+
+            return context()
+
+    async def agent(task: Task, llm: LLM) -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    line = AttemptLine([NamedStage("mine", Stage())])
+    monkeypatch.setattr("lightning.runner.inline.attempt_line", lambda config: line)
+    (outcome,) = await outcomes(InlineRunner(agent, RunnerConfig(timeout=0.5)), lease())
+    assert (outcome.fault, seen) == (Fault.TIMEOUT, ["in", "out"])
+
+
+class Encloses(AttemptStage):
+    api = 1
+
+    def enclosure(self, base_url: str, files: Any) -> Any:
+        raise KeyError("nothing to begin in")
+
+
+async def test_agents_are_not_enclosed_twice_nor_in_this_process(
+    lease: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = NamedStage("one", Encloses()), NamedStage("two", Encloses(), "1.0", "second")
+    with pytest.raises(RunnerError, match=r"'one' of the plugin 'one' and 'two' of the plugin 'second' both enclose"):
+        AttemptLine([one, two])
+    for module in ("inline", "process"):
+        monkeypatch.setattr(f"lightning.runner.{module}.attempt_line", lambda config: AttemptLine([one]))
+    with pytest.raises(RunnerError, match=r"'one' of the plugin 'one' encloses .*use runner='process'"):
+        await InlineRunner(make_agent("sync"), RunnerConfig()).start()
+    with pytest.raises(RunnerError, match=r"'one' of the plugin 'one' failed \(enclosure: KeyError"):
+        await ProcessRunner(make_agent("sync"), RunnerConfig()).start()
+
+
+def test_stages_that_are_written_wrongly_are_refused() -> None:
+    class Old(AttemptStage):
+        api = 7
+
+    class Misspelt(AttemptStage):
+        api = 1
+
+        def arround(self) -> None:
+            """Never asked."""
+
+    class Around(AttemptStage):
+        api = 1
+
+        def around(self, task: Task, llm: LLM) -> AbstractContextManager[None]:
+            raise NotImplementedError
+
+    for stage, why in (
+        (Old(), r"written for API 7; this runner has API 1 \(`lightning.runner.stages.API`\)"),
+        (Misspelt(), "'arround', which is never asked: did you mean 'around'"),
+        (object(), "derive it from `lightning.runner.stages.AttemptStage`"),
+    ):
+        with pytest.raises(RunnerError, match=why):
+            AttemptLine([NamedStage("mine", stage)])  # type: ignore[type-var]
+    both = [NamedStage("one", Around()), NamedStage("two", Around())]
+    with pytest.raises(RunnerError, match=r'both stand at \'around\'.*set runner.stage_order = \["one", "two"\]'):
+        AttemptLine(both)
+    assert list(AttemptLine(both, ["two", "one"]).versions) == ["two", "one"]
+
+
+class Unsent(AttemptStage):
+    api = 1
+
+    def __init__(self) -> None:
+        self.fine = lambda: None
+
+
+def test_a_stage_that_cannot_be_sent_is_named() -> None:
+    with pytest.raises(RunnerError, match="'mine' of the plugin 'theirs' cannot be sent to agents' processes"):
+        AttemptLine([NamedStage("mine", Unsent(), "1.0", "theirs")]).check_packing()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("sandbox", "bwrap"), ("sandbox_network", ("a.example:443",)), ("sandbox_files", ("x",))]
+)
+@pytest.mark.parametrize("kind", [InlineRunner, ProcessRunner])
+async def test_settings_of_a_plugin_that_is_not_there_are_refused(
+    setting: str, value: object, kind: type[ProcessRunner | InlineRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "sandbox")
+    found = Plugins()
+    monkeypatch.setattr(stages, "plugins", lambda: found)
+    config = RunnerConfig(**{setting: value})  # type: ignore[arg-type]
+    if kind is InlineRunner and setting == "sandbox":
+        return  # refused for what it is
+    with pytest.raises(
+        ConfigError, match=rf"runner\.{setting} is .*'sandbox' .* is disabled.*set runner\.{setting} to"
+    ):
+        await kind(make_agent("sync"), config).start()

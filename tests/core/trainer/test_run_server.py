@@ -1,0 +1,104 @@
+"""Where a plugin lets others in: a stranger's, and two that quarrel about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lightning.errors import ConfigError, PluginError
+from lightning.plugins import Plugins
+from lightning.trainer import run_server
+
+from tests.conftest import Install
+from tests.core.trainer.test_opening import House, Idle, house  # noqa: F401 — a fixture
+
+STRANGER = """
+import lightning
+from lightning.config import with_settings
+from lightning.errors import ConfigError, DataError
+from lightning.runner.protocol import Site
+from lightning.trainer.run_server import Invitation
+from starlette.responses import PlainTextResponse
+
+told = []
+
+
+class Door:
+    def __init__(self, store, gateway):
+        self.store, self.gateway = store, gateway
+        gateway.mount(PlainTextResponse("come in"), "doorbell")
+
+    async def invite(self, run, folder):
+        told.append(f"invited to {run.id}")
+        return Invitation(Site(self.gateway.url, "key", run.id, self.store), f"knock at {self.gateway.url}")
+
+    async def close(self):
+        told.append("closed")
+
+
+class Server:
+    def on_port(self, config):
+        return with_settings(config, {"gateway.host": "127.0.0.2"})
+
+    async def check_exposure(self, store, host):
+        raise ConfigError(f"not at {host}")
+
+    def open(self, store, gateway, config):
+        return Door(store, gateway)
+
+    def check_project(self, project):
+        raise DataError("no projects here")
+
+    def of_project(self, store, project):
+        return (store, project)
+
+
+@lightning.hookimpl
+def register_servers(register):
+    register("NAME", Server)
+"""
+
+
+@pytest.fixture
+def strangers(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "server")
+    install("stranger", {"stranger": "stranger_server"}, {"stranger_server": STRANGER})
+    found = Plugins()
+    monkeypatch.setattr(run_server, "plugins", lambda: found)
+
+
+@pytest.mark.usefixtures("strangers")
+async def test_a_stranger_lets_clients_in(
+    house: House,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Idle, "concurrency", 0)
+    stack = await house.open(tmp_path, restores=False)
+    assert stack.gateway.url.startswith("http://127.0.0.2:")
+    assert stack.agents.how_to_join == f"knock at {stack.gateway.url}"
+    assert stack.agents.shared
+    from stranger_server import told
+
+    assert told == ["invited to run"]
+    await house._resources.aclose()
+    assert told == ["invited to run", "closed"]
+
+
+@pytest.mark.usefixtures("strangers")
+async def test_a_stranger_says_who_may_listen_where_and_what_a_project_is(house: House) -> None:  # noqa: F811
+    assert run_server.of_project(house.store, "other") == (house.store, "other")
+    with pytest.raises(ConfigError, match=r"not at 10\.0\.0\.1"):
+        await run_server.check_exposure(house.store, "10.0.0.1")
+
+
+def test_two_that_let_clients_in_are_refused_by_name(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "server")
+    for name in ("one", "another"):
+        install(name, {name: f"{name}_server"}, {f"{name}_server": STRANGER.replace("NAME", name)})
+    found = Plugins()
+    monkeypatch.setattr(run_server, "plugins", lambda: found)
+    with pytest.raises(
+        PluginError, match=r"server\.port = 1 needs one server, and there are two: 'another' .* and 'one' "
+    ):
+        run_server.run_server("server.port = 1")

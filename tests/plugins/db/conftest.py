@@ -1,0 +1,14 @@
+"""Stores under test, and databases to look after."""
+
+from tests.core.cli.conftest import lightning, runs  # noqa: F401 — fixtures
+from tests.plugins.db.databases import database, filled  # noqa: F401 — fixtures
+from tests.servers.stores import (  # noqa: F401 — fixtures
+    call,
+    make_redis,
+    make_store,
+    postgres_url,
+    rollout,
+    sqlite,
+    store,
+    store_url,
+)

@@ -1,0 +1,217 @@
+"""What is taken away, what stays, and that what stays can still be read, replayed and audited."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.errors import StoreError
+from lightning.store.protocol import PRUNED
+from lightning.store.sqlite import SqliteStore
+from lightning.store.url import sqlite_url
+from lightning.types import Outcome, Rollout, Run, StepRecord, Task, Transition, logprobs, token_ids
+from lightning_db import Keeper, keeper_of
+from lightning_db.prune import PruneRequest, RunPlan, carry_out, plan
+
+
+class Opened:
+    """The store and the keeper of a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.store, self.keeper = SqliteStore(path), keeper_of(sqlite_url(path))
+
+    async def __aenter__(self) -> tuple[SqliteStore, Keeper]:
+        await self.store.open()
+        return self.store, self.keeper
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.store.close()
+
+
+async def groups_of(path: Path, choice: PruneRequest) -> list[str]:
+    async with Opened(path) as (store, keeper):
+        (item,) = await plan(store, keeper, choice)
+        return [group.removeprefix("run/") for group in item.groups]
+
+
+async def test_only_what_nothing_reads_is_chosen(database: Path) -> None:
+    """By default what was trained stays; both steps have a checkpoint, so that nothing before it is replayed."""
+    assert await groups_of(database, PruneRequest()) == ["0/1", "1/1", "val/0"]
+    assert await groups_of(database, PruneRequest(trained=True)) == ["0/0", "0/1", "1/0", "1/1", "val/0"]
+
+
+async def test_what_a_resumed_run_replays_stays(database: Path) -> None:
+    connection = sqlite3.connect(database)
+    connection.execute("UPDATE steps SET checkpoint = '' WHERE step = 1")
+    connection.commit()
+    assert await groups_of(database, PruneRequest(trained=True)) == ["0/0", "0/1", "val/0"]
+    connection.execute("UPDATE steps SET checkpoint = ''")
+    connection.commit()
+    connection.close()
+    assert await groups_of(database, PruneRequest(trained=True)) == []
+    assert len(await groups_of(database, PruneRequest(trained=True, unfinished=True))) == 5
+
+
+@pytest.mark.parametrize(("staleness", "kept_from"), [(0, 2), (1, 1), (5, 0)])
+async def test_older_groups_that_a_step_may_take_stay(database: Path, staleness: int, kept_from: int) -> None:
+    connection = sqlite3.connect(database)
+    text = f'{{"config": {{"trainer": {{"max_staleness": {staleness}}}}}}}'
+    connection.execute("UPDATE runs SET config = ?", (text,))
+    connection.commit()
+    connection.close()
+    chosen = await groups_of(database, PruneRequest(trained=True))
+    steps = {group.partition("/")[0] for group in chosen} - {"val"}
+    assert steps == {str(step) for step in range(kept_from)}
+    epoch = f'[{{"first": 2, "at": 1.0, "config": {text}}}]'  # as after a resume with that bound
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("UPDATE runs SET config = '{}'")
+        connection.execute("UPDATE state SET value = ? WHERE name = 'epochs'", (epoch,))
+        connection.commit()
+    assert await groups_of(database, PruneRequest(trained=True)) == chosen
+
+
+async def test_a_group_that_has_not_ended_stays(database: Path) -> None:
+    async with Opened(database) as (store, _):
+        await store.create_rollouts([Rollout("late", "run", Task("q"), "run/0/1")])
+    assert await groups_of(database, PruneRequest(unfinished=True)) == ["1/1", "val/0"]
+
+
+async def test_pruning_says_so_keeps_rewards_and_is_done_once(database: Path) -> None:
+    async with Opened(database) as (store, keeper):
+        before = (await store.list_rollouts("run")).rollouts
+        kept = {r.id: await store.transitions(r.id) for r in before if r.trained_at_step is not None}
+        plans = await plan(store, keeper, PruneRequest())
+        assert (plans[0].rollouts, plans[0].trained, plans[0].weight.calls, plans[0].weight.spans) == (6, 0, 12, 6)
+        await carry_out(store, keeper, plans)
+        assert (await store.list_rollouts("run")).rollouts == before
+        assert {name: await store.transitions(name) for name in kept} == kept
+        assert await store.transitions("run/val/0/0") == []
+        said: Any = await store.get_state("run", PRUNED)
+        assert (said["rollouts"], said["trained"]) == (6, False)
+        (again,) = await plan(store, keeper, PruneRequest())
+        assert again == RunPlan("run", kept="nothing in it can be spared")
+        await carry_out(store, keeper, await plan(store, keeper, PruneRequest(trained=True)))
+        said = await store.get_state("run", PRUNED)
+        assert (said["rollouts"], said["trained"]) == (10, True)
+
+
+async def test_whole_runs(database: Path) -> None:
+    async with Opened(database) as (store, keeper):
+        await store.put_run(Run("idle", "idle", {}, 2000.0))
+        await store.put_run(Run("short", "short", {"config": {"trainer": {"steps": 9}}}, 2000.0))
+        await store.put_run(Run("open", "open", {}, 2000.0))
+        await store.create_rollouts([Rollout("o", "open", Task("q"), "g")])
+        plans = {item.run: item for item in await plan(store, keeper, PruneRequest(whole=True))}
+        assert {name for name, item in plans.items() if item.whole} == {"run", "idle"}
+        assert "0 of 9 steps" in plans["short"].kept
+        assert "not ended" in plans["open"].kept
+        plans = {item.run: item for item in await plan(store, keeper, PruneRequest(whole=True, unfinished=True))}
+        assert all(item.whole for item in plans.values())
+        await store.lease("open", "w", ttl=3600)
+        (held,) = await plan(store, keeper, PruneRequest(runs=("open",), whole=True, unfinished=True))
+        assert (held.whole, held.kept) == (False, "somebody works on it")
+        await carry_out(store, keeper, [plans["run"], plans["idle"], held])
+    async with Opened(database) as (store, _):
+        assert sorted(run.id for run in await store.list_runs()) == ["open", "short"]
+
+
+async def test_branches_in_other_runs_are_told_that_lose_what_they_said(database: Path) -> None:
+    """Not those in their parents' run, nor those that go as well."""
+    async with Opened(database) as (store, keeper):
+        await store.put_run(Run("branches", "branches", {}, 2000.0))
+        await store.put_run(Run("more", "more", {}, 2000.0))
+        parents = [("run/val/0/0", 1, 0), ("run/val/0/0", 1, 0), ("run/0/0/0", 1, 0), ("gone", 1, 0)]
+        for run, count in (("branches", 4), ("more", 2)):
+            await store.create_rollouts(
+                [Rollout(f"{run}/{n}", run, Task("q"), f"{run}/g", parent=parents[n]) for n in range(count)]
+            )
+        await store.create_rollouts([Rollout("run/val/0/late", "run", Task("q"), "run/1/9", parent=parents[0])])
+        trained = (await store.get_rollout("run/0/0/0")).trained_at_step  # type: ignore[union-attr]
+        assert trained is not None
+        assert {item.run: item.branches for item in await plan(store, keeper, PruneRequest())} == {
+            "run": 4, "branches": 0, "more": 0,
+        }  # fmt: skip
+        whole = await plan(store, keeper, PruneRequest(runs=("run", "more"), whole=True, unfinished=True))
+        assert {item.run: item.branches for item in whole} == {"run": 3, "more": 0}
+
+
+async def test_age_is_that_of_the_last_attempt(database: Path) -> None:
+    async with Opened(database) as (store, keeper):
+        await store.put_run(Run("old", "old", {}, 1000.0))
+        assert [item.run for item in await plan(store, keeper, PruneRequest(older_than=3600.0))] == ["old"]
+        assert [item.run for item in await plan(store, keeper, PruneRequest(older_than=0.0))] == ["old", "run"]
+        with pytest.raises(StoreError, match="no run 'x' in this store; it has"):
+            await plan(store, keeper, PruneRequest(runs=("x",)))
+
+
+async def test_whatever_is_pruned_the_rest_is_read_as_it_was(tmp_path: Path) -> None:
+    """Groups whose calls share prefixes in all the ways the store makes use of, some of them removed in random order."""
+    rng = random.Random(5)
+    path = tmp_path / "store.db"
+    async with Opened(path) as (store, keeper):
+        await store.put_run(Run("run", "run"))
+        made = [Rollout(f"r{n}", "run", Task(n), f"g{n % 6}", max_attempts=3) for n in range(24)]
+        await store.create_rollouts(made)
+        shared = [rng.randrange(1000) for _ in range(40)]
+        while leases := await store.lease("run", "w", limit=5, ttl=3600):
+            for lease in leases:
+                own = [*shared, lease.rollout.group[1], *range(int(lease.rollout.group[1]) * 50)]
+                prompt = [int(value) for value in own]
+                for seq in range(rng.randrange(1, 4)):
+                    response = [rng.randrange(1000) for _ in range(rng.randrange(1, 30))]
+                    call = Transition(
+                        lease.rollout.id,
+                        lease.attempt,
+                        seq,
+                        f"c{seq}",
+                        token_ids(prompt),
+                        token_ids(response),
+                        logprobs([-1.0] * len(response)),
+                    )
+                    await store.append([call])
+                    prompt = prompt if rng.random() < 0.3 else [*prompt, *response]
+                if rng.random() < 0.2:
+                    await store.release("w")
+                    break
+                await store.complete(lease.rollout.id, lease.attempt, Outcome(reward=1.0))
+        attempts = [(r.id, a) for r in (await store.list_rollouts("run")).rollouts for a in range(1, r.attempt + 1)]
+        before = dict(zip(attempts, await store.transitions_of(attempts), strict=True))
+        gone: set[str] = set()
+        for group in rng.sample([f"g{n}" for n in range(6)], 4):
+            await keeper.forget_calls("run", [group])
+            gone |= {r.id for r in made if r.group == group}
+            kept = {key: calls for key, calls in before.items() if key[0] not in gone}
+            assert dict(zip(kept, await store.transitions_of(list(kept)), strict=True)) == kept
+        assert all(not calls for calls in await store.transitions_of([key for key in attempts if key[0] in gone]))
+
+
+async def test_a_repeated_outcome_is_still_the_same_after_pruning(database: Path) -> None:
+    async with Opened(database) as (store, keeper):
+        await store.create_rollouts([Rollout("new", "run", Task("q"), "n")])
+        (lease,) = await store.lease("run", "w")
+        outcome = Outcome(reward=1.0, seconds=2.0)
+        ended = await store.complete("new", lease.attempt, outcome)
+        await keeper.forget_calls("run", ["n"])
+        assert await store.complete("new", lease.attempt, outcome) == ended
+        with pytest.raises(StoreError):
+            await store.complete("new", lease.attempt, replace(outcome, reward=0.0))
+
+
+async def test_a_pruned_run_without_a_step_record_is_left_alone(tmp_path: Path) -> None:
+    """A prompt search has no steps, and reads what its rollouts said when it goes on."""
+    async with Opened(tmp_path / "s.db") as (store, keeper):
+        await store.put_run(Run("run", "run"))
+        await store.create_rollouts([Rollout("a", "run", Task("q"), "g")])
+        await store.lease("run", "w")
+        ids = token_ids([1, 2])
+        await store.append([Transition("a", 1, 0, "c", ids, ids, logprobs([-1.0, -1.0]))])
+        await store.complete("a", 1, Outcome(reward=1.0))
+        assert (await plan(store, keeper, PruneRequest(trained=True)))[0].groups == ()
+        record = StepRecord("run", 0, 1, (("a", 1),), ("d",), "x", "step-00000001")
+        await store.commit_step(record)
+        assert (await plan(store, keeper, PruneRequest(trained=True)))[0].groups == ("g",)
