@@ -23,7 +23,6 @@ from lightning_redis import records
 from lightning_redis import resources as resource_ops
 from lightning_redis import rollouts as rollout_ops
 from lightning_redis import spans as span_ops
-from lightning_redis import tokens as token_ops
 from lightning_redis import transitions as transition_ops
 from lightning_redis.change_listener import EntryWatch, entry_of, newest
 from lightning_redis.handshake import Ask, check_mark, check_same, check_server
@@ -68,8 +67,6 @@ FUNCTIONS: Final[Mapping[str, Callable[..., Awaitable[Any]]]] = {
     "resource_uses": resource_ops.uses,
 }
 """What does each operation of the table, with the link of the loop and the operation's arguments by name."""
-GROUPS: Final[Mapping[str, Mapping[str, Callable[..., Awaitable[Any]]]]] = {"tokens": token_ops.FUNCTIONS}
-"""The same for groups that have no part for Redis of their own."""
 
 
 class RedisStore(Operations):
@@ -159,8 +156,7 @@ class RedisStore(Operations):
         group = operation.group
         if group is None:
             return FUNCTIONS[operation.name]
-        part = GROUPS.get(group.name) or group.part(operation, "redis", self)
-        function: Callable[..., Awaitable[Any]] = group.function(operation, part, self)
+        function: Callable[..., Awaitable[Any]] = group.function(operation, group.part(operation, "redis", self), self)
         return function
 
     def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:

@@ -75,6 +75,6 @@ revoke_token = operation(
 TOKENS: Final = OperationGroup(
     "tokens",
     (list_tokens, put_token, get_token, revoke_token),
-    parts={"sql": "lightning_server.tokens_sql:PART"},
+    parts={"sql": "lightning_server.tokens_sql:PART", "redis": "lightning_server.tokens_redis:FUNCTIONS"},
     distribution=OWN,
 )

@@ -26,10 +26,10 @@ TABLE: Final = """CREATE TABLE tokens (
     expires_at REAL,
     revoked_at REAL
 )"""
-COLUMNS: Final = rows.TOKENS.names()
-INSERT: Final = insert("tokens", COLUMNS, "id")
-SELECT: Final = f"SELECT {COLUMNS} FROM tokens WHERE id = ?"  # noqa: S608
-SELECT_ALL: Final = f"SELECT {COLUMNS} FROM tokens ORDER BY n"  # noqa: S608
+COLUMNS: Final = rows.Columns(Token, "token {_.id!r}", forms={"name": rows.PLAIN})
+INSERT: Final = insert("tokens", COLUMNS.names(), "id")
+SELECT: Final = f"SELECT {COLUMNS.names()} FROM tokens WHERE id = ?"  # noqa: S608
+SELECT_ALL: Final = f"SELECT {COLUMNS.names()} FROM tokens ORDER BY n"  # noqa: S608
 REVOKE: Final = "UPDATE tokens SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL"
 
 
@@ -44,19 +44,19 @@ async def put(transaction: Transaction, token: Token, once: str) -> Token:
 
 async def _insert(transaction: Transaction, token: Token) -> None:
     created = replace(token, created_at=token.created_at or await transaction.now())
-    if not await transaction.run(INSERT, rows.TOKENS.values(created)):
+    if not await transaction.run(INSERT, COLUMNS.values(created)):
         raise ConflictError(f"there is a token {token.id!r} already: make one with another id")
 
 
 async def get(transaction: Transaction, token: str) -> Token | None:
     """See `get_token`."""
     row = await transaction.one(SELECT, (token,))
-    return None if row is None else rows.TOKENS.read(row)
+    return None if row is None else COLUMNS.read(row)
 
 
 async def every(transaction: Transaction) -> list[Token]:
     """See `list_tokens`."""
-    return [rows.TOKENS.read(row) for row in await transaction.all(SELECT_ALL)]
+    return [COLUMNS.read(row) for row in await transaction.all(SELECT_ALL)]
 
 
 async def revoke(transaction: Transaction, token: str) -> Token:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 
 from lightning.store.operations import OPERATIONS
-from lightning_redis.store import FUNCTIONS, GROUPS
+from lightning_redis.store import FUNCTIONS
+from lightning_server import tokens_redis
 from lightning_server.tokens import TOKENS
 
 
 def test_redis_has_a_function_with_the_arguments_of_each_operation() -> None:
     assert set(FUNCTIONS) == {operation.name for operation in OPERATIONS}
-    assert set(GROUPS["tokens"]) == {operation.name for operation in TOKENS.operations}
-    functions = {**FUNCTIONS, **GROUPS["tokens"]}
+    assert set(tokens_redis.FUNCTIONS) == {operation.name for operation in TOKENS.operations}
+    functions = {**FUNCTIONS, **tokens_redis.FUNCTIONS}
     for operation in (*OPERATIONS, *TOKENS.operations):
         found = list(inspect.signature(functions[operation.name]).parameters)[1:]
         assert found == list(operation.signature.parameters), operation

@@ -18,6 +18,7 @@ PLUGIN = '''
 """Judges say what they think of rollouts."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import lightning
 from lightning.store.operation import OperationGroup, for_admins, operation

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 from lightning.errors import ConflictError, StoreError
-from lightning.store import Store, rows
+from lightning.store import Store
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Scope, Token
 from lightning_server import tokens_sql
@@ -50,5 +50,5 @@ def test_an_sql_database_has_a_function_with_the_arguments_of_each_operation() -
 async def test_the_table_has_a_column_for_each_field(sqlite: SqliteStore) -> None:
     assert await list_tokens(sqlite) == []
     found = await sqlite._read(lambda tx: tx.all("PRAGMA table_info(tokens)"))
-    assert set(rows.TOKENS.columns) <= {row[1] for row in found}
-    assert set(rows.TOKENS.fields) <= {field.name for field in fields(Token)}
+    assert set(tokens_sql.COLUMNS.columns) <= {row[1] for row in found}
+    assert set(tokens_sql.COLUMNS.fields) <= {field.name for field in fields(Token)}
