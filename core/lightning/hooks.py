@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from lightning_server.protocol import Host, WebApp
     from starlette.types import ASGIApp
 
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
@@ -155,15 +154,6 @@ def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Che
     """What `lightning doctor` looks at, by name: a function that yields `lightning.cli.check.Check`s, its findings.
 
     It gets None and should take a moment; or the WHAT of `--try NAME=WHAT`, which may be empty, and may take minutes.
-    """
-
-
-@hookspec
-def register_web_apps(register: Callable[[str, Callable[[Host], WebApp]], None]) -> None:
-    """Web applications on the port of `lightning serve`, by the path's first part: `register("pages", make)` answers `/pages`.
-
-    `make(host)` is called before the port opens and should take a moment; it gives a `WebApp`, an ASGI application with a
-    `close`. Who may see what is the application's to check, by `host.authenticator`.
     """
 
 

@@ -26,7 +26,6 @@ from lightning.types import Caller, StepState, Task, ToolEvent
 from lightning.types.values import as_texts
 
 if TYPE_CHECKING:
-    from lightning_server.protocol import Host, WebApp
     from starlette.types import ASGIApp
 
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
@@ -258,10 +257,6 @@ class Plugins:
         """The plugin that registers a name."""
         self._register_all(kind)
         return self._infos[self._names.owner(kind, name)]
-
-    def web_app(self, name: str) -> Callable[[Host], WebApp]:
-        """The factory of what answers below `/NAME` on servers."""
-        return cast("Callable[[Host], WebApp]", self.get("web_apps", name))
 
     def store(self, url: str) -> Store:
         """A store, not yet opened, for a URL such as `sqlite:///runs/a/lightning.db`; its scheme names the factory."""

@@ -17,7 +17,7 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]
     register("console", console_command)
 
 
-@hookimpl
+@hookimpl(optionalhook=True)
 def register_web_apps(register: Callable[[str, Callable[[Host], WebApp]], None]) -> None:
     """`/console` of `lightning serve`."""
     register("console", console_app)

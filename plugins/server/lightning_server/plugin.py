@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl
+from lightning.hooks import hookimpl, hookspec
 
 if TYPE_CHECKING:
     import typer
@@ -14,6 +14,17 @@ if TYPE_CHECKING:
     from lightning.store.operation import OperationGroup
     from lightning.store.protocol import Store
     from lightning.trainer.run_server import RunServer
+
+    from lightning_server.protocol import Host, WebApp
+
+
+@hookspec
+def register_web_apps(register: Callable[[str, Callable[[Host], WebApp]], None]) -> None:
+    """Web applications on the port of `lightning serve`, by the path's first part: `register("pages", make)` answers `/pages`.
+
+    `make(host)` is called before the port opens and should take a moment; it gives a `WebApp`, an ASGI application with a
+    `close`. Who may see what is the application's to check, by `host.authenticator`.
+    """
 
 
 @hookimpl

@@ -1,4 +1,5 @@
-"""What a plugin answers on the port of a Lightning Server (the hook `register_web_apps`), and what it is given for that.
+"""What other plugins answer on the port of `lightning serve`, and what they are given for that. By the hook
+`register_web_apps` of this plugin.
 
 The invariant: an application sees a store of all projects, so it must ask whose token it is dealing with, and show that project
 alone.

@@ -6,14 +6,16 @@ The invariant: one that cannot be made is named in the log and left out, and the
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import cast
 
 from lightning.errors import LightningError
 from lightning.gateway.gateway import Gateway
 from lightning.plugins import plugins
 
-from lightning_server.protocol import Host
+from lightning_server.protocol import Host, WebApp
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,8 @@ def mount_web_apps(resources: AsyncExitStack, gateway: Gateway, host: Host) -> l
     for name in plugins().names("web_apps"):
         path = f"/{name}"
         try:
-            app = plugins().web_app(name)(replace(host, path=path))
+            make = cast("Callable[[Host], WebApp]", plugins().get("web_apps", name))
+            app = make(replace(host, path=path))
             resources.push_async_callback(app.close)
             gateway.mount(app, name)
         except LightningError as error:

@@ -58,6 +58,21 @@ def test_an_object_can_be_a_plugin(install) -> None:
     assert Plugins().credit("of") is len
 
 
+def test_a_plugin_asks_others_for_names_of_its_own(install) -> None:
+    source = (
+        "from lightning import hookimpl\n@hookimpl(optionalhook=True)\ndef register_{}(register): register('{}', len)"
+    )
+    for name, kind in (("one", "pages"), ("other", "pages"), ("third", "menus")):
+        install(name, {name: f"{name}_plugin"}, {f"{name}_plugin": source.format(kind, name)})
+    plugins = Plugins()
+    assert plugins.names("pages") == ["one", "other"]
+    assert plugins.get("pages", "other") is len
+    assert info(plugins, "third").hooks == ("register_menus",)
+    assert plugins.names("nobody_asked_before") == []
+    with pytest.raises(PluginError, match="there is no page 'ones'; did you mean 'one'"):
+        plugins.get("pages", "ones")
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [

@@ -57,7 +57,9 @@ class Installed:
         assert kind == "web_apps"
         return ["broken", "pages", "v1"]
 
-    def web_app(self, name: str):
+    def get(self, kind: str, name: str):
+        assert kind == "web_apps"
+
         def make(host: Host) -> Pages:
             if name == "broken":
                 raise ConfigError("it has no settings")
