@@ -12,7 +12,6 @@ from lightning.errors import ConflictError, StoreError
 from lightning.store import rollout_state, rows
 from lightning.store.relational.brought import SqlPart
 from lightning.store.relational.transaction import Transaction, done_once
-from lightning.store.sql import insert
 from lightning.types import Token
 
 TABLE: Final = """CREATE TABLE tokens (
@@ -27,7 +26,8 @@ TABLE: Final = """CREATE TABLE tokens (
     revoked_at REAL
 )"""
 COLUMNS: Final = rows.Columns(Token, "token {_.id!r}", forms={"name": rows.PLAIN})
-INSERT: Final = insert("tokens", COLUMNS.names(), "id")
+_PLACES: Final = ", ".join("?" for _ in COLUMNS.columns)
+INSERT: Final = f"INSERT INTO tokens ({COLUMNS.names()}) VALUES ({_PLACES}) ON CONFLICT (id) DO NOTHING"  # noqa: S608
 SELECT: Final = f"SELECT {COLUMNS.names()} FROM tokens WHERE id = ?"  # noqa: S608
 SELECT_ALL: Final = f"SELECT {COLUMNS.names()} FROM tokens ORDER BY n"  # noqa: S608
 REVOKE: Final = "UPDATE tokens SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL"
