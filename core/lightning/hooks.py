@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lightning.gateway.stages import CallStage
     from lightning.runner.protocol import Agent, Runner
     from lightning.runner.stages import AttemptStage
+    from lightning.store.operation import OperationGroup
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
     from lightning.trainer.run_server import RunServer
@@ -89,6 +90,17 @@ def register_engines(register: Callable[[str, Callable[[Config], Engine]], None]
 @hookspec
 def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> None:
     """Stores by URL scheme: a function from the URL to a `Store`."""
+
+
+@hookspec
+def register_operations(register: Callable[[str, Callable[[], OperationGroup]], None]) -> None:
+    """Operations that every store is to have beside its own, with tables, keys and routes of their own: `register("notes",
+    lambda: NOTES)`, a function that gives a `lightning.store.operation.OperationGroup` of that name.
+
+    Each operation is a typed function of the plugin, `await put_note(store, note)`, and says itself whose its things are. A
+    store that the plugin has no part for, and a server without the plugin, say so by name. An operation that two plugins bring,
+    or that is the store's own, is an error at a server's start.
+    """
 
 
 @hookspec

@@ -40,6 +40,7 @@ from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.types import Lease, Outcome, Run, Scope, Transition
 from lightning_server.http_store import HttpStore
+from lightning_server.tokens import put_token
 
 CALLS, AGENTS, WARM = 3, 32, 8
 CONVERSATIONS = 128
@@ -121,7 +122,7 @@ async def server(announce: Callable[[object], None], upstream: str, url: str) ->
     store = plugins().store(url)
     await store.open()
     token, plain = issue_token(Scope.ADMIN, ALL_PROJECTS)
-    await store.put_token(token)
+    await put_token(store, token)
     made = Gateway(store, [Upstream(upstream, "tiny")], GatewayConfig(), secret=secrets.token_bytes(32))
     Control(store, made)
     await made.start()

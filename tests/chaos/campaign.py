@@ -34,6 +34,7 @@ from lightning.store.protocol import Store
 from lightning.types import Scope
 from lightning_examples.raw_python import MODEL
 from lightning_server.auth import issue_token
+from lightning_server.tokens import put_token
 
 from tests.chaos.agent import tasks as word_problems
 from tests.chaos.databases import DATABASES, Database
@@ -249,7 +250,7 @@ def prepare(folder: Path, database: Database, seed: int, say: Callable[[str], No
 
     async def new_token(store: Store) -> str:
         token, plain = issue_token(Scope.RUNNER, name="chaos")
-        await store.put_token(token)
+        await put_token(store, token)
         return plain
 
     token = str(asyncio.run(with_store(database.url, new_token)))

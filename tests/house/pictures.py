@@ -43,7 +43,7 @@ COLUMNS_OF_TABLES: Final = (
     ("runs", "steps", "metrics", "state"),
     ("rollouts", "attempts"),
     ("transitions", "spans"),
-    ("resources", "aliases", "tokens", "answers", "revisions"),
+    ("resources", "aliases", "operation_groups", "answers", "revisions"),
 )
 """The places of the tables, from left to right and from top to bottom."""
 

@@ -19,7 +19,7 @@ from lightning.config import Config, settings
 from lightning.config.load import NOT_SETTINGS
 from lightning.store import json_codec
 from lightning.testing.public_imports import PUBLIC
-from lightning_server.api import PREFIX, ROUTES, description
+from lightning_server.api import PREFIX, description, routes
 from lightning_server.api.openapi import scopes_of
 from lightning_server.api.table import parameters
 
@@ -90,7 +90,7 @@ def error_list() -> Iterator[str]:
 
 
 def server_routes() -> Iterator[str]:
-    for route in ROUTES:
+    for route in routes():
         yield f"### `{route.method} {PREFIX}{route.path}`\n\n{route.doc}\n"
         scopes = "none needed" if route.scopes is None else ", ".join(scopes_of(route))
         told = "any JSON" if route.answer is json_codec.AnyJson else _type(route.answer)

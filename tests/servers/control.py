@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar, cast
 
 from lightning.config import LimitsConfig
 from lightning.gateway.connections import Serving, bind
+from lightning.store.operation import Operation
 from lightning.store.protocol import Store
 from lightning.types import Outcome, Rollout, Scope, Token
 from lightning_server.api import Api, Finish, LlmFor
@@ -34,9 +35,11 @@ class _Door:
     def __init__(self, store: Store, token: Token) -> None:
         self._store, self._token = store, token
 
-    async def get_token(self, token: str) -> Token | None:
-        """See `Store.get_token`."""
-        return self._token if token == self._token.id else await self._store.get_token(token)
+    async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
+        """See `Store.call`."""
+        if operation.name == "get_token" and arguments["token"] == self._token.id:
+            return self._token
+        return await self._store.call(operation, arguments)
 
 
 class ControlServer:

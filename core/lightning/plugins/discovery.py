@@ -125,7 +125,7 @@ def near(word: str, known: Iterable[str]) -> str:
 
 def one(kind: str) -> str:
     """A kind of registered names in the singular; `register_algorithms` registers `algorithms`."""
-    return kind.removesuffix("s").replace("_", " ")
+    return "group of operations" if kind == "operations" else kind.removesuffix("s").replace("_", " ")
 
 
 class RegisteredNames:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lightning.gateway.stages import CallStage
     from lightning.runner.protocol import Agent, Runner
     from lightning.runner.stages import AttemptStage
+    from lightning.store.operation import Operation, OperationGroup
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
     from lightning.trainer.run_server import RunServer
@@ -226,6 +227,31 @@ class Plugins:
     def attempt_stage(self, name: str) -> Callable[[RunnerConfig], AttemptStage | None]:
         """The factory of a stage around the attempts of a runner."""
         return cast("Callable[[RunnerConfig], AttemptStage | None]", self.get("attempt_stages", name))
+
+    def operations(self) -> tuple[Operation, ...]:
+        """The operations that plugins bring to every store. Raises `PluginError` for one that two bring, or the store has."""
+        from lightning.store.protocol import Store
+
+        brought: dict[str, Operation] = {}
+        for name in self.names("operations"):
+            group = cast("Callable[[], OperationGroup]", self.get("operations", name))()
+            owner = self.owner("operations", name)
+            if group.name != name:
+                raise PluginError(f"the plugin {owner} registers the group of operations {group.name!r} as {name!r}")
+            for operation in group.operations:
+                other = brought.get(operation.name)
+                if other is not None or hasattr(Store, operation.name):
+                    first = "the store" if other is None else f"the plugin {self._owner_of(other)}"
+                    raise PluginError(
+                        f"{first} and the plugin {owner} both have the operation {operation.name!r}. Uninstall the plugin, or "
+                        f"set {DISABLE} to it."
+                    )
+                brought[operation.name] = operation
+        return tuple(brought.values())
+
+    def _owner_of(self, operation: Operation) -> PluginInfo:
+        assert operation.group is not None, "a plugin brings it"
+        return self.owner("operations", operation.group.name)
 
     def owner(self, kind: str, name: str) -> PluginInfo:
         """The plugin that registers a name."""

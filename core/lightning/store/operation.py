@@ -1,7 +1,9 @@
-"""What an operation of a store is: a method of `Store`, where it is over HTTP, who may use it, and how it travels.
+"""What an operation of a store is: a method of `Store`, where it is over HTTP, who may use it, and how it travels; and how a
+plugin brings operations of its own to every store.
 
 The invariant: everything that client, server and project check must know of an operation is derived from its signature and its
-one line in `store.operations`; an operation that would not say what it touches cannot be made.
+one line in `store.operations`, or in a plugin's table; an operation that would not say what it touches cannot be made. A store
+that has no part for a plugin's operations says so by name.
 """
 
 from __future__ import annotations
@@ -10,11 +12,25 @@ import inspect
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
+from importlib import import_module
+from typing import (
+    Any,
+    Concatenate,
+    Final,
+    NoReturn,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
+from lightning.errors import StoreError
 from lightning.store import json_codec
 from lightning.store.protocol import Alias, Page, Store
-from lightning.types import Resource, Rollout, Run, Scope, Token
+from lightning.types import Resource, Rollout, Run, Scope
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,12 +38,14 @@ R = TypeVar("R")
 REQUIRED: Final = inspect.Parameter.empty
 PAGING: Final = ("after", "cursor", "limit")
 """Arguments that say which part of a list is wanted."""
+RESOURCES: Final = {"name", "resource", "key"}
+"""Arguments that name a resource, are one, or are a key of the state: such words mean something else to a plugin."""
 OWNED: Final = {
     *("run", "rollout", "rollouts", "attempts", "transitions", "spans"),
-    *("lease", "record", "name", "resource", "worker", "token"),
+    *("lease", "record", "name", "resource", "worker"),
 }
 """Arguments that name something of a project, or are it: by them a project is kept from another's."""
-FILTERED: Final = (Run, Resource, Alias, Token)
+FILTERED: Final = (Run, Resource, Alias)
 """What belongs to a project by what it says itself, so that a list of all can be cut down to a project's."""
 QUERY: Final[Mapping[str, str]] = {
     "project": "Runs of this project only.",
@@ -41,6 +59,22 @@ QUERY: Final[Mapping[str, str]] = {
 """What parameters of a query mean, where an operation does not say."""
 ANSWER_SECONDS: Final = 90.0
 """Without a byte from a server for so long, it counts as gone."""
+Rule: TypeAlias = "Callable[[Store, str, Operation, dict[str, Any]], Awaitable[Any]]"
+"""Does an operation for the holder of a project's token: `rule(store, project, operation, arguments)` looks at the arguments,
+awaits `operation(store, **arguments)` and leaves out of the answer what is another project's. It raises `UnseenError` for what
+is another's exactly as for what never was."""
+
+
+class UnseenError(StoreError):
+    """What is asked for is not there, or is another project's."""
+
+
+async def for_admins(store: Store, project: str, operation: Operation, arguments: dict[str, Any]) -> NoReturn:
+    """The rule of an operation that no project's token may use."""
+    raise StoreError(
+        f"{operation.name} is for admins of all projects, and this token is of project {project!r}. Ask whoever runs the "
+        "server for: lightning token create admin --project '*'"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +92,11 @@ class Operation:
 
     `told` says what the parameters of the query mean. `sent` and `answered` are the types that travel, `item` is that of a
     list's items. `empty` says that a caller who asks for what is not its project's gets what there is of nothing; otherwise it
-    is refused.
+    is refused. `owned` is the rule by which a project is kept from another's, where the arguments' names do not say it; `group`
+    is the plugin's that brings the operation, None for the store's own.
     """
+
+    group: OperationGroup | None = None
 
     def __init__(
         self,
@@ -76,8 +113,10 @@ class Operation:
         query: Mapping[str, str] = QUERY,
         unsent: Sequence[str] = (),
         answer_seconds: float = ANSWER_SECONDS,
+        owned: Rule | None = None,
     ) -> None:
         self.name: str = function.__name__
+        self.owned = owned
         self.scopes, self.cursor, self.empty, self.missing = scopes, tuple(cursor), empty, missing
         self.answer_seconds = answer_seconds
         self.doc = doc or " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
@@ -106,9 +145,10 @@ class Operation:
         self.told = {part.name: query.get(part.name) or QUERY.get(part.name, "") for part in self.query}
         self.sent = body if isinstance(body, type) else self._sent()
         self.answered = answer if isinstance(answer, type) else self._answered()
-        if found.keys().isdisjoint(OWNED) and self._listed() not in FILTERED:
+        if owned is None and found.keys().isdisjoint(OWNED) and self._listed() not in FILTERED:
             raise TypeError(
-                f"the operation {self.name} names nothing of a project: give it an argument of {sorted(OWNED)}"
+                f"the operation {self.name} names nothing of a project: give it an argument of {sorted(OWNED)}, or a rule of "
+                "its own: owned=RULE, owned=for_admins where no project's token may use it"
             )
 
         if not all(self.told.values()):
@@ -136,6 +176,11 @@ class Operation:
 
         call.__name__, call.__doc__ = self.name, self.doc
         return call
+
+    def on(self, store: Any) -> Callable[..., Awaitable[Any]]:
+        """What does it on a store: the store's own method, for a plugin's operation its `call`."""
+        does: Callable[..., Awaitable[Any]] = getattr(store, self.name) if self.group is None else self.__get__(store)
+        return does
 
     @property
     def is_in_parts(self) -> bool:
@@ -175,10 +220,66 @@ class Operation:
         return self.sent if self.result is type(None) else self.result
 
 
+class OperationGroup:
+    """The operations that a plugin brings to every store, registered by `register_operations` under the group's `name`.
+
+    `parts` says for each kind of store where the plugin's part for it stands, as `package.module:NAME`: `sql` is a
+    `lightning.store.relational.brought.SqlPart`, `redis` a mapping of functions by the operations' names. It is imported when
+    such a store is first asked. A store over HTTP needs none. `distribution` is what must be installed where the group is not.
+    """
+
+    def __init__(
+        self, name: str, operations: Sequence[Callable[..., Any]], *, parts: Mapping[str, str], distribution: str
+    ) -> None:
+        self.name, self.parts, self.distribution = name, parts, distribution
+        self.operations = tuple(cast("Sequence[Operation]", operations))
+        for one in self.operations:
+            if one.owned is None and not RESOURCES.isdisjoint(one.signature.parameters):
+                words = ", ".join(sorted(RESOURCES & one.signature.parameters.keys()))
+                raise TypeError(
+                    f"the operation {one.name} has an argument that means a resource or a key of the state ({words}): give it "
+                    "another name, or the operation a rule of its own (owned=)"
+                )
+            one.group = self
+
+    def __repr__(self) -> str:
+        return f"OperationGroup({self.name!r})"
+
+    def part(self, operation: Operation, kind: str, store: object) -> Any:
+        """The plugin's part for a kind of store. Raises `StoreError` where the plugin has none."""
+        place = self.parts.get(kind)
+        if place is None:
+            known = " or ".join(self.parts) or "no store but one over HTTP"
+            raise StoreError(
+                f"{store!r} cannot do {operation.name}: the plugin that brings {self.name!r} has nothing for a store of the "
+                f"kind {kind!r}. Use {known}, or a release of {self.distribution} that has it"
+            )
+        module, _, name = place.partition(":")
+        return getattr(import_module(module), name)
+
+    def function(self, operation: Operation, functions: Mapping[str, Any], store: object) -> Any:
+        """What does one of the operations, of a part's functions. Raises `StoreError` where the part has none."""
+        found = functions.get(operation.name)
+        if found is None:
+            raise StoreError(
+                f"{store!r} cannot do {operation.name}: the plugin that brings {self.name!r} has no function for it here. "
+                f"Install another release of {self.distribution}"
+            )
+        return found
+
+    def lacking(self, operation: Operation, where: str) -> StoreError:
+        """The error for a server that does not have the plugin."""
+        return StoreError(
+            f"{where} cannot do {operation.name}: it has no plugin that brings {self.name!r}, or another release of it. "
+            f"Install {self.distribution} there, and start the server again"
+        )
+
+
 def operation(
-    function: Callable[Concatenate[Store, P], Awaitable[R]], route: str, scopes: tuple[Scope, ...], **how: Any
+    function: Callable[Concatenate[Any, P], Awaitable[R]], route: str, scopes: tuple[Scope, ...], **how: Any
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
-    """An `Operation` as a method of the class that it stands in, which has `async call(operation, arguments)`."""
+    """An `Operation` as a method of the class that it stands in, which has `async call(operation, arguments)`; or as a function
+    of a module, which is called with a store."""
     made: Any = Operation(function, route, scopes, **how)
     return cast("Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]", made)
 

@@ -1,7 +1,7 @@
 """The store's operations over HTTP: the one table that client, server, description and project check are made from.
 
-The invariant: an operation is added by a method of `Store` and a line here. What is not in this table does not travel, except
-`watch`, which does not answer once, and what servers say of themselves.
+The invariant: an operation is added by a method of `Store` and a line here, or by a plugin's table (`register_operations`).
+What is in neither does not travel, except `watch`, which does not answer once, and what servers say of themselves.
 """
 
 from __future__ import annotations
@@ -248,31 +248,6 @@ class Operations:
     set_alias = operation(Store.set_alias, f"PUT {ALIAS}", TRAIN, doc="Point an alias to a version.")
     roll_back_alias = operation(Store.roll_back_alias, f"POST {ALIAS}/rollback", TRAIN)
     alias_history = operation(Store.alias_history, f"GET {ALIAS}/history", LOOK, empty=True)
-
-    # tokens -----------------------------------------------------------------------------------------------------
-    list_tokens = operation(Store.list_tokens, "GET /tokens", ADMIN, cursor=("id",), doc="Tokens, oldest first.")
-    put_token = operation(
-        Store.put_token,
-        "POST /tokens",
-        ADMIN,
-        body="token",
-        doc="Keep a token under the SHA-256 of a secret that you made: the secret itself is never sent. 409 when its id is "
-        "taken.",
-    )
-    get_token = operation(
-        Store.get_token,
-        "GET /tokens/{token}",
-        ADMIN,
-        empty=True,
-        missing="GET /tokens lists those there are",
-        doc="One token, also when it was revoked or has expired.",
-    )
-    revoke_token = operation(
-        Store.revoke_token,
-        "DELETE /tokens/{token}",
-        ADMIN,
-        doc="Take a token's right away, for good; every server knows a second later.",
-    )
 
     async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Do one operation with all of its arguments, by name."""

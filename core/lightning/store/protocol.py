@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from lightning.types import (
     Json,
@@ -24,10 +24,12 @@ from lightning.types import (
     StepRecord,
     StepReward,
     StepState,
-    Token,
     ToolEvent,
     Transition,
 )
+
+if TYPE_CHECKING:
+    from lightning.store.operation import Operation
 
 LATEST = "latest"
 """The alias that every resource has: its newest version. It moves by itself."""
@@ -135,6 +137,13 @@ class Store(Protocol):
 
     async def close(self) -> None:
         """Flush what was acknowledged and disconnect. Idempotent."""
+
+    async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
+        """Do one operation, of the table or of a plugin's, with all of its arguments by name. Raises `StoreError` for one of a
+        plugin that this store, or the server behind it, has no part for.
+
+        It is asked through the operation, which knows the types: `await put_note(store, note)`.
+        """
 
     # runs -------------------------------------------------------------------------------------------------------
     async def put_run(self, run: Run) -> Run:
@@ -293,19 +302,6 @@ class Store(Protocol):
 
     async def get_state(self, run: str, key: str) -> Json:
         """The value kept under a key, or None."""
-
-    # tokens -----------------------------------------------------------------------------------------------------
-    async def put_token(self, token: Token, *, once: str = "") -> Token:
-        """Keep a token and return it as it is stored. Raises `ConflictError` when its id is taken."""
-
-    async def get_token(self, token: str) -> Token | None:
-        """The token with this id, revoked and expired ones too; None when there never was one."""
-
-    async def list_tokens(self) -> list[Token]:
-        """All tokens, oldest first."""
-
-    async def revoke_token(self, token: str) -> Token:
-        """Take the right away, now and for good; again changes nothing. Raises `StoreError` for an unknown id."""
 
     # resources --------------------------------------------------------------------------------------------------
     async def put_resource(self, resource: Resource) -> Resource:

@@ -38,7 +38,6 @@ from lightning.types import (
     StepReward,
     StepState,
     Task,
-    Token,
     TokenIds,
     ToolEvent,
     Transition,
@@ -419,7 +418,6 @@ STEPS: Final = Columns(
         )
     },
 )
-TOKENS: Final = Columns(Token, "token {_.id!r}", forms={"name": PLAIN})
 RESOURCES: Final = Columns(
     Resource,
     "resource {_.name!r}",

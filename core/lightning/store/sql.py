@@ -207,13 +207,6 @@ SELECT_ANSWER: Final = "SELECT answer FROM answers WHERE id = ? AND until >= ?"
 SELECT_OLD_ANSWERS: Final = "SELECT id FROM answers WHERE until < ? ORDER BY until LIMIT ?"
 FORGET_ANSWER: Final = "DELETE FROM answers WHERE id = ?"
 
-# tokens ---------------------------------------------------------------------------------------------------------
-TOKEN_COLUMNS: Final = rows.TOKENS.names()
-INSERT_TOKEN: Final = insert("tokens", TOKEN_COLUMNS, "id")
-SELECT_TOKEN: Final = f"SELECT {TOKEN_COLUMNS} FROM tokens WHERE id = ?"  # noqa: S608
-SELECT_TOKENS: Final = f"SELECT {TOKEN_COLUMNS} FROM tokens ORDER BY n"  # noqa: S608
-REVOKE_TOKEN: Final = "UPDATE tokens SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL"  # noqa: S105 — a statement
-
 # resources ------------------------------------------------------------------------------------------------------
 RESOURCE_COLUMNS: Final = f"{rows.RESOURCES.names()}, digest"
 INSERT_RESOURCE: Final = insert("resources", RESOURCE_COLUMNS)

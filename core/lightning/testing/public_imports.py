@@ -82,6 +82,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.store.url",
         ),
         "a store of SQL": (
+            "lightning.store.relational.brought",
             "lightning.store.relational.notify",
             "lightning.store.relational.schema",
             "lightning.store.relational.store",

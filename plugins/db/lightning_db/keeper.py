@@ -121,9 +121,12 @@ async def look(store: Store, url: str) -> DatabaseStatus:
 
 
 async def _tokens(store: Store) -> dict[str, int] | None:
-    """None where whoever asks may not see tokens."""
+    """None where whoever asks may not see tokens, or no plugin keeps any."""
+    brought = {operation.name: operation for operation in plugins().operations()}
+    if "list_tokens" not in brought:
+        return None
     try:
-        found = await store.list_tokens()
+        found = await brought["list_tokens"](store)
     except UnavailableError:
         raise
     except StoreError:

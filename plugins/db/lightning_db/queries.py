@@ -22,7 +22,6 @@ TABLES: Final = (
     "state",
     "resources",
     "aliases",
-    "tokens",
     "revisions",
     "answers",
 )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from lightning.errors import SchemaError, StoreError
+from lightning.plugins import plugins
 from lightning.store.protocol import TRACES_RUN
 from lightning.store.relational import schema
+from lightning.store.relational.brought import SqlPart, groups_in
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.schema_version import SCHEMA
 from lightning.store.url import redacted
@@ -58,6 +60,10 @@ class RelationalKeeper(ABC):
             raise SchemaError(f"{redacted(self._url)} holds no store: check ?schema= in the URL")
         schema.check_version(redacted(self._url), await transaction.all(schema.VERSION))
 
+    async def _groups(self, transaction: Transaction) -> dict[str, SqlPart]:
+        """What plugins have made for their operations. Raises `StoreError` for what is no installed plugin's."""
+        return await groups_in(transaction, parts(), redacted(self._url))
+
     async def status(self) -> DatabaseStatus:
         """See `Keeper.status`."""
         return await self._read(self._status)
@@ -69,7 +75,8 @@ class RelationalKeeper(ABC):
             (counts[table],) = await transaction.one(queries.count(table)) or (0,)
         activity = await transaction.all(queries.ACTIVITY)
         first = await transaction.one(queries.FIRST_RUN)
-        tokens = await transaction.all(queries.TOKENS)
+        there = await self._tables(transaction)
+        tokens = await transaction.all(queries.TOKENS) if "tokens" in there else []
         return DatabaseStatus(
             store=redacted(self._url),
             schema=SCHEMA,
@@ -157,6 +164,16 @@ class RelationalKeeper(ABC):
                 return
             if old:
                 await self._write(lambda tx, old=old: tx.many(queries.FORGET_STATE, old))  # type: ignore[misc]
+
+
+def parts() -> dict[str, SqlPart]:
+    """The parts for SQL databases of the groups of operations that plugins bring."""
+    found = {}
+    for operation in plugins().operations():
+        group = operation.group
+        if group is not None and group.name not in found and "sql" in group.parts:
+            found[group.name] = cast("SqlPart", group.part(operation, "sql", "a database"))
+    return found
 
 
 async def _busy(transaction: Transaction) -> frozenset[str]:

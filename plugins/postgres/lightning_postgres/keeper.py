@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from lightning.errors import DataError, StoreError
+from lightning.store.relational.brought import SqlPart, groups_in, make_tables
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.sqlite.connection import Settings as SqliteSettings
+from lightning.store.sqlite.connection import SqliteTransaction, refuse_foreign
 from lightning.store.sqlite.connection import connect as connect_sqlite
 from lightning.store.sqlite.connection import make_tables as make_sqlite_tables
-from lightning.store.sqlite.connection import refuse_foreign
 from lightning.store.sqlite.connection import translate as translate_sqlite
 from lightning.store.url import redacted
 from lightning_db import queries
 from lightning_db.export_files import new_file
-from lightning_db.relational import RelationalKeeper
+from lightning_db.relational import RelationalKeeper, parts
 
 from lightning_postgres import failures
 from lightning_postgres.connection import PostgresTransaction, connect
@@ -57,8 +58,10 @@ class PostgresKeeper(RelationalKeeper):
 
         async def copy(connection: Any, transaction: PostgresTransaction) -> None:
             tables = await self._checked_tables(transaction)
+            groups = await self._groups(transaction)
             with new_file(target) as unfinished, closing(_new_sqlite(unfinished)) as made:
-                for table in tables:
+                await _make_groups(SqliteTransaction(made), groups, redacted(self._url))
+                for table in (*tables, *_tables_of(groups)):
                     await _copy_out(connection, made, table)
                 made.execute("PRAGMA journal_mode = DELETE")
 
@@ -73,7 +76,9 @@ class PostgresKeeper(RelationalKeeper):
 
             async def fill(connection: Any, transaction: PostgresTransaction) -> None:
                 tables = await self._checked_tables(transaction)
-                for table in tables:
+                groups = await groups_in(SqliteTransaction(file), parts(), source)
+                await _make_groups(transaction, groups, source)
+                for table in (*tables, *_tables_of(groups)):
                     if await connection.fetchval(f"SELECT EXISTS (SELECT 1 FROM {table})"):  # noqa: S608 — a name of ours
                         raise StoreError(
                             f"{redacted(self._url)} is not empty (table {table}): restore into another ?schema="
@@ -87,6 +92,7 @@ class PostgresKeeper(RelationalKeeper):
     async def _give_back(self) -> str:
         """The space is used again for what is written next; `VACUUM FULL` would stop every writer."""
         tables = await self._read(self._checked_tables)
+        tables += _tables_of(await self._read(self._groups))
         async with self._connected() as connection:
             for table in tables:
                 await connection.execute(f"VACUUM (ANALYZE) {table}")
@@ -138,6 +144,15 @@ class PostgresKeeper(RelationalKeeper):
         finally:
             if connection is not None:
                 connection.terminate()
+
+
+async def _make_groups(transaction: Transaction, groups: Mapping[str, SqlPart], where: object) -> None:
+    for name, part in groups.items():
+        await make_tables(transaction, name, part.tables, where)
+
+
+def _tables_of(groups: Mapping[str, SqlPart]) -> list[str]:
+    return [table for part in groups.values() for table in part.names()]
 
 
 def _new_sqlite(path: Path) -> sqlite3.Connection:

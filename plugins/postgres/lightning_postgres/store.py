@@ -63,6 +63,7 @@ class PostgresStore(RelationalStore):
     """A store in a schema of a PostgreSQL database, see `Settings`. The schema is created if it is missing."""
 
     def __init__(self, settings: Settings) -> None:
+        super().__init__()
         self._settings = settings
         self._lock = threading.Lock()
         self._bell = Bell()
@@ -84,6 +85,7 @@ class PostgresStore(RelationalStore):
                 self._session, self._bell = None, Bell()
             if self._session is None:
                 self._session = _Session(self._settings, self._bell)
+                self._with_tables.clear()
             session = self._session
         try:
             await self._submit(session, lambda: session.open(make))

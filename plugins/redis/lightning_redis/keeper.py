@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning.errors import ConfigError, StoreError
+from lightning.plugins import plugins
 from lightning.store.protocol import TRACES_RUN
 from lightning.store.schema_version import SCHEMA
 from lightning.store.url import redacted
@@ -34,7 +35,6 @@ from lightning_redis.loop_client import Link
 from lightning_redis.pipeline import Lane
 from lightning_redis.rollout_codec import home_of, stand
 from lightning_redis.settings import from_url
-from lightning_redis.tokens import every as every_token
 
 BATCH: Final = 500
 """Commands on their way at once."""
@@ -73,7 +73,7 @@ class RedisKeeper:
         link = Link(self._settings, self._keys, greet)
         try:
             with link.in_use():
-                runs, tokens = await records.list_runs(link), await every_token(link)
+                runs, tokens = await records.list_runs(link), await self._tokens(link)
         finally:
             await link.close()
         async with self._connected() as wire:
@@ -93,10 +93,18 @@ class RedisKeeper:
             spans=counts["spans"],
             steps=counts["steps"],
             resources=counts["versions"],
-            tokens=count_tokens([(token.expires_at, token.revoked_at) for token in tokens], time.time()),
+            tokens=tokens,
             oldest=min((run.created_at for run in runs), default=None),
             newest=max(activity.values(), default=None),
         )
+
+    async def _tokens(self, link: Link) -> dict[str, int] | None:
+        """None where no plugin keeps any."""
+        for asked in plugins().operations():
+            if asked.name == "list_tokens" and asked.group is not None:
+                every = asked.group.function(asked, asked.group.part(asked, "redis", self), self)
+                return count_tokens([(token.expires_at, token.revoked_at) for token in await every(link)], time.time())
+        return None
 
     async def backup(self, target: Path) -> None:
         """See `Keeper.backup`. Raises `ConfigError`: Redis has its own means."""

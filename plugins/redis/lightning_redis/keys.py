@@ -3,7 +3,7 @@
 The invariant: every key begins with the store's prefix, and no two things share a key: free text comes last in a name.
 
     meta                                hash   program, schema version, the id of this database
-    runs, tokens, revoked               hashes by id
+    runs                                hash by id
     counter                             the number of the rollout created last
     columns, standing                   hashes by rollout: what never changes of it; where it stands
     attempts, labels                    hashes by rollout:attempt: how it ended, and the names given to its calls
@@ -25,6 +25,8 @@ The invariant: every key begins with the store's prefix, and no two things share
                                         was answered
     answers:CLIENT                      hash, for an hour after it was used: the number of the client's connection, that of the
                                         last batch, what each call of the batch was answered
+    tokens, revoked                     hashes by id, of the operations that the server brings
+    GROUP, GROUP:...                    what another plugin keeps for its operations
 """
 
 from __future__ import annotations

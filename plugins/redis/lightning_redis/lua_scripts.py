@@ -31,7 +31,12 @@ class Script:
 
 
 def _load(name: str) -> Script:
-    common, body = (_LUA.joinpath(f"{file}.lua").read_text("utf-8") for file in ("common", name))
+    return script(name, _LUA.joinpath(f"{name}.lua").read_text("utf-8"))
+
+
+def script(name: str, body: str) -> Script:
+    """A script, for operations of a plugin too, from the text that names its keys and arguments."""
+    common = _LUA.joinpath("common.lua").read_text("utf-8")
     keys = ["answers", *_named(body, "keys")]
     arguments = ["connection", "batch", "call", *_named(body, "arguments")]
     head = [f"local {key} = KEYS[{i}]" for i, key in enumerate(keys, 1)]
@@ -61,8 +66,6 @@ PUT_RUN: Final = _load("put_run")
 PUT_STATE: Final = _load("put_state")
 KEEP_STATE: Final = _load("keep_state")
 LOG_METRICS: Final = _load("log_metrics")
-PUT_TOKEN: Final = _load("put_token")
-REVOKE_TOKEN: Final = _load("revoke_token")
 PUT_RESOURCE: Final = _load("put_resource")
 SET_ALIAS: Final = _load("set_alias")
 ROLL_BACK_ALIAS: Final = _load("roll_back_alias")

@@ -23,7 +23,6 @@ from lightning_redis import records
 from lightning_redis import resources as resource_ops
 from lightning_redis import rollouts as rollout_ops
 from lightning_redis import spans as span_ops
-from lightning_redis import tokens as token_ops
 from lightning_redis import transitions as transition_ops
 from lightning_redis.change_listener import EntryWatch, entry_of, newest
 from lightning_redis.handshake import Ask, check_mark, check_same, check_server
@@ -58,10 +57,6 @@ FUNCTIONS: Final[Mapping[str, Callable[..., Awaitable[Any]]]] = {
     "put_state": records.put_state,
     "keep_state": records.keep_state,
     "get_state": records.get_state,
-    "put_token": token_ops.put,
-    "get_token": token_ops.get,
-    "list_tokens": token_ops.every,
-    "revoke_token": token_ops.revoke,
     "put_resource": resource_ops.put,
     "get_resource": resource_ops.get,
     "list_resources": resource_ops.versions,
@@ -155,7 +150,14 @@ class RedisStore(Operations):
     async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Do an operation on the link of this loop."""
         with self._link() as link:
-            return await FUNCTIONS[operation.name](link, **arguments)
+            return await self._function(operation)(link, **arguments)
+
+    def _function(self, operation: Operation) -> Callable[..., Awaitable[Any]]:
+        group = operation.group
+        if group is None:
+            return FUNCTIONS[operation.name]
+        function: Callable[..., Awaitable[Any]] = group.function(operation, group.part(operation, "redis", self), self)
+        return function
 
     def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
         """See `Store.watch`."""

@@ -22,6 +22,7 @@ from lightning.store.url import redacted
 from lightning.types import DEFAULT_PROJECT, Scope, Token
 
 from lightning_server.errors import ApiError
+from lightning_server.tokens import get_token, list_tokens
 
 ALL_PROJECTS = "*"
 """The `project` of an admin's token that is bound to none."""
@@ -65,7 +66,7 @@ class Principal:
 def issue_token(
     scope: Scope, project: str = DEFAULT_PROJECT, name: str = "", ttl: float | None = None
 ) -> tuple[Token, str]:
-    """A new token to be kept with `Store.put_token`, and its plain text `lt_<id>_<secret>`, which can never be had again.
+    """A new token to be kept with `put_token`, and its plain text `lt_<id>_<secret>`, which can never be had again.
 
     `ttl` is in seconds; without it the token lives until it is revoked. Raises `DataError` for a project or a name that cannot
     be one, and for all projects (`*`) with another scope than admin.
@@ -160,7 +161,7 @@ class Authenticator:
         asked = time.monotonic()
         if (known := self._known.fresh(identity, asked, CACHE_SECONDS)) is not None:
             return known
-        token = await self._store.get_token(identity)
+        token = await get_token(self._store, identity)
         if token is None:
             self._known.pop(identity, None)
             return None
@@ -192,7 +193,7 @@ async def check_exposure(store: Store, host: str, *, place: str = "") -> None:
     if is_loopback(host):
         return
     now = time.time()
-    for token in await store.list_tokens():
+    for token in await list_tokens(store):
         alive = token.revoked_at is None and (token.expires_at is None or token.expires_at > now)
         if alive and token.name != AUTOMATIC:
             return

@@ -27,6 +27,7 @@ from lightning.types import DEFAULT_PROJECT, Run, Scope, Token
 from lightning_server.agents import AgentAccess
 from lightning_server.api import Api, Limits
 from lightning_server.auth import ALL_PROJECTS, AUTOMATIC, PLAIN, Authenticator, digest_of, issue_token
+from lightning_server.tokens import get_token, list_tokens, put_token
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ async def first_admin_token(store: Store, folder: Path) -> Path | None:
 
     Raises `ConfigError` when the file cannot be written.
     """
-    if any(token.scope is Scope.ADMIN and _alive(token) for token in await store.list_tokens()):
+    if any(token.scope is Scope.ADMIN and _alive(token) for token in await list_tokens(store)):
         return None
     return await _write_token(store, token_file(store, folder, ADMIN_FILE), Scope.ADMIN, ALL_PROJECTS)
 
@@ -103,7 +104,7 @@ async def runner_token(
     file = token_file(store, folder, RUNNER_FILE)
     for there in (file, *_set_aside_of(folder, RUNNER_FILE)):
         found = _token_in(there)
-        token = await store.get_token(found[1]) if found else None
+        token = await get_token(store, found[1]) if found else None
         if found is None or token is None or (only and token.project != project):
             continue
         if _alive(token) and token.digest == digest_of(found[2]):
@@ -121,11 +122,11 @@ async def _write_token(store: Store, file: Path, scope: Scope, project: str) -> 
     except OSError as error:
         raise ConfigError(f"the first {scope.value} token cannot be written to {file}: {error}") from error
     try:
-        await store.put_token(token)
+        await put_token(store, token)
     except Exception:
         _take_back(file, token, older)
         raise
-    if older is not None and await store.get_token(older.suffix[1:]) is not None:
+    if older is not None and await get_token(store, older.suffix[1:]) is not None:
         older.unlink(missing_ok=True)  # this database's own, and replaced
     elif older is not None:
         log.warning(

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import typer
     from lightning.config import Config
     from lightning.runner.protocol import Agent, Runner
+    from lightning.store.operation import OperationGroup
     from lightning.store.protocol import Store
     from lightning.trainer.run_server import RunServer
 
@@ -46,6 +47,12 @@ def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> 
 
 
 @hookimpl
+def register_operations(register: Callable[[str, Callable[[], OperationGroup]], None]) -> None:
+    """`tokens`."""
+    register("tokens", _tokens)
+
+
+@hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None] | typer.Typer]], None]) -> None:
     """`lightning runner`, `serve`, `token` and `pull`."""
     register("runner", _runner)
@@ -70,6 +77,12 @@ def _http_store(url: str) -> Store:
     from lightning_server.http_store import HttpStore
 
     return HttpStore.from_url(url)
+
+
+def _tokens() -> OperationGroup:
+    from lightning_server.tokens import TOKENS
+
+    return TOKENS
 
 
 def _runner() -> Callable[..., None]:

@@ -14,16 +14,16 @@ from typing import Any
 
 from lightning.bounded import Bounded
 from lightning.errors import ConflictError, DataError, StoreError
-from lightning.store.operation import Operation
+from lightning.store.operation import Operation, Rule, UnseenError
 from lightning.store.operations import Operations
 from lightning.store.protocol import Alias, Page, ResourceUse, RunWatch, Store
 from lightning.store.rollout_state import unknown_rollout
-from lightning.types import DEFAULT_PROJECT, Lease, Resource, Rollout, Run, Span, StepRecord, Token, Transition
+from lightning.types import DEFAULT_PROJECT, Lease, Resource, Rollout, Run, Span, StepRecord, Transition
 
 from lightning_server.names import KnownIds, Names, check_id, check_run_id, is_of_servers
 
 VIEWS = 1024
-NAMES = frozenset({"run", "rollout", "name", "token", "worker", "key"})
+NAMES = frozenset({"run", "rollout", "name", "worker", "key"})
 """Arguments that are ids."""
 WHOLE_STORE = ""
 """The `run` of state that belongs to no run."""
@@ -32,10 +32,6 @@ WHOLE_STORE = ""
 def is_secret(key: str) -> bool:
     """Whether a key of a run's state holds what no token may read or change, such as `gateway_secret`."""
     return "secret" in key.lower()
-
-
-class _UnseenError(StoreError):
-    """What is asked for is not there, or is another project's."""
 
 
 class Projects:
@@ -54,8 +50,8 @@ class Projects:
 class ProjectStore(Operations):
     """A `Store` of one project over a store of many; with `project=None` of all. Opening and closing are the owner's affair.
 
-    What an operation touches is told by its arguments: runs, rollouts and tokens must be the project's, resources and workers
-    get its names. An operation is refused otherwise, or answered as one on nothing, as the table of operations says.
+    What an operation touches is told by its arguments: runs and rollouts must be the project's, resources and workers get its
+    names; or an operation has a rule of its own. It is refused otherwise, or answered as one on nothing, as its table says.
     """
 
     def __init__(self, store: Store, project: str | None) -> None:
@@ -77,33 +73,39 @@ class ProjectStore(Operations):
     async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Do an operation on what the project sees."""
         try:
+            if operation.owned is not None:
+                return await self._judged(operation, operation.owned, arguments)
             for kind, identity in dict.fromkeys(_touched(arguments)):
                 await self._check(kind, identity)
-        except _UnseenError:
+        except UnseenError:
             if operation.empty:
                 return operation.nothing()
             raise
         inward = {name: self._in(name, value) for name, value in arguments.items()}
-        return await self._out(await getattr(self._store, operation.name)(**inward))
+        return await self._out(await operation.on(self._store)(**inward))
+
+    async def _judged(self, operation: Operation, rule: Rule, arguments: dict[str, Any]) -> Any:
+        """Do an operation that has a rule of its own."""
+        if self._project is None:
+            return await operation.on(self._store)(**arguments)
+        return await rule(self._store, self._project, operation, arguments)
 
     # what is seen -----------------------------------------------------------------------------------------------
     async def _check(self, kind: str, identity: str) -> None:
-        """Raise `_UnseenError` for what the project does not see, `DataError` for what can be no name."""
+        """Raise `UnseenError` for what the project does not see, `DataError` for what can be no name."""
         if kind == "run" and not await self._sees_run(identity):
-            raise _UnseenError(f"run {identity!r} is unknown: create it with put_run() first")
+            raise UnseenError(f"run {identity!r} is unknown: create it with put_run() first")
         if kind == "rollout" and not await self._sees(identity):
-            raise _UnseenError(str(unknown_rollout(identity)))
+            raise UnseenError(str(unknown_rollout(identity)))
         if kind == "name" and not self._names.may_have(identity):
-            raise _UnseenError(f"the resource {identity!r} is unknown: list_resources() says which there are")
-        if kind == "token" and not await self._sees_token(identity):
-            raise _UnseenError(f"there is no token {identity!r}: list_tokens() says which there are")
+            raise UnseenError(f"the resource {identity!r} is unknown: list_resources() says which there are")
         if kind == "project" and self._project not in (None, identity):
             raise DataError(f"a token of project {self._project!r} makes nothing for {identity!r}")
         if kind == "worker":
             check_id(identity, "worker")
         if kind == "key":
             if is_secret(identity):
-                raise _UnseenError(
+                raise UnseenError(
                     f"the state {identity!r} is a secret of the servers: use a key without the word secret"
                 )
             check_id(identity, "key of the state")
@@ -131,10 +133,6 @@ class ProjectStore(Operations):
             return False
         self._known.add("rollout", [rollout])
         return True
-
-    async def _sees_token(self, token: str) -> bool:
-        found = await self._store.get_token(token)
-        return found is not None and self._project in (None, found.project)
 
     # names on the way in and out --------------------------------------------------------------------------------
     def _in(self, name: str, value: Any) -> Any:
@@ -173,7 +171,7 @@ class ProjectStore(Operations):
         match item:
             case Resource() | Alias():
                 return self._names.owns(item.name)
-            case Run() | Token():
+            case Run():
                 return self._project in (None, item.project)
             case ResourceUse():
                 return await self._sees_run(item.run)
@@ -267,7 +265,7 @@ def _touched(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _named_by(noun: object) -> Iterator[tuple[str, str]]:
     match noun:
-        case Run() | Token():
+        case Run():
             yield "project", noun.project
         case Lease():
             yield "rollout", noun.rollout.id

@@ -22,6 +22,7 @@ from lightning.store.resource_ref import existing_store
 from lightning.types import DEFAULT_PROJECT, Scope, Token
 
 from lightning_server.auth import issue_token
+from lightning_server.tokens import list_tokens, put_token, revoke_token
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -55,7 +56,7 @@ def create(
     url = place if "://" in place else existing_store(place)
 
     async def put(store: Store) -> Token:
-        return await store.put_token(token)
+        return await put_token(store, token)
 
     stored = asyncio.run(with_store(url, put, make=True))
     if as_json:
@@ -72,7 +73,7 @@ def ls(place: Place, as_json: AsJson = False) -> None:
     """List tokens, without their secrets, which are not stored."""
 
     async def read(store: Store) -> list[Token]:
-        return await store.list_tokens()
+        return await list_tokens(store)
 
     tokens = asyncio.run(with_store(existing_store(place), read))
     if as_json:
@@ -109,7 +110,7 @@ def revoke(
     identity = found.group(1) if found else token
 
     async def end(store: Store) -> Token:
-        return await store.revoke_token(identity)
+        return await revoke_token(store, identity)
 
     revoked = asyncio.run(with_store(existing_store(place), end))
     say(

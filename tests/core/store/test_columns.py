@@ -20,7 +20,6 @@ TABLES = {
     "transitions": rows.CALLS,
     "spans": rows.SPANS,
     "steps": rows.STEPS,
-    "tokens": rows.TOKENS,
     "resources": rows.RESOURCES,
 }
 

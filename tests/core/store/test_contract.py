@@ -28,13 +28,11 @@ from lightning.types import (
     Resource,
     Rollout,
     Run,
-    Scope,
     Status,
     StepRecord,
     StepReward,
     StepState,
     Task,
-    Token,
     ToolEvent,
     Transition,
     VersionRun,
@@ -1139,10 +1137,6 @@ async def test_a_call_that_comes_again_under_its_id_is_done_once(store: Store) -
     await store.log_metrics("run", 0, {"loss": 1.0})
     await store.log_metrics("run", 0, {"loss": 2.0}, once="1")
     assert [point.values for point in await store.metrics("run")] == [{"loss": 1.0}]
-    token = Token("t", Scope.RUNNER, "d" * 64)
-    assert await store.put_token(token, once="1") == await store.put_token(token, once="1")
-    with pytest.raises(ConflictError):
-        await store.put_token(token, once="2")
 
 
 async def test_an_answer_is_known_for_its_time_and_no_longer(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1220,21 +1214,6 @@ async def test_what_is_released_again_under_an_id_was_leased_before(store: Store
     assert await store.release("w", once="1") == 2
     assert await store.release("w", once="0") == 0
     await store.renew(held)
-
-
-@everywhere
-async def test_tokens_are_kept_and_revoked_for_good(store: Store) -> None:
-    made = await store.put_token(Token("t1", Scope.RUNNER, "ab" * 32, name="laptop", expires_at=5e9))
-    assert made.created_at > 0
-    assert await store.get_token("t1") == made
-    with pytest.raises(ConflictError):
-        await store.put_token(Token("t1", Scope.ADMIN, "cd" * 32))
-    revoked = await store.revoke_token("t1")
-    assert revoked.revoked_at is not None
-    assert await store.revoke_token("t1") == revoked
-    assert await store.list_tokens() == [revoked]
-    with pytest.raises(StoreError, match="no token"):
-        await store.revoke_token("t2")
 
 
 @everywhere

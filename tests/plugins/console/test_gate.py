@@ -19,6 +19,7 @@ from lightning_console.web import visitors
 from lightning_console.web.gate import Gate
 from lightning_console.web.visitors import Door, OwnDoor, TokenDoor, visitor
 from lightning_server.auth import Authenticator, issue_token
+from lightning_server.tokens import put_token, revoke_token
 from starlette.responses import PlainTextResponse
 
 BASE = "http://127.0.0.1:8765"
@@ -54,7 +55,7 @@ async def store() -> AsyncIterator[MemoryStore]:
 
 async def token_of(store: MemoryStore, scope: Scope, project: str = "default", ttl: float | None = None) -> str:
     token, plain = issue_token(scope, project, name=f"{scope}'s", ttl=ttl)
-    await store.put_token(token)
+    await put_token(store, token)
     return plain
 
 
@@ -225,10 +226,10 @@ async def test_a_session_ends_with_its_token(store: MemoryStore) -> None:
     door = TokenDoor(Authenticator(store))
     plain = await token_of(store, Scope.VIEWER)
     brief, expired = issue_token(Scope.VIEWER, "default", ttl=1.0)
-    await store.put_token(brief)
+    await put_token(store, brief)
     first, second = await door.enter(plain), await door.enter(expired)
     assert await door.find(first) is not None
-    await store.revoke_token(plain.split("_")[1])
+    await revoke_token(store, plain.split("_")[1])
     time.sleep(1.1)  # what a server believes of a token, and the life of the second one
     assert await door.find(first) is None
     assert await door.find(second) is None
@@ -257,7 +258,7 @@ async def test_what_a_store_says_of_itself_is_not_for_strangers(
         raise UnavailableError("postgresql://db.lab:5432 refused lightning")
 
     plain = await token_of(store, Scope.VIEWER)
-    monkeypatch.setattr(MemoryStore, "get_token", gone)
+    monkeypatch.setattr(MemoryStore, "call", gone)
     async with opened(TokenDoor(Authenticator(store))) as client:
         refused = await client.post("/console/login", data={"token": plain})
     assert refused.status_code == 503

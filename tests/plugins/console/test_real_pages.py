@@ -23,6 +23,7 @@ from lightning_console.export import export_pages
 from lightning_console.places import Places
 from lightning_server.auth import issue_token
 from lightning_server.serving import serve_store
+from lightning_server.tokens import put_token
 
 from tests.plugins.branching.test_branch import recorded
 from tests.plugins.branching.test_branch import runs as runs
@@ -181,7 +182,7 @@ async def server(folder: Path) -> AsyncIterator[tuple[str, dict[str, str]]]:
         for name in ("team-a", "team-b"):
             await running.store.put_run(Run(f"run-{name}", f"of {name}", {}, 1.0, name))
             token, tokens[name] = issue_token(Scope.VIEWER, name)
-            await running.store.put_token(token)
+            await put_token(running.store, token)
         yield f"{running.url}/console", tokens
 
 

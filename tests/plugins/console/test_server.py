@@ -13,6 +13,7 @@ from lightning.store.url import sqlite_url
 from lightning.types import Run, Scope
 from lightning_server.auth import issue_token
 from lightning_server.serving import serve_store
+from lightning_server.tokens import put_token, revoke_token
 
 from tests.plugins.console import made_pages
 
@@ -35,7 +36,7 @@ async def test_the_tokens_of_a_server_open_its_console(tmp_path: Path, monkeypat
         for name in ("team-a", "team-b"):
             await server.store.put_run(Run(f"run-{name}", f"of {name}", {}, 1.0, name))
             token, tokens[name] = issue_token(Scope.VIEWER, name)
-            await server.store.put_token(token)
+            await put_token(server.store, token)
         console = f"{server.url}/console"
         async with httpx.AsyncClient(timeout=60) as stranger:
             assert (await stranger.get(f"{console}/config")).status_code == 401
@@ -59,7 +60,7 @@ async def test_the_tokens_of_a_server_open_its_console(tmp_path: Path, monkeypat
                 theme = (await client.get(f"{console}/theme.css")).text
                 assert "@import" not in theme, "no web font"
                 assert "fonts.g" not in page.text + theme
-                await server.store.revoke_token(tokens[mine].split("_")[1])
+                await revoke_token(server.store, tokens[mine].split("_")[1])
                 await asyncio.sleep(1.1)
                 assert (await ask_blindly(client, console)).status_code == 401
 

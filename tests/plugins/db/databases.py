@@ -34,6 +34,7 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_server.tokens import put_token
 
 SAID = Conversation(({"role": "user", "content": "q"},), "call", 1)
 CONFIG = {"model": "tiny", "config": {"trainer": {"steps": 2, "max_staleness": 0}}}
@@ -112,8 +113,8 @@ async def database(tmp_path: Path) -> Path:
     await store.put_resource(Resource("writer", "Write."))
     await store.put_resource(Resource("writer", "Rhyme."))
     await store.set_alias("writer", "production", 1)
-    await store.put_token(Token("t1", Scope.RUNNER, "ab" * 32, "lab", "ci", 1000.0, 2000.0))
-    await store.put_token(Token("t2", Scope.ADMIN, "cd" * 32, "*", "me"))
+    await put_token(store, Token("t1", Scope.RUNNER, "ab" * 32, "lab", "ci", 1000.0, 2000.0))
+    await put_token(store, Token("t2", Scope.ADMIN, "cd" * 32, "*", "me"))
     await store.close()
     return tmp_path / "store.db"
 

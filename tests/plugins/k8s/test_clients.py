@@ -29,6 +29,7 @@ from lightning_k8s.health import Pace
 from lightning_k8s.runner import KubernetesRunner
 from lightning_server.auth import issue_token
 from lightning_server.control import Control
+from lightning_server.tokens import put_token
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +106,7 @@ async def site() -> AsyncIterator[Site]:
         resources.push_async_callback(control.close)
         await gateway.start()
         token, plain = issue_token(Scope.RUNNER)
-        await store.put_token(token)
+        await put_token(store, token)
         yield Site(control.url, plain, "run-1", store)
 
 

@@ -16,6 +16,7 @@ from lightning.cli.locate import with_store
 from lightning.errors import DataError, SchemaError, StoreError
 from lightning.store import sql
 from lightning.store.protocol import TRACES_RUN, Store
+from lightning.store.relational.brought import KEEP_VERSION
 from lightning.store.schema_version import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Outcome, Resource, Rollout, Run, Scope, Task, Token
@@ -24,6 +25,7 @@ from lightning_db import command as db
 from lightning_db.prune import PruneRequest, carry_out, plan
 from lightning_postgres.connection import PostgresTransaction
 from lightning_postgres.store import PostgresStore
+from lightning_server.tokens import list_tokens, put_token
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -47,7 +49,7 @@ async def store(url: str, filled: Callable[..., Any]) -> AsyncIterator[PostgresS
     await made.put_resource(Resource("writer", "Write."))
     await made.put_resource(Resource("writer", "Rhyme."))
     await made.set_alias("writer", "production", 1)
-    await made.put_token(Token("t1", Scope.RUNNER, "ab" * 32, "lab", "ci", 1000.0, 2000.0))
+    await put_token(made, Token("t1", Scope.RUNNER, "ab" * 32, "lab", "ci", 1000.0, 2000.0))
     yield made
     await made.close()
 
@@ -67,7 +69,7 @@ async def content(store: Store) -> dict[str, Any]:
         "metrics": [(point.step, sorted(point.values), point.at) for point in await store.metrics("run")],
         "resources": await store.list_resources(),
         "moves": await store.alias_history("writer", "production"),
-        "tokens": await store.list_tokens(),
+        "tokens": await list_tokens(store),
         "state": await store.get_state("run", "note"),
     }
 
@@ -97,6 +99,12 @@ async def test_there_and_back(store: PostgresStore, url: str, tmp_path: Path, po
     await file.close()
     with pytest.raises(StoreError, match="exists already"):
         await keeper_of(url).backup(tmp_path / "backup.db")
+    await store._write(lambda tx: tx.run(KEEP_VERSION, ("verdicts", 1)))
+    with pytest.raises(
+        StoreError, match="tables that a plugin made for its operations 'verdicts', and that plugin, or a rel"
+    ):
+        await keeper_of(url).backup(tmp_path / "other.db")
+    await store._write(lambda tx: tx.run("DELETE FROM operation_groups WHERE name = 'verdicts'"))
 
     other = postgres_server.url_of(f"kept_{uuid.uuid4().hex[:12]}", pool=2)
     await keeper_of(other).restore(tmp_path / "backup.db")

@@ -24,7 +24,7 @@ from lightning.gateway.fleet.member import Member
 from lightning.gateway.fleet.records import Seat, seat_key
 from lightning.gateway.identity import TokenSigner
 from lightning.store import rollout_state
-from lightning.store.relational import records, rollouts, transitions
+from lightning.store.relational import rollouts, transitions
 from lightning.store.relational.notify import Bell
 from lightning.store.schema_version import SCHEMA
 from lightning.store.sqlite import SqliteStore
@@ -48,6 +48,8 @@ from lightning_postgres import connection as postgres_connection
 from lightning_postgres import connections
 from lightning_postgres.connection import lock_key
 from lightning_postgres.store import PostgresStore
+from lightning_server import tokens_sql
+from lightning_server.tokens import list_tokens, put_token
 
 from tests.servers.postgres import USER, PostgresServer
 
@@ -203,15 +205,13 @@ async def test_a_call_whose_first_try_is_still_on_its_way_is_waited_for(
     await other.open()
     await store.create_rollouts([rollout(name) for name in "ab"])
     token = Token("t", Scope.RUNNER, "d" * 64)
-    names = [
-        rollout_state.known_as("1", "put_token", "t", "d" * 64, "runner", "default"),
-        rollout_state.known_as("1", "lease", "run", "w", 60.0),
-    ]
+    known_as = rollout_state.known_as("1", "lease", "run", "w", 60.0)
+    assert await list_tokens(other) == []  # the table is made
     done, let_go, here = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
     async def first(tx: Any) -> None:
-        await records.put_token(tx, token, names[0])
-        await rollouts.lease(tx, "run", "w", 1, 60.0, names[1])
+        await tokens_sql.put(tx, token, "1")
+        await rollouts.lease(tx, "run", "w", 1, 60.0, known_as)
         here.call_soon_threadsafe(done.set)
         while not let_go.is_set():
             await asyncio.sleep(0.01)
@@ -221,7 +221,7 @@ async def test_a_call_whose_first_try_is_still_on_its_way_is_waited_for(
     trying = asyncio.ensure_future(other._write(first))
     await done.wait()
     again = [
-        asyncio.ensure_future(store.put_token(token, once="1")),
+        asyncio.ensure_future(put_token(store, token, once="1")),
         asyncio.ensure_future(store.lease("run", "w", once="1")),
     ]
     await asyncio.sleep(0.1)
@@ -303,9 +303,9 @@ async def test_a_failed_notification_leaves_no_broken_connection_behind(
 async def test_a_token_whose_answer_was_lost_is_no_conflict(store: PostgresStore, lose: Callable[[], Loses]) -> None:
     token = Token("t", Scope.RUNNER, "d" * 64)
     lose()
-    assert (await store.put_token(token)).digest == token.digest
+    assert (await put_token(store, token)).digest == token.digest
     with pytest.raises(ConflictError):
-        await store.put_token(token)
+        await put_token(store, token)
 
 
 async def test_an_outcome_whose_answer_was_lost_ends_once(

@@ -11,6 +11,7 @@ from lightning.types import LLM, Scope, Status
 from lightning_record.feedback import feedback_key
 from lightning_server.auth import Authenticator, issue_token
 from lightning_server.serving import Sessions, admins
+from lightning_server.tokens import put_token
 
 ASK = {"model": "policy", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
 CONVERSATION = "X-Lightning-Conversation"
@@ -94,7 +95,7 @@ async def test_admins_rate_what_is_of_their_projects(house) -> None:
 
     async def status(project: str, response: str, scope: Scope = Scope.ADMIN) -> int:
         token, plain = issue_token(scope, project)
-        await house.store.put_token(token)
+        await put_token(house.store, token)
         headers = {"authorization": f"Bearer {plain}"}
         async with httpx.AsyncClient(base_url=f"{house.gateway.url}/v1", headers=headers) as http:
             return (await rate(http, response)).status_code

@@ -1,6 +1,7 @@
 """Stores under test, and databases to look after, as the core's have them."""
 
 from tests.plugins.db.databases import database, filled  # noqa: F401 — fixtures
+from tests.plugins.server.strangers import lab  # noqa: F401 — a fixture
 from tests.servers.stores import (  # noqa: F401 — fixtures
     branched,
     call,

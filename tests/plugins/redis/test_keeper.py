@@ -17,6 +17,7 @@ from lightning_db import Weight, keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
 from lightning_redis.keeper import RedisKeeper
 from lightning_redis.store import RedisStore
+from lightning_server.tokens import put_token
 
 from tests.plugins.db.gateways import check_state_of_gateways
 from tests.servers.redis import RedisServer
@@ -35,7 +36,7 @@ async def store(url: str, filled: Callable[..., Any]) -> AsyncIterator[RedisStor
     await filled(made)
     await made.put_resource(Resource("writer", "Write."))
     await made.put_resource(Resource("writer", "Rhyme."))
-    await made.put_token(Token("t1", Scope.RUNNER, "ab" * 32, "lab", "ci", 1000.0, 2000.0))
+    await put_token(made, Token("t1", Scope.RUNNER, "ab" * 32, "lab", "ci", 1000.0, 2000.0))
     yield made
     await made.close()
 

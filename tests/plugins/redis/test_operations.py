@@ -1,4 +1,4 @@
-"""Redis does every operation of the table."""
+"""Redis does every operation of the table, and those on tokens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import inspect
 
 from lightning.store.operations import OPERATIONS
 from lightning_redis.store import FUNCTIONS
+from lightning_server import tokens_redis
+from lightning_server.tokens import TOKENS
 
 
 def test_redis_has_a_function_with_the_arguments_of_each_operation() -> None:
     assert set(FUNCTIONS) == {operation.name for operation in OPERATIONS}
-    for operation in OPERATIONS:
-        found = list(inspect.signature(FUNCTIONS[operation.name]).parameters)[1:]
+    assert set(tokens_redis.FUNCTIONS) == {operation.name for operation in TOKENS.operations}
+    functions = {**FUNCTIONS, **tokens_redis.FUNCTIONS}
+    for operation in (*OPERATIONS, *TOKENS.operations):
+        found = list(inspect.signature(functions[operation.name]).parameters)[1:]
         assert found == list(operation.signature.parameters), operation

@@ -36,6 +36,7 @@ from lightning_db import keeper_of
 from lightning_redis import keys, plugin
 from lightning_redis.settings import Settings, from_url
 from lightning_redis.store import RedisStore
+from lightning_server.tokens import put_token, revoke_token
 
 from tests.servers.redis import RedisServer, free_port
 from tests.servers.redis_proxy import LossyProxy
@@ -215,8 +216,8 @@ async def test_the_rights_that_the_documentation_names_are_enough(
     assert await store.release("w") == 1
     await store.log_metrics("run", 0, {"loss": 1.0})
     await store.keep_state("run", "k", 1)
-    await store.put_token(Token("t", Scope.ADMIN, "d"))
-    await store.revoke_token("t")
+    await put_token(store, Token("t", Scope.ADMIN, "d"))
+    await revoke_token(store, "t")
     for version in (1, 2):
         await store.put_resource(Resource("w", f"text {version}"))
         await store.set_alias("w", "production", version)
@@ -333,8 +334,8 @@ async def test_every_key_is_under_the_prefix_and_described(redis: RedisStore, ro
     await redis.complete("b", 1, Outcome(fault=Fault.AGENT))
     await redis.log_metrics("run", 0, {"loss": 1.0})
     await redis.put_state("run", "k", 1, once="an id")
-    await redis.put_token(Token("t", Scope.ADMIN, "d"))
-    await redis.revoke_token("t")
+    await put_token(redis, Token("t", Scope.ADMIN, "d"))
+    await revoke_token(redis, "t")
     await redis.put_resource(Resource("w", "text"))
     await redis.set_alias("w", "production", 1)
     described = re.findall(r"^    (?! )(.*?)(?:  .*)?$", keys.__doc__ or "", re.MULTILINE)

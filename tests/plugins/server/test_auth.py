@@ -18,6 +18,7 @@ from lightning.types import Scope, Token
 from lightning_server import auth
 from lightning_server.auth import Authenticator, Principal, digest_of, issue_token
 from lightning_server.errors import ApiError
+from lightning_server.tokens import put_token, revoke_token
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ async def store() -> AsyncIterator[Store]:
 async def kept(store: Store, scope: Scope = Scope.RUNNER, **changes: object) -> str:
     """The plain text of a new token that is in the store."""
     token, plain = issue_token(scope)
-    await store.put_token(replace(token, **changes))
+    await put_token(store, replace(token, **changes))
     return plain
 
 
@@ -44,14 +45,14 @@ async def refusal(store: Store, authorization: str) -> tuple[int, str]:
 
 async def test_the_holder_of_a_token_gets_in(store: Store) -> None:
     token, plain = issue_token(Scope.TRAINER, "team-a", "the night's training", ttl=60.0)
-    await store.put_token(token)
+    await put_token(store, token)
     principal = await Authenticator(store).principal(f"Bearer {plain}")
     assert principal == Principal(token.id, "the night's training", Scope.TRAINER, "team-a")
 
 
 async def test_an_admin_of_all_projects_is_bound_to_none(store: Store) -> None:
     token, plain = issue_token(Scope.ADMIN, "*")
-    await store.put_token(token)
+    await put_token(store, token)
     assert (await Authenticator(store).principal(f"bearer {plain}")).project is None
 
 
@@ -99,7 +100,7 @@ async def test_a_forged_secret_is_told_nothing_of_the_token(store: Store) -> Non
 async def test_a_token_ends_when_its_time_is_over(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await refusal(store, f"Bearer {await kept(store, expires_at=time.time() - 1)}") == (401, "expired_token")
     token, plain = issue_token(Scope.VIEWER, ttl=60.0)
-    await store.put_token(token)
+    await put_token(store, token)
     gate = Authenticator(store)
     await gate.principal(f"Bearer {plain}")
     over = time.time() + 60.0
@@ -115,7 +116,7 @@ async def test_a_revoked_token_is_refused_by_every_server_within_a_second(
     servers = [Authenticator(store), Authenticator(store)]
     for server in servers:
         await server.principal(f"Bearer {plain}")
-    await store.revoke_token(plain.split("_")[1])
+    await revoke_token(store, plain.split("_")[1])
     clock = time.monotonic
     assert auth.CACHE_SECONDS <= 1.0
     monkeypatch.setattr(time, "monotonic", lambda: clock() + auth.CACHE_SECONDS)
@@ -153,7 +154,7 @@ async def test_no_secret_is_kept_logged_or_repeated(tmp_path: Path, caplog: pyte
     await store.open()
     token, plain = issue_token(Scope.ADMIN)
     secret = plain.split("_", 2)[2]
-    await store.put_token(token)
+    await put_token(store, token)
     await Authenticator(store).principal(f"Bearer {plain}")
     with pytest.raises(ApiError) as refused:
         await Authenticator(store).principal(f"Bearer {plain}x")

@@ -10,12 +10,15 @@ import pytest
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, UnavailableError
 from lightning.plugins import plugins
+from lightning.store import Store
 from lightning.store.memory import MemoryStore
 from lightning.store.url import sqlite_url
 from lightning.types import Scope, Token
+from lightning_server import control
 from lightning_server.auth import ALL_PROJECTS, AUTOMATIC, Authenticator
 from lightning_server.control import first_admin_token, runner_token
 from lightning_server.serving import serve_store
+from lightning_server.tokens import list_tokens, revoke_token
 
 
 @pytest.fixture
@@ -33,9 +36,9 @@ async def test_the_first_admin_token_is_made_once_for_its_owner_s_eyes(store: Me
     principal = await Authenticator(store).principal(f"Bearer {file.read_text().strip()}")
     assert (principal.scope, principal.project, principal.name) == (Scope.ADMIN, None, AUTOMATIC)
     assert await first_admin_token(store, tmp_path) is None
-    (token,) = await store.list_tokens()
+    (token,) = await list_tokens(store)
     assert token.project == ALL_PROJECTS
-    await store.revoke_token(token.id)
+    await revoke_token(store, token.id)
     assert await first_admin_token(store, tmp_path / "new") is not None, "one that opens nothing does not count"
 
 
@@ -43,9 +46,9 @@ async def test_a_runner_s_token_is_kept_as_long_as_it_is_good(store: MemoryStore
     file, first = await runner_token(store, tmp_path)
     file.chmod(0o644)
     assert await runner_token(store, tmp_path) == (file, first)
-    (token,) = await store.list_tokens()
+    (token,) = await list_tokens(store)
     assert (token.scope, token.project) == (Scope.RUNNER, "default")
-    await store.revoke_token(token.id)
+    await revoke_token(store, token.id)
     file, second = await runner_token(store, tmp_path)
     assert second != first
     assert file.stat().st_mode & 0o777 == 0o600
@@ -68,11 +71,11 @@ async def test_a_runner_s_token_is_of_the_project_that_was_asked_for(store: Memo
 async def test_a_server_makes_its_first_runner_token_for_the_project_of_the_settings(tmp_path: Path) -> None:
     url = sqlite_url(tmp_path / "shared.db")
     async with serve_store(url, with_settings(Config(), {"trainer.project": "team-a"}), tmp_path) as server:
-        (token,) = (token for token in await server.store.list_tokens() if token.scope is Scope.RUNNER)
+        (token,) = (token for token in await list_tokens(server.store) if token.scope is Scope.RUNNER)
         assert token.project == "team-a"
     for project in ("default", "team-b"):
         async with serve_store(url, with_settings(Config(), {"trainer.project": project}), tmp_path) as server:
-            assert [token.scope for token in await server.store.list_tokens()].count(Scope.RUNNER) == 1
+            assert [token.scope for token in await list_tokens(server.store)].count(Scope.RUNNER) == 1
     with pytest.raises(ConfigError, match=r"^trainer\.project: 'a b' cannot name a project"):
         async with serve_store(url, with_settings(Config(), {"trainer.project": "a b"}), tmp_path):
             pass
@@ -82,7 +85,7 @@ async def test_a_token_that_cannot_be_written_is_not_made(store: MemoryStore, tm
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="the first admin token cannot be written to"):
         await first_admin_token(store, tmp_path / "file")
-    assert await store.list_tokens() == []
+    assert await list_tokens(store) == []
 
 
 async def test_a_second_database_s_server_in_the_folder_keeps_the_first_one_s_tokens(
@@ -138,11 +141,11 @@ async def test_a_token_that_the_store_does_not_take_leaves_the_folder_as_it_was(
     store = plugins().store(sqlite_url(tmp_path / "second.db"))
     await store.open()
 
-    async def away(token: Token) -> None:
+    async def away(store: Store, token: Token) -> None:
         raise UnavailableError("away")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "put_token", away)
+        patched.setattr(control, "put_token", away)
         for folder in (tmp_path, tmp_path / "empty"):
             with pytest.raises(UnavailableError, match="away"):
                 await runner_token(store, folder)

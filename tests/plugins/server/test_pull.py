@@ -23,6 +23,7 @@ from lightning.types import Resource, ResourceKind, Scope
 from lightning_server.auth import Authenticator, issue_token
 from lightning_server.pull_command import LEFT_FREE, pull
 from lightning_server.serving import serve_store
+from lightning_server.tokens import put_token
 from lightning_server.weight_files import WeightFiles
 from yarl import URL
 
@@ -64,7 +65,7 @@ def through_server(
     async def main() -> None:
         async with serve_store(sqlite_url(run / "lightning.db"), Config(), run) as server:
             token, plain = issue_token(scope)
-            await server.store.put_token(token)
+            await put_token(server.store, token)
             monkeypatch.setenv("LIGHTNING_TOKEN", plain)
             await asyncio.to_thread(act, server.url)
 
@@ -194,7 +195,7 @@ async def test_a_file_without_end_keeps_nobody_waiting(run: Path) -> None:
         file.truncate(1 << 42)
     async with serve_store(sqlite_url(run / "lightning.db"), Config(), run) as server:
         token, plain = issue_token(Scope.VIEWER)
-        await server.store.put_token(token)
+        await put_token(server.store, token)
         async with aiohttp.ClientSession(headers={"authorization": f"Bearer {plain}"}) as client:
             one = f"{server.url}/weights/{WEIGHTS_NAME.replace('/', '%2F')}@1"
             endless = [asyncio.create_task(client.get(URL(f"{one}/config.json", encoded=True))) for _ in range(10)]

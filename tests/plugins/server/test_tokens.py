@@ -17,6 +17,7 @@ from lightning.types import Scope, Token
 from lightning_server.auth import Authenticator, Principal
 from lightning_server.errors import ApiError
 from lightning_server.token_command import seconds
+from lightning_server.tokens import put_token
 
 from tests.servers.control import ControlServer
 
@@ -54,7 +55,7 @@ def test_a_token_is_made_listed_and_revoked(lightning: Lightning, url: str, tmp_
 
 def test_a_time_that_no_calendar_has_is_still_listed(lightning: Lightning, url: str) -> None:
     token = Token("t1", Scope.VIEWER, "a" * 64, expires_at=1e18)
-    asyncio.run(with_store(url, lambda store: store.put_token(token), make=True))
+    asyncio.run(with_store(url, lambda store: put_token(store, token), make=True))
     listed = lightning("token", "ls", "--store", url)
     assert (listed.code, "t1" in listed.out) == (0, True)
 

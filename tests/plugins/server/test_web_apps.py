@@ -23,6 +23,7 @@ from lightning_server.auth import Authenticator, issue_token
 from lightning_server.errors import ApiError
 from lightning_server.protocol import Host
 from lightning_server.serving import Sessions
+from lightning_server.tokens import put_token, revoke_token
 from starlette.responses import PlainTextResponse
 
 
@@ -121,16 +122,16 @@ async def test_a_session_is_answered_by_the_model_of_a_run(store: MemoryStore) -
 async def test_a_token_that_was_verified_is_still_good_until_it_is_not(store: MemoryStore) -> None:
     authenticator = Authenticator(store)
     token, plain = issue_token(Scope.VIEWER, "team-a")
-    await store.put_token(token)
+    await put_token(store, token)
     assert await authenticator.still(token.id) == await authenticator.principal(f"Bearer {plain}")
     with pytest.raises(ApiError, match="not one of this server"):
         await authenticator.still("0" * 16)
-    await store.revoke_token(token.id)
+    await revoke_token(store, token.id)
     time.sleep(1.05)
     with pytest.raises(ApiError, match="was revoked"):
         await authenticator.still(token.id)
     brief, _ = issue_token(Scope.VIEWER, "team-a", ttl=0.01)
-    await store.put_token(brief)
+    await put_token(store, brief)
     time.sleep(0.02)
     with pytest.raises(ApiError, match="has expired"):
         await authenticator.still(brief.id)

@@ -1,8 +1,7 @@
-"""Runs, committed steps, metrics, events, small state, and tokens of the control API.
+"""Runs, committed steps, metrics, events and small state.
 
 The invariant: a step and the marks of the rollouts it trained are written together or not at all, and a rollout is marked once:
-with its first step. It enters another one only where that declares it, and only so often (`rollout_state.Reuse`). A token is
-kept by the digest of its secret and never deleted, and one that was revoked stays revoked.
+with its first step. It enters another one only where that declares it, and only so often (`rollout_state.Reuse`).
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from typing import Final
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
 from lightning.store import rollout_state, rows, sql
 from lightning.store.protocol import Attempt, MetricPoint
-from lightning.store.relational.transaction import Transaction, done_once
+from lightning.store.relational.transaction import Transaction
 from lightning.store.rows import Row, Value
-from lightning.types import Json, Run, StepRecord, Token
+from lightning.types import Json, Run, StepRecord
 
 IDS_AT_ONCE: Final = 500
 """Ids in one statement at most."""
@@ -183,37 +182,3 @@ async def get_state(transaction: Transaction, run: str, key: str) -> Json:
     """See `Store.get_state`."""
     row = await transaction.one(sql.SELECT_STATE, (run, key))
     return None if row is None else rows.load(row[0], f"the state {key!r} of run {run!r}")
-
-
-async def put_token(transaction: Transaction, token: Token, known_as: str) -> Token:
-    """See `Store.put_token`. A token without a time of its own is created now."""
-    await done_once(transaction, known_as, "", lambda: _insert_token(transaction, token))
-    stored = await get_token(transaction, token.id)
-    assert stored is not None, "a token is never deleted"
-    return stored
-
-
-async def _insert_token(transaction: Transaction, token: Token) -> None:
-    created = replace(token, created_at=token.created_at or await transaction.now())
-    if not await transaction.run(sql.INSERT_TOKEN, rows.TOKENS.values(created)):
-        raise ConflictError(f"there is a token {token.id!r} already: make one with another id")
-
-
-async def get_token(transaction: Transaction, token: str) -> Token | None:
-    """See `Store.get_token`."""
-    row = await transaction.one(sql.SELECT_TOKEN, (token,))
-    return None if row is None else rows.TOKENS.read(row)
-
-
-async def list_tokens(transaction: Transaction) -> list[Token]:
-    """See `Store.list_tokens`."""
-    return [rows.TOKENS.read(row) for row in await transaction.all(sql.SELECT_TOKENS)]
-
-
-async def revoke_token(transaction: Transaction, token: str) -> Token:
-    """See `Store.revoke_token`."""
-    await transaction.run(sql.REVOKE_TOKEN, (await transaction.now(), token))
-    stored = await get_token(transaction, token)
-    if stored is None:
-        raise StoreError(f"there is no token {token!r}: list_tokens() says which there are")
-    return stored

@@ -174,17 +174,8 @@ STATEMENTS: Final = (
     )""",
     "CREATE INDEX aliases_by_name ON aliases (name, alias, n)",
     REVISIONS,
-    """CREATE TABLE tokens (
-        n INTEGER PRIMARY KEY,
-        id TEXT NOT NULL UNIQUE,
-        scope TEXT NOT NULL,
-        digest TEXT NOT NULL,
-        project TEXT NOT NULL,
-        name TEXT NOT NULL,
-        created_at REAL NOT NULL,
-        expires_at REAL,
-        revoked_at REAL
-    )""",
+    # How many steps of their tables plugins have made (`lightning.store.relational.brought`).
+    "CREATE TABLE operation_groups (name TEXT PRIMARY KEY, version INTEGER NOT NULL)",
     # What calls were answered, by the names of the calls, until a time by the database's clock; for when they come again.
     "CREATE TABLE answers (id TEXT PRIMARY KEY, run TEXT NOT NULL, until REAL NOT NULL, answer TEXT NOT NULL)",
     "CREATE INDEX answers_by_time ON answers (until)",

@@ -14,14 +14,16 @@ from typing import Any, ClassVar, Final, TypeVar, cast
 
 from lightning.store import rollout_state, rows
 from lightning.store.operation import Operation as StoreOperation
+from lightning.store.operation import OperationGroup
 from lightning.store.operations import Operations
 from lightning.store.protocol import Alias
 from lightning.store.relational import records
 from lightning.store.relational import resources as resource_ops
 from lightning.store.relational import rollouts as rollout_ops
 from lightning.store.relational import transitions as transition_ops
+from lightning.store.relational.brought import SqlPart, make_tables, version_of
 from lightning.store.relational.transaction import Again, Operation, done_once
-from lightning.types import Json, Lease, Outcome, Rollout, Token, Transition
+from lightning.types import Json, Lease, Outcome, Rollout, Transition
 
 T = TypeVar("T")
 
@@ -41,8 +43,6 @@ READS: Final[Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]] = {
     "last_step": records.last_step,
     "metrics": records.metrics,
     "get_state": records.get_state,
-    "get_token": records.get_token,
-    "list_tokens": records.list_tokens,
     "get_resource": resource_ops.get,
     "list_resources": resource_ops.versions,
     "list_aliases": resource_ops.aliases,
@@ -57,7 +57,6 @@ WRITES: Final[Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]] = {
     "renew": rollout_ops.renew,
     "append_spans": transition_ops.append_spans,
     "commit_step": records.commit_step,
-    "revoke_token": records.revoke_token,
     "put_resource": resource_ops.put,
 }
 """What writes for an operation, in the same way."""
@@ -68,6 +67,10 @@ class RelationalStore(Operations, ABC):
 
     answers_get_lost: ClassVar[bool] = True
     """Whether a commit may be done and this process not hear of it: then calls that their callers did not name get a name."""
+
+    def __init__(self) -> None:
+        self._with_tables: set[OperationGroup] = set()
+        """The groups whose tables are known to be there; forgotten whenever the store is opened."""
 
     @abstractmethod
     async def _write(
@@ -99,7 +102,23 @@ class RelationalStore(Operations, ABC):
         read = READS.get(operation.name)
         if read is not None:
             return await self._read(lambda tx: read(tx, **arguments), whole=operation.name in WHOLE)
+        if operation.group is not None:
+            return await self._call_of(operation.group, operation, arguments)
         return await self._write(lambda tx: WRITES[operation.name](tx, **arguments))
+
+    async def _call_of(self, group: OperationGroup, operation: StoreOperation, arguments: dict[str, Any]) -> Any:
+        """Run a plugin's function."""
+        part: SqlPart = group.part(operation, "sql", self)
+        function = group.function(operation, part.functions, self)
+        if group not in self._with_tables:
+            if await self._read(lambda tx: version_of(tx, group.name)) != len(part.tables):
+                await self._write(lambda tx: make_tables(tx, group.name, part.tables, self))
+            self._with_tables.add(group)
+        if self.answers_get_lost and arguments.get("once") == "":
+            arguments = {**arguments, "once": uuid.uuid4().hex}
+        if operation.name in part.reads:
+            return await self._read(lambda tx: function(tx, **arguments), whole=operation.name in part.whole)
+        return await self._write(lambda tx: function(tx, **arguments))
 
     # what is more than one function of a transaction -----------------------------------------------------------
     async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
@@ -154,11 +173,6 @@ class RelationalStore(Operations, ABC):
         """See `Store.keep_state`."""
         text = rows.dump(value, f"the state {key!r}")
         return await self._write(lambda tx: records.keep_state(tx, run, key, text))
-
-    async def put_token(self, token: Token, *, once: str = "") -> Token:
-        """See `Store.put_token`."""
-        known_as = self._known_as(once, "put_token", token.id, token.digest, token.scope.value, token.project)
-        return await self._write(lambda tx: records.put_token(tx, token, known_as))
 
     async def set_alias(self, name: str, alias: str, version: int, *, once: str = "") -> Alias:
         """See `Store.set_alias`."""

@@ -70,6 +70,9 @@ class Transaction(Protocol):
     async def run(self, sql: str, values: Sequence[Value] = ()) -> int:
         """Execute; return how many rows changed."""
 
+    async def define(self, sql: str) -> None:
+        """Execute what makes or changes a table, in SQLite's types."""
+
     async def many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
         """Execute for each row."""
 

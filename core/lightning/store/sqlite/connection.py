@@ -124,6 +124,10 @@ class SqliteTransaction:
         """See `Transaction.run`."""
         return self._connection.execute(sql, values).rowcount
 
+    async def define(self, sql: str) -> None:
+        """See `Transaction.define`."""
+        self._connection.execute(sql)
+
     async def many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
         """See `Transaction.many`."""
         if rows:

@@ -127,6 +127,7 @@ class SqliteStore(RelationalStore):
     answers_get_lost = False
 
     def __init__(self, path: str | Path, *, sync: str = "normal", busy_timeout: float = 30.0) -> None:
+        super().__init__()
         place = str(path) if str(path) == MEMORY else str(Path(path).absolute())  # wherever the process goes
         self._settings = Settings(place, sync, busy_timeout)
         self._lock = threading.Lock()
@@ -164,6 +165,7 @@ class SqliteStore(RelationalStore):
                 self._writer = Writer(self._settings, self._bell, make)
                 self._readers = None if self._settings.in_memory else _Readers(self._settings, self._writer)
                 self._process = os.getpid()
+                self._with_tables.clear()
             writer = self._writer
         try:
             await asyncio.wrap_future(writer.ready)

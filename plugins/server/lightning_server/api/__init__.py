@@ -4,7 +4,7 @@ The invariant: see `lightning_server.api.app` for what a request goes through, a
 route is.
 """
 
-from lightning_server.api.app import ROUTES, Api, Limits, description
+from lightning_server.api.app import Api, Limits, description, routes
 from lightning_server.api.table import PREFIX, Finish, LlmFor
 
-__all__ = ["PREFIX", "ROUTES", "Api", "Finish", "Limits", "LlmFor", "description"]
+__all__ = ["PREFIX", "Api", "Finish", "Limits", "LlmFor", "description", "routes"]

@@ -8,20 +8,23 @@ of it. A handler sees the store of its caller's project.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
-from lightning.errors import DataError
+from lightning.errors import DataError, PluginError
 from lightning.gateway.http import ClientGoneError
 from lightning.gateway.request_body import read_body
+from lightning.plugins import plugins
 from lightning.store import json_codec
 from lightning.store.messages import ONCE_HEADER, Changed
+from lightning.store.operation import Operation
 from lightning.store.operations import OPERATIONS
 from lightning.store.protocol import Store
+from lightning.types import Json
 from lightning.types import Scope as TokenScope
 from starlette.types import Receive, Scope, Send
 
@@ -41,12 +44,11 @@ ROUTES: tuple[Route, ...] = (
     *(route_of(operation, handlers.HANDLERS.get(operation.name)) for operation in OPERATIONS),
     *handlers.ROUTES,
 )
+"""Those of the store and of the server itself."""
 LONGEST_ONCE = 255
 LONG = 65_536
 """Bytes of a body that is read beside the event loop."""
 T = TypeVar("T")
-description = cache(lambda: describe(ROUTES))
-"""The OpenAPI document."""
 NOBODY = Principal("", "nobody", TokenScope.VIEWER, "")
 """Who asks where no token is needed: of a project that cannot be, and so sees nothing."""
 
@@ -62,6 +64,40 @@ class Limits:
     watches: int = 10_000
     queued: int = 1024
     queue_seconds: float = 10.0
+
+
+def routes() -> tuple[Route, ...]:
+    """All of them: also those of the operations that plugins bring. Raises `PluginError` where two answer the same requests."""
+    return (*ROUTES, *_brought(plugins().operations()))
+
+
+@cache
+def _brought(operations: tuple[Operation, ...]) -> tuple[Route, ...]:
+    made: list[Route] = []
+    taken = {_shape(route): "the server itself" for route in ROUTES}
+    for operation in operations:
+        owner = f"the plugin that brings {operation.group.name!r}" if operation.group else "the store"
+        route = route_of(operation)
+        first = taken.setdefault(_shape(route), owner)
+        if first is not owner:
+            raise PluginError(
+                f"{first} and {owner} both answer {route.method} {PREFIX}{route.path}: uninstall one of them"
+            )
+        made.append(route)
+    return tuple(made)
+
+
+def _shape(route: Route) -> tuple[str, ...]:
+    """Equal for routes that answer the same requests, whatever they call the parts of the path."""
+    return (route.method, *("{}" if part.startswith("{") else part for part in route.segments))
+
+
+def description() -> Mapping[str, Json]:
+    """The OpenAPI document."""
+    return _described(routes())
+
+
+_described = cache(describe)
 
 
 class _Turns:
@@ -93,7 +129,7 @@ class Api:
         self._authenticator = authenticator
         self._limits = limits or Limits()
         self._services = Services(Watchers(), finish, llm_for, served, description)
-        self._routes = _Routes(ROUTES)
+        self._routes = _Routes(routes())
         self._stopped = asyncio.Event()
         self._requests = self._watches = 0
         self._asking: dict[str, _Turns] = {}

@@ -1,4 +1,4 @@
-"""The routes of the store's operations, made from the table in `lightning.store.operations`.
+"""The routes of operations, made from the table in `lightning.store.operations` and from those of plugins.
 
 The invariant: an operation is served as its line in the table says, with its project's store; what is stored is redacted and
 checked first, by its type, whichever operation stores it.
@@ -73,7 +73,7 @@ def _parameter(operation: Operation, part: Argument) -> Any:
 async def _serve(call: ApiCall[Any, Any], operation: Operation) -> Any:
     """Ask the store for an operation, and answer as its answer travels."""
     arguments = await _arguments(call, operation)
-    ask = getattr(call.store, operation.name)
+    ask = operation.on(call.store)
     if operation.item is not None:
         return await _page(call, operation, ask, arguments)
     if operation.is_read_in_parts:

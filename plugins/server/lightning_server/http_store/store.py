@@ -22,7 +22,7 @@ from lightning.types import LLM, Lease, Rollout, Span, Transition
 
 from lightning_server.http_store.long_poll import HttpWatch
 from lightning_server.http_store.requests import PAGE, Asking, written
-from lightning_server.http_store.transport import NotFoundError
+from lightning_server.http_store.transport import NotFoundError, UnknownRouteError
 
 BODY_BYTES: Final = 8 * 1024 * 1024
 """Longer lists are sent in several requests; what is one unit is sent in one."""
@@ -46,6 +46,14 @@ class HttpStore(Operations, Asking):
 
     async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Ask for an operation."""
+        try:
+            return await self._called(operation, arguments)
+        except UnknownRouteError as error:
+            if operation.group is None:
+                raise
+            raise operation.group.lacking(operation, f"the server at {self._urls[0]}") from error
+
+    async def _called(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         path = _path(operation, arguments)
         query = {part.name: _shown(arguments[part.name]) for part in operation.query if _is_sent(part, arguments)}
         if operation.item is not None:

@@ -104,6 +104,10 @@ class NotFoundError(Exception):
     """The server knows the path and has nothing there."""
 
 
+class UnknownRouteError(StoreError):
+    """The server does not know the path."""
+
+
 class Transport:
     """The connections of one store, in a thread with an event loop of its own: whoever uses the store may be in any.
 
@@ -298,6 +302,8 @@ class Transport:
             )
         if problem.type == "not_found":
             return NotFoundError(problem.message)
+        if problem.type == "unknown_route":
+            return UnknownRouteError(problem.message)
         if status in (401, 403):
             return TokenRefusedError(f"{problem.message} ({base})")
         message = problem.message

@@ -14,6 +14,7 @@ from lightning.store.memory import MemoryStore
 from lightning.types import LLM, Lease, Rollout, Run, Scope, Task
 from lightning_server.api import Api, Limits
 from lightning_server.auth import ALL_PROJECTS, Authenticator, issue_token
+from lightning_server.tokens import put_token
 
 
 @dataclass
@@ -112,7 +113,7 @@ async def make_world(**changes: Any) -> World:
     tokens = {}
     for scope in Scope:
         token, tokens[scope.value] = issue_token(scope, ALL_PROJECTS if scope is Scope.ADMIN else "default")
-        await store.put_token(token)
+        await put_token(store, token)
 
     async def finish(store: Any, rollout: str, attempt: int, outcome: Any) -> Rollout:
         return await store.complete(rollout, attempt, outcome)

@@ -14,6 +14,7 @@ from lightning.store.memory import MemoryStore
 from lightning.types import Rollout, Run, Task
 from lightning_server.api import change_waiters
 from lightning_server.api.change_waiters import Watchers
+from lightning_server.tokens import revoke_token
 
 from .conftest import World, connection
 
@@ -174,7 +175,7 @@ async def test_a_token_that_is_revoked_during_the_wait_is_told_nothing(
     since = (await world.ask("GET", "/watch?run=run", token="viewer")).json["since"]
     waiting = asyncio.create_task(world.ask("GET", f"/watch?run=run&since={since}&timeout=20", token="viewer"))
     await asyncio.sleep(0.02)
-    await world.store.revoke_token(world.tokens["viewer"].split("_")[1])
+    await revoke_token(world.store, world.tokens["viewer"].split("_")[1])
     await add(world, "run/1")
     assert (await asyncio.wait_for(waiting, 120)).status == 401
 
@@ -186,7 +187,7 @@ async def test_a_revoked_token_hears_no_more(world: World, monkeypatch: pytest.M
     serving = asyncio.create_task(world.api(scope, asyncio.Event().wait, sent.put))  # type: ignore[arg-type]
     for _ in range(2):
         await asyncio.wait_for(sent.get(), 15)
-    await world.store.revoke_token(world.tokens["viewer"].split("_")[1])
+    await revoke_token(world.store, world.tokens["viewer"].split("_")[1])
     await add(world, "run/1")
     last = await asyncio.wait_for(sent.get(), 15)
     assert (last["body"], last["more_body"]) == (b"", False)

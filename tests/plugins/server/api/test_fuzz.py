@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning.store import json_codec, messages
 from lightning.store.memory import MemoryStore
 from lightning.types import Outcome, Resource, Rollout, Run, Task
-from lightning_server.api import PREFIX, ROUTES, description
+from lightning_server.api import PREFIX, description, routes
 from lightning_server.api.table import Route
 
 from tests.servers.control import ControlServer
@@ -29,7 +29,7 @@ KNOWN = {
     "which": "1",
 }
 """Ids that exist, so that half of the requests get beyond the first look-up."""
-BY_LABEL = {f"{route.method} {PREFIX}{route.path}": route for route in ROUTES}
+BY_LABEL = {f"{route.method} {PREFIX}{route.path}": route for route in routes()}
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lightning.errors import StoreError, UnavailableError
 from lightning.store.rollout_state import EXCUSED
 from lightning.types import LLM, Fault, Outcome, Rollout, Status, Task, Transition, logprobs, token_ids
-from lightning_server.api import ROUTES, Api
+from lightning_server.api import Api, routes
 from lightning_server.auth import Authenticator
 
 from .conftest import World, connection, make_world, receiver
@@ -294,7 +294,7 @@ def running() -> Iterator[tuple[asyncio.Runner, World]]:
 @settings(max_examples=80)
 @given(
     method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE"]),
-    target=st.sampled_from([route.path for route in ROUTES]) | TARGETS,
+    target=st.sampled_from([route.path for route in routes()]) | TARGETS,
     query=QUERIES,
     payload=st.binary(max_size=40) | st.sampled_from([b"{}", b'{"run":"run","worker":"w"}', b'{"rollouts":[{}]}']),
     headers=st.lists(

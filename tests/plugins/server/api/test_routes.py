@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lightning.store.epochs import mark_over
 from lightning.types import Scope
-from lightning_server.api import PREFIX, ROUTES, Limits, description
+from lightning_server.api import PREFIX, Limits, description, routes
 from lightning_server.api.openapi import scopes_of
 from lightning_server.api.table import Route, parameters
 
@@ -45,7 +45,7 @@ def filled(route: Route) -> str:
     return f"{path}?run=run" if "run" in parameters(route.query) else path
 
 
-@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
+@pytest.mark.parametrize("route", routes(), ids=lambda route: route.name)
 def test_every_route_is_described(route: Route) -> None:
     operation: Any = description()["paths"][PREFIX + route.path][route.method.lower()]  # type: ignore[index, call-overload]
     assert operation["operationId"] == route.name
@@ -58,7 +58,7 @@ def test_every_route_is_described(route: Route) -> None:
 
 def test_nothing_else_is_described_and_no_name_is_used_twice() -> None:
     described = [(method, path) for path, methods in description()["paths"].items() for method in methods]  # type: ignore[attr-defined, union-attr]
-    assert len(described) == len(ROUTES) == len({route.name for route in ROUTES})
+    assert len(described) == len(routes()) == len({route.name for route in routes()})
 
 
 def test_every_reference_of_the_description_leads_somewhere() -> None:
@@ -67,7 +67,7 @@ def test_every_reference_of_the_description_leads_somewhere() -> None:
         assert name in found["components"][kind]  # type: ignore[index, call-overload, operator]
 
 
-@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
+@pytest.mark.parametrize("route", routes(), ids=lambda route: route.name)
 def test_who_may_use_a_route(route: Route) -> None:
     if route.name in PUBLIC:
         assert route.scopes is None
@@ -80,7 +80,7 @@ def test_who_may_use_a_route(route: Route) -> None:
         assert Scope.TRAINER in (route.scopes or ()) or "tokens" in route.path
 
 
-@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
+@pytest.mark.parametrize("route", routes(), ids=lambda route: route.name)
 async def test_a_scope_opens_its_routes_and_no_others(world: World, route: Route) -> None:
     allowed = scopes_of(route)
     for scope in ("", "viewer", "runner", "trainer", "admin"):

@@ -20,6 +20,7 @@ from lightning.types import LLM, Rollout, Run, Scope, Task
 from lightning_server.auth import issue_token
 from lightning_server.client import Client
 from lightning_server.control import Control
+from lightning_server.tokens import put_token
 
 RUN = "run-1"
 
@@ -145,7 +146,7 @@ async def site() -> AsyncIterator[Site]:
         made = Site(store, fake, config)
         for scope in (Scope.RUNNER, Scope.VIEWER):
             token, made.tokens[scope] = issue_token(scope)
-            await store.put_token(token)
+            await put_token(store, token)
         yield made
         for server in made.servers:
             await server.stop()

@@ -24,6 +24,7 @@ from lightning_server.auth import issue_token
 from lightning_server.client import AttemptCounts, Client
 from lightning_server.client import run_discovery as finding
 from lightning_server.http_store.transport import TokenRefusedError, TooLongError
+from lightning_server.tokens import list_tokens, put_token, revoke_token
 
 from tests.plugins.server.client.conftest import RUN, Site, calling
 
@@ -296,8 +297,8 @@ async def test_a_token_that_is_revoked_ends_an_idle_client(site: Site, monkeypat
     server = await site.start()
     working = asyncio.create_task(site.client(server).work())
     await asyncio.sleep(0.2)
-    token = next(one for one in await site.store.list_tokens() if one.scope is Scope.RUNNER)
-    await site.store.revoke_token(token.id)
+    token = next(one for one in await list_tokens(site.store) if one.scope is Scope.RUNNER)
+    await revoke_token(site.store, token.id)
     with pytest.raises(StoreError, match="revoked"):
         await asyncio.wait_for(working, 60)
 
@@ -311,11 +312,11 @@ async def test_a_token_that_expires_and_is_renewed_in_its_file_ends_no_agent(
 
     async def agent(task: Task, llm: LLM) -> float:
         token, plain = issue_token(Scope.RUNNER)
-        await site.store.put_token(token)
+        await put_token(site.store, token)
         await asyncio.to_thread(file.write_text, plain)
-        for one in await site.store.list_tokens():
+        for one in await list_tokens(site.store):
             if one.scope is Scope.RUNNER and one.id != token.id:
-                await site.store.revoke_token(one.id)
+                await revoke_token(site.store, one.id)
         return await calling(task, llm)
 
     server = await site.start()

@@ -20,6 +20,7 @@ from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import LLM, CallStatus, Resource, Rollout, Run, Scope, Task
 from lightning_server.auth import issue_token
 from lightning_server.control import Control
+from lightning_server.tokens import list_tokens, put_token
 
 API = "/api/v1"
 SECRET = b"the signing secret of the test"
@@ -78,7 +79,7 @@ class House:
 
     async def truth(self) -> str:
         """Everything that an attack must not change. That its own attempt was refused something is noted there."""
-        found: list[object] = [await self.store.list_tokens(), await self.store.list_runs()]
+        found: list[object] = [await list_tokens(self.store), await self.store.list_runs()]
         for run in ("run", "theirs"):
             page = await self.store.list_rollouts(run)
             found += [
@@ -134,7 +135,7 @@ async def _issue(house: House) -> None:
         ("revoked", Scope.TRAINER, "default", {"revoked_at": 1.0}),
     ):
         token, house.tokens[name] = issue_token(scope, project, name)
-        await house.store.put_token(replace(token, **changes))
+        await put_token(house.store, replace(token, **changes))
 
 
 @pytest.fixture

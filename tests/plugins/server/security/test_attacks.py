@@ -19,8 +19,9 @@ import zstandard
 from lightning.gateway.identity import TokenSigner
 from lightning.types import EXPIRED, Scope
 from lightning_server import auth
-from lightning_server.api.app import ROUTES
+from lightning_server.api import routes
 from lightning_server.auth import digest_of
+from lightning_server.tokens import revoke_token
 
 from .conftest import house_of
 
@@ -92,7 +93,7 @@ async def _(house: House) -> Got:
 async def _(house: House) -> Got:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auth, "CACHE_SECONDS", 0.0)  # the second in which servers may still believe it is over
-        await house.store.revoke_token(house.tokens["trainer"].split("_")[1])
+        await revoke_token(house.store, house.tokens["trainer"].split("_")[1])
         house.changed = True
         return await house.api("POST", "/runs", "trainer", {"id": "mine", "name": "mine"})
 
@@ -539,7 +540,7 @@ async def test_the_agents_key_opens_no_route_of_the_control_api(place: str, pati
     before = await house.truth()
     opened = []
     names = {"run": "run", "rollout": "run%2F0", "attempt": "1", "name": "writer", "which": "1", "alias": "live"}
-    for route in ROUTES:
+    for route in routes():
         if route.scopes is None:
             continue
         path = "/api/v1" + route.path.format(**{**names, "key": "x", "token": "x"})

@@ -16,6 +16,7 @@ from lightning.types import Scope
 from lightning_server.auth import AUTOMATIC, check_exposure, issue_token
 from lightning_server.control import on_server_port
 from lightning_server.serving import serve_store
+from lightning_server.tokens import put_token
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
@@ -32,14 +33,14 @@ async def test_a_public_bind_is_refused_without_a_token(host: str, store: Store)
 
 async def test_a_token_that_a_person_made_is_a_decision(store: Store) -> None:
     token, _ = issue_token(Scope.RUNNER, name="the lab's runners")
-    await store.put_token(token)
+    await put_token(store, token)
     await check_exposure(store, "0.0.0.0")
 
 
 @pytest.mark.parametrize("changes", [{"name": AUTOMATIC}, {"revoked_at": 1.0}, {"expires_at": 1.0}])
 async def test_a_servers_own_a_revoked_or_an_expired_token_is_none(changes: dict[str, object], store: Store) -> None:
     token, _ = issue_token(Scope.ADMIN)
-    await store.put_token(replace(token, created_at=time.time(), **changes))
+    await put_token(store, replace(token, created_at=time.time(), **changes))
     with pytest.raises(ConfigError, match="nobody has made a token"):
         await check_exposure(store, "0.0.0.0")
 

@@ -35,6 +35,7 @@ from lightning.types import (
 )
 from lightning_server.auth import issue_token
 from lightning_server.projects import Projects, ProjectStore
+from lightning_server.tokens import get_token, list_tokens, put_token, revoke_token
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,11 @@ CASES: dict[str, Case | None] = {
     "put_state": lambda store, ids: store.put_state(ids.run, "notes", 9),
     "keep_state": lambda store, ids: store.keep_state(ids.run, "notes", 9),
     "get_state": lambda store, ids: store.get_state(ids.run, "notes"),
+    "call": None,  # what each of the others is
     "put_token": None,  # creates: see test_a_token_makes_tokens_of_its_project_only
-    "get_token": lambda store, ids: store.get_token(ids.token),
-    "list_tokens": lambda store, ids: store.list_tokens(),
-    "revoke_token": lambda store, ids: store.revoke_token(ids.token),
+    "get_token": lambda store, ids: get_token(store, ids.token),
+    "list_tokens": lambda store, ids: list_tokens(store),
+    "revoke_token": lambda store, ids: revoke_token(store, ids.token),
     "put_resource": None,  # a name of one's own, whoever else has it: see the property below
     "get_resource": lambda store, ids: store.get_resource(ids.resource),
     "list_resources": lambda store, ids: store.list_resources(ids.resource),
@@ -157,7 +159,7 @@ async def fill(store: Store, project: str, ids: Ids) -> None:
     await view.commit_step(record(ids.run, ids.done, 0))
     await view.log_metrics(ids.run, 0, {"loss": 1.0})
     await view.put_state(ids.run, "notes", 1)
-    await view.put_token(replace(issue_token(Scope.RUNNER, project)[0], id=ids.token))
+    await put_token(view, replace(issue_token(Scope.RUNNER, project)[0], id=ids.token))
 
 
 async def outcome(case: Case, store: Store, ids: Ids) -> str:
@@ -213,8 +215,8 @@ async def test_a_token_makes_tokens_of_its_project_only(store: Store) -> None:
     mine = ProjectStore(store, "mine")
     for project, scope in (("theirs", Scope.RUNNER), ("*", Scope.ADMIN)):
         with pytest.raises(DataError, match="makes nothing for"):
-            await mine.put_token(issue_token(scope, project)[0])
-    assert await store.list_tokens() == []
+            await put_token(mine, issue_token(scope, project)[0])
+    assert await list_tokens(store) == []
 
 
 async def test_a_step_of_ones_own_says_nothing_of_anothers_rollout(store: Store) -> None:

@@ -26,6 +26,7 @@ from lightning_server.auth import ALL_PROJECTS, issue_token
 from lightning_server.client import Client
 from lightning_server.control import RUNNER_FILE, token_file
 from lightning_server.remote_runner import RemoteRunner
+from lightning_server.tokens import put_token
 
 from tests.core.trainer.test_opening import Policy
 
@@ -116,7 +117,7 @@ async def test_a_project_s_runners_find_its_run_alone_and_get_its_prompts(house:
 async def test_whoever_sees_all_projects_gets_the_prompts_of_each_run_s_own(house: House) -> None:
     await house.add(0)
     token, plain = issue_token(Scope.ADMIN, ALL_PROJECTS)
-    await house.store.put_token(token)
+    await put_token(house.store, token)
     assert await house.work(plain, rollouts=2) == sorted(TEXTS.items())
 
 
@@ -125,7 +126,7 @@ async def test_a_reference_to_a_server_means_the_project_s_own_resource(
     house: House, of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token, plain = issue_token(Scope.ADMIN, of)
-    await house.store.put_token(token)
+    await put_token(house.store, token)
     monkeypatch.setenv("LIGHTNING_TOKEN", plain)
     texts = {"writer": f"resource:{house.stacks['default'].gateway.url}#writer"}
     mine = MemoryStore()

@@ -21,6 +21,7 @@ from lightning_server.auth import issue_token
 from lightning_server.client import Client
 from lightning_server.control import Control
 from lightning_server.remote_runner import RemoteRunner
+from lightning_server.tokens import put_token
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ async def clients(made: Any, agent: Any, count: int = 2) -> AsyncIterator[None]:
     """Let clients instead of the bench's own runner work for its run."""
     stack = made.loop.stack
     token, plain = issue_token(Scope.RUNNER)
-    await stack.store.put_token(token)
+    await put_token(stack.store, token)
     control = Control(stack.store, stack.gateway)
     stop = asyncio.Event()
     config = with_settings(Config(), {"runner.concurrency": 4})
