@@ -37,7 +37,7 @@ async def test_a_rollout_from_its_creation_to_its_end(world: World) -> None:
         "model": "policy",
         "prompts": {"writer": "Write."},
         "seed": None,
-        "branch": False,
+        "extras": {},
     }
     renewed = await world.ask("POST", "/rollouts/run%2F0/attempts/1/renew", {"worker": "w", "ttl": 600}, token="runner")
     assert renewed.json["expires_at"] > held[0]["lease"]["expires_at"]
