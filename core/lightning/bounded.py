@@ -18,7 +18,7 @@ SAID = 4096
 
 
 class Bounded(OrderedDict[K, V]):
-    """At most `most` entries. `keep` makes one the youngest, and so does `used`; `get` leaves the order."""
+    """At most `most` entries, each kept by `keep`, which makes it the youngest, as `used` does; `get` leaves the order."""
 
     def __init__(self, most: int) -> None:
         super().__init__()

@@ -229,7 +229,7 @@ def test_who_comes_late_for_a_seat_that_was_pruned_takes_another(world: World) -
 
 
 def test_what_is_written_is_read() -> None:
-    notice = Notice("o", 3, Stance.HELD, 7, 2, (Upstream("http://a:1", "m"),), {"x": 4}, (0, 2), 1, 5)
+    notice = Notice("o", 3, Stance.HELD, 7, 2, (Upstream("http://a:1", "m"),), {"x": 4}, (0, 2), 1, 5, (4,))
     assert Notice.from_json(json.loads(json.dumps(notice.to_json()))) == notice
     seat = Seat("g", 9, 3, ("x", "1_y"), True)
     assert Seat.from_json(json.loads(json.dumps(seat.to_json()))) == seat

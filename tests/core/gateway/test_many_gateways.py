@@ -12,6 +12,7 @@ import httpx
 import pytest
 from lightning.asyncio_utils import end
 from lightning.config.sections import GatewayConfig
+from lightning.errors import GatewayError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.fleet.records import UNKNOWN, gateway_secret
@@ -122,6 +123,52 @@ async def test_calls_in_flight_at_every_server_are_split_where_vllm_was_frozen(f
         assert 0 < frozen < len(call.response_ids)
         assert call.versions == (VersionRun(0, 0), VersionRun(frozen, 5))
         assert call.status is CallStatus.OK
+
+
+async def test_policy_servers_are_updated_one_after_another(fleet, open_server):
+    """A gateway elsewhere splits the calls at the server that was updated, and no others."""
+    second = await fleet.resources.enter_async_context(FakeVLLM())
+    served = [Upstream(fleet.fake.url, fleet.fake.model), Upstream(second.url, second.model)]
+    await fleet.owner.serve(served, 0)
+    gateway, fakes = fleet.servers[0], (fleet.fake, second)
+    policy = gateway._policies.of("run")
+    await fleet.until(lambda: len(policy.pool.slots) == 2)
+    llms: dict[int, tuple[LLM, int]] = {}
+    while len(llms) < 2:  # a rollout that stays with each server
+        llm = await fleet.llm(gateway)
+        slot = policy.pool._choose(fleet.made[-1].id, ())
+        llms.setdefault(slot.number, (llm, len(fleet.made) - 1))
+    for fake in fakes:
+        fake.default = TEN
+    asking = [asyncio.create_task(fleet.ask(llms[number][0])) for number in (0, 1)]
+    await fleet.until(lambda: all(max([0, *fake.in_flight().values()]) >= 3 for fake in fakes))
+    async with fleet.owner.hold() as hold:
+        for fake in fakes:
+            fake.pause()
+        await asyncio.sleep(0.02)
+        hold.update, hold.server = Update(1, fleet.fake.in_flight()), served[0]
+        for fake in fakes:
+            fake.resume()
+    for answer in asyncio.as_completed(asking):
+        assert (await answer).status_code == 200
+    for number in (0, 1):
+        assert (await fleet.ask(llms[number][0])).status_code == 200
+    joined = await fleet.llm(fleet.servers[1])
+    assert (await fleet.ask(joined)).status_code == 200  # a gateway that comes later knows each server's version, too
+    assert [slot.version for slot in fleet.servers[1]._policies.of("run").pool.slots] == [1, 0]
+    unbegun = asyncio.create_task(fleet.ask(llms[0][0]))  # at the first server while the second is updated
+    await fleet.until(lambda: fleet.fake.in_flight())
+    async with fleet.owner.hold() as hold:
+        hold.update, hold.server = Update(2, second.in_flight()), served[1]
+    assert (await unbegun).status_code == 200
+    for number in (0, 1):
+        assert (await fleet.ask(llms[number][0])).status_code == 200
+    found = [await fleet.calls(llms[number][1]) for number in (0, 1)]
+    at_first, at_second = ([[run.version for run in call.versions] for call in calls] for calls in found)
+    assert (at_first, at_second) == ([[0, 1], [1], [1], [1]], [[0], [0], [2]])
+    with pytest.raises(GatewayError, match="is none of the policy servers of run run"):
+        async with fleet.owner.hold() as hold:
+            hold.update, hold.server = Update(3), Upstream("http://127.0.0.1:1", "m")
 
 
 async def test_requests_wait_at_every_server_while_weights_change(fleet):

@@ -210,6 +210,10 @@ async def test_servers_are_updated_one_after_another(build):
         with pytest.raises(GatewayError, match="is not one of the gateway's upstreams"):
             house.gateway.policy_updated(Update(2), Upstream("http://127.0.0.1:1", "m"))
         assert house.gateway._own.version == 1
+        house.gateway.policy_updated(Update(2), upstreams[0])
+        restarted = Upstream(second.url, "another")  # a server that is started again has the newest weights
+        house.gateway.replace_upstream(upstreams[1], restarted)
+        assert [slot.version for slot in slots] == [2, 2]
 
 
 @given(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from lightning.asyncio_utils import end
-from lightning.errors import ConflictError, PolicyServerError, StoreError
+from lightning.errors import ConflictError, GatewayError, PolicyServerError, StoreError
 from lightning.gateway.fleet.records import (
     BEAT,
     GONE,
@@ -37,9 +37,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Hold:
-    """A hold that every gateway keeps. Set `update` when the weights have changed, `lost` when nobody knows what they are."""
+    """A hold that every gateway keeps. Set `update` when the weights have changed, those of one `server` or of all, and `lost`
+    when nobody knows what they are."""
 
     update: Update | None = None
+    server: Upstream | None = None
     lost: bool = False
 
 
@@ -78,6 +80,7 @@ class Owner:
         self._notice = replace(
             self._notice,
             epoch=epoch,
+            versions=(),
             updated=epoch - (not servers),  # `serve` says the version for the first time, which is news at this epoch
             stance=Stance.OPEN,
             version=max(version, UNKNOWN),
@@ -89,7 +92,7 @@ class Owner:
         """After `open` without servers, and before the first hold: these serve `version` (negative: unknown, as there)."""
         async with self._changing:
             await self._check_owner()
-            notice = replace(self._notice, version=max(version, UNKNOWN), servers=tuple(servers))
+            notice = replace(self._notice, version=max(version, UNKNOWN), servers=tuple(servers), versions=())
             self._notice = replace(notice, updated=notice.epoch)
             await self._announce()
 
@@ -100,7 +103,7 @@ class Owner:
             self._observer = None
         try:
             await self._check_owner()
-            self._notice = replace(self._notice, stance=Stance.OPEN, servers=(), counts={})
+            self._notice = replace(self._notice, stance=Stance.OPEN, servers=(), versions=(), counts={})
             await self._announce()
         except StoreError as error:
             log.info("the gateways of run %s were not told that its policy server stops: %s", self._run, error)
@@ -110,7 +113,8 @@ class Owner:
         """For the length of the block no gateway sends anything to the policy servers, and each call in flight is counted.
 
         When the block ends with a `PolicyServerError` the old version goes on; with any other error, or when it says so, nobody
-        knows what the servers have, and they get no calls before the next update.
+        knows what the servers have, and they get no calls before the next update. Raises `GatewayError` for an update of a
+        server that is none of the run's.
         """
         async with self._changing:
             hold = Hold()
@@ -120,6 +124,9 @@ class Owner:
                     keys = await self._gather()
                     try:
                         yield hold
+                        if hold.server not in (None, *closed.notice.servers):
+                            hold.update = None
+                            raise GatewayError(f"{hold.server} is none of the policy servers of run {self._run}")
                     except PolicyServerError:
                         raise
                     except BaseException:
@@ -136,17 +143,23 @@ class Owner:
         `servers` says where they are then. When the block fails none is left.
         """
         async with self._changing, self._closed(Stance.PAUSED) as closed:
-            closed.notice = replace(closed.notice, servers=())
+            before = closed.notice
+            closed.notice = replace(before, servers=(), versions=())
             yield
-            closed.notice = replace(closed.notice, servers=tuple(servers()))
+            there = tuple(servers())
+            known = [before.version_of.get(server, before.version) for server in there]
+            closed.notice = replace(before, servers=there, versions=tuple(known))
 
     def _outcome(self, notice: Notice, hold: Hold, keys: Sequence[str]) -> Notice:
         if hold.lost:
-            return replace(notice, version=UNKNOWN, updated=notice.epoch, counts={})
+            return replace(notice, version=UNKNOWN, versions=(), updated=notice.epoch, counts={})
         if (update := hold.update) is None:
             return notice
         counts = {key: update.in_flight[key] for key in keys if key in update.in_flight}
-        return replace(notice, version=update.version, updated=notice.epoch, counts=counts)
+        versions = [
+            update.version if hold.server in (None, server) else had for server, had in notice.version_of.items()
+        ]
+        return replace(notice, version=update.version, versions=tuple(versions), updated=notice.epoch, counts=counts)
 
     # the notice -------------------------------------------------------------------------------------------------
     @asynccontextmanager

@@ -224,19 +224,35 @@ class Member:
             return False
         elif notice.updated > self._updated:
             self._updated = notice.updated
-            if notice.version == UNKNOWN:
-                self.policy.lose()
-            self.policy.update(Update(notice.version, notice.counts))
+            self._update(notice)
         self.policy.seed = notice.seed
         return True
 
+    def _update(self, notice: Notice) -> None:
+        """Split the calls in flight at the servers whose weights have changed."""
+        update, had = (
+            Update(notice.version, notice.counts),
+            {slot.upstream: slot.version for slot in self.policy.pool.slots},
+        )
+        changed = [server for server, version in notice.version_of.items() if had.get(server) != version]
+        if notice.version == UNKNOWN:
+            self.policy.lose()
+        if len(changed) in (0, len(notice.servers)):
+            self.policy.update(update)
+            return
+        for server in set(changed) & had.keys():
+            self.policy.update(update, server)
+
     def _serve(self, notice: Notice | None) -> None:
         """Open the gate before these servers, which may be none."""
-        servers = notice.servers if notice is not None and notice.version != UNKNOWN else ()
+        versions = notice.version_of if notice is not None and notice.version != UNKNOWN else {}
+        servers = tuple(versions)
         try:
             for server in servers:
                 self._allowed.check(server.url)
             self.policy.pool.assign(servers)
+            for slot in self.policy.pool.slots:
+                slot.version = versions[slot.upstream]
         except GatewayError as error:
             if servers != self._refused:
                 log.error("calls of run %s find no policy server here: %s", self._run, error)  # noqa: TRY400 — is no fault

@@ -62,8 +62,9 @@ class Stance(StrEnum):
 class Notice:
     """What an owner says of its policy.
 
-    `epoch` counts its holds (and owners). `version` is that of the weights since epoch `updated`, and `counts` says how many
-    response tokens calls in flight had then; `taken` are the seats that had acknowledged the last hold that ended. Seats below
+    `epoch` counts its holds (and owners). `version` is that of the newest weights, since epoch `updated`, `versions` those that
+    the servers have, in their order (empty: all have the newest), and `counts` says how many response tokens calls in flight
+    had then; `taken` are the seats that had acknowledged the last hold that ended. Seats below
     `first` are gone. `seed` is what calls are seeded with, None where they are not.
     """
 
@@ -77,11 +78,17 @@ class Notice:
     taken: tuple[int, ...] = ()
     first: int = 0
     seed: int | None = None
+    versions: tuple[int, ...] = ()
 
     @property
     def ended(self) -> int:
         """The epoch of the last hold that has ended."""
         return self.epoch - (self.stance is Stance.HELD)
+
+    @property
+    def version_of(self) -> dict[Upstream, int]:
+        """The version of the weights that each server has."""
+        return dict(zip(self.servers, self.versions or (self.version,) * len(self.servers), strict=True))
 
     def to_json(self) -> Json:
         """For the store."""
@@ -93,6 +100,7 @@ class Notice:
             "servers": servers,
             "counts": {**self.counts},
             "taken": [*self.taken],
+            "versions": [*self.versions],
         }
 
     @classmethod
@@ -102,7 +110,8 @@ class Notice:
             return None
         said = _fields_of(cls, kept)
         servers = tuple(Upstream(*server) for server in said["servers"])
-        return cls(**{**said, "stance": Stance(said["stance"]), "servers": servers, "taken": tuple(said["taken"])})
+        lists = {name: tuple(said[name]) for name in ("taken", "versions")}
+        return cls(**{**said, "stance": Stance(said["stance"]), "servers": servers, **lists})
 
 
 @dataclass(frozen=True, slots=True)

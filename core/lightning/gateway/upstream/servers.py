@@ -146,15 +146,15 @@ class Pool:
         self._out_since: float | None = None  # from when on no request found a server, once that was said
 
     def assign(self, upstreams: Sequence[Upstream]) -> None:
-        """These are the servers now. One that was there before keeps its place and what is known of its health.
+        """These are the servers now. Of one that was there before its version and its health are known.
 
         Raises `GatewayError` for what is not a server's address; nothing has changed then.
         """
         if [slot.upstream for slot in self.slots if not slot.vacant] == list(upstreams):
             return
-        slots = self._places(upstreams)
-        for slot, old in zip(slots, self.slots, strict=False):
-            if slot.upstream == old.upstream and not old.vacant:
+        slots, known = self._places(upstreams), {slot.upstream: slot for slot in self.slots if not slot.vacant}
+        for slot in slots:
+            if (old := known.get(slot.upstream)) is not None:
                 slot.healthy, slot.misses, slot.asked, slot.other = old.healthy, old.misses, old.asked, old.other
                 slot.version = old.version
         self.slots = slots
@@ -218,10 +218,12 @@ class Pool:
                 slot.vacant, slot.healthy, slot.asked = True, False, True
 
     def replace(self, old: Upstream, new: Upstream) -> None:
-        """Put a restarted server in its predecessor's place and let waiting requests go to it."""
+        """Put a restarted server, which has the policy's newest weights, in its predecessor's place and let waiting requests go
+        to it."""
         for slot in self.slots:
             if slot.upstream == old:
                 slot.upstream, slot.base, slot.misses, slot.vacant = new, base_url(new), 0, False
+                slot.version = self.version
                 self._mark(slot, healthy=True)
                 return
         raise self._unknown(old)
