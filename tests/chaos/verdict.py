@@ -23,6 +23,7 @@ class Verdict:
     failed: int
     steps: int
     lost_replies: int
+    lost_texts: int
     phantom_rewards: int
     trained_twice: int
     wrong_groups: int
@@ -31,9 +32,8 @@ class Verdict:
     @property
     def ok(self) -> bool:
         """Whether nothing was lost, invented or done twice."""
-        return not (
-            self.lost_replies or self.phantom_rewards or self.trained_twice or self.wrong_groups or self.findings
-        )
+        lost = self.lost_replies or self.lost_texts
+        return not (lost or self.phantom_rewards or self.trained_twice or self.wrong_groups or self.findings)
 
 
 async def judge(store: Store, run: str, lines: Sequence[Line], group_size: int) -> Verdict:
@@ -44,12 +44,14 @@ async def judge(store: Store, run: str, lines: Sequence[Line], group_size: int) 
     groups = Counter(rollout.group for rollout in rollouts if rollout.split == "train")
     returned = {(line.rollout, line.attempt): line.reward for line in lines if line.reward is not None}
     report = await audit(store, run)
+    lost_replies, lost_texts = await _lost(store, lines)
     return Verdict(
         replies=sum(bool(line.reply) for line in lines),
         rollouts=len(rollouts),
         failed=sum(rollout.status is Status.FAILED for rollout in rollouts),
         steps=len(steps),
-        lost_replies=await _lost(store, lines),
+        lost_replies=lost_replies,
+        lost_texts=lost_texts,
         phantom_rewards=sum(
             rollout.status is Status.SUCCEEDED and returned.get((rollout.id, rollout.attempt)) != rollout.reward
             for rollout in rollouts
@@ -60,12 +62,15 @@ async def judge(store: Store, run: str, lines: Sequence[Line], group_size: int) 
     )
 
 
-async def _lost(store: Store, lines: Sequence[Line]) -> int:
+async def _lost(store: Store, lines: Sequence[Line]) -> tuple[int, int]:
+    """How many replies have no call in the store, and how many of the calls there have no texts."""
     seen: Mapping[tuple[str, int], set[str]] = defaultdict(set)
     for line in lines:
         if line.reply:
             seen[line.rollout, line.attempt].add(line.reply)
-    lost = 0
+    replies_lost = texts_lost = 0
     for (rollout, attempt), replies in seen.items():
-        lost += len(replies - {call.id for call in await store.transitions(rollout, attempt)})
-    return lost
+        calls = {call.id: call for call in await store.transitions(rollout, attempt)}
+        replies_lost += len(replies - calls.keys())
+        texts_lost += sum("texts" not in calls[reply].extras for reply in replies & calls.keys())
+    return replies_lost, texts_lost
