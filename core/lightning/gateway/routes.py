@@ -7,7 +7,6 @@ Nothing is sampled here, so nothing is recorded.
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,10 +18,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
-from lightning.errors import ConfigError, GatewayError, LightningError, StoreError
+from lightning.errors import ConfigError, GatewayError, LightningError
 from lightning.gateway.calls import CallEndpoint, Parts
 from lightning.gateway.dialects import Chat, Completions, Dialect
 from lightning.gateway.http import (
@@ -31,16 +30,14 @@ from lightning.gateway.http import (
     RefusalError,
     send_bytes,
 )
-from lightning.gateway.identity import Claims, Identity
+from lightning.gateway.identity import Identity
 from lightning.gateway.policy_registry import Policies
 from lightning.gateway.request_body import beside, read_body
-from lightning.gateway.stages import FAILED, Line, NamedStage
+from lightning.gateway.stages import Line, NamedStage, recording_refusals
 from lightning.gateway.upstream.client import UNANSWERED, Forwarder
 from lightning.plugins import plugins
 from lightning.plugins.discovery import DISABLE
 from lightning.plugins.stages import warn_of_order
-
-log = logging.getLogger(__name__)
 
 VERSIONS = ("/v1/deployments/{deployment}", "/v1", "/openai/v1", "/openai/deployments/{deployment}", "/openai")
 """What stands before a route: a version, or what Azure's clients have in its place."""
@@ -61,12 +58,10 @@ class Others:
     """What stands below a version and is no route of the gateway's: a stage answers it, or nobody does."""
 
     def __init__(self, parts: Parts, directory: Directory) -> None:
-        self._config, self._identity = parts.config, parts.identity
-        self._recorder, self._line, self._directory = parts.recorder, parts.line, directory
+        self._parts, self._line, self._identity, self._directory = parts, parts.line, parts.identity, directory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. What an agent asks for and does not get is recorded as a refused call, a stage's failure as the
-        infrastructure's."""
+        """Serve one request. What is refused is recorded."""
         route = scope["path_params"]["route"]
         unknown = self._directory.no_such(scope["method"], without_token(scope["path"]))
         if f"/{route}" in (*self._directory.posts, *self._directory.gets):
@@ -78,36 +73,18 @@ class Others:
             if self._line.elsewhere(route) is None:
                 raise unknown from None
             raise
-        started = False
-
-        async def passed(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
         try:
-            if self._line.elsewhere(route, rollout=claims.rollout) is None:
-                raise unknown
-            payload = await read_body(scope, receive, self._config.max_body_bytes)
-            model = await beside(scope, partial(_model_in, payload, scope))
-            pass_on = self._line.elsewhere(route, model, rollout=claims.rollout)
-            if pass_on is None:
-                raise unknown
-            await pass_on(payload, scope, receive, passed)
+            async with recording_refusals(self._parts, claims, scope, send) as passed:
+                if self._line.elsewhere(route, rollout=claims.rollout) is None:
+                    raise unknown
+                payload = await read_body(scope, receive, self._parts.config.max_body_bytes)
+                model = await beside(scope, partial(_model_in, payload, scope))
+                pass_on = self._line.elsewhere(route, model, rollout=claims.rollout)
+                if pass_on is None:
+                    raise unknown
+                await pass_on(payload, scope, receive, passed)
         except ClientGoneError:
             return
-        except RefusalError as refusal:
-            if refusal.code == FAILED or (scope["method"] == "POST" and refusal.status < 500):
-                await self._record(scope, claims, refusal)
-            if not started:  # else the connection ends without the answer's end
-                raise
-
-    async def _record(self, scope: Scope, claims: Claims, refusal: RefusalError) -> None:
-        name = f"route-{secrets.token_hex(12)}"
-        try:
-            await self._recorder.append_refused(claims, self._identity.caller(scope, None), name, refusal)
-        except StoreError as error:
-            log.warning("that a call of %s was refused (%s) was not recorded: %s", claims.rollout, refusal.code, error)
 
 
 def _model_in(payload: bytes, scope: Scope) -> object:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Final, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,11 +28,14 @@ from lightning.config.sections import GatewayConfig
 from lightning.errors import DataError, GatewayError, StoreError
 from lightning.gateway.call import Answer, Call, Request
 from lightning.gateway.http import Body, ClientGoneError, RefusalError, UpstreamError
-from lightning.gateway.identity import NO_RETRY
+from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.gateway.recorder import refuse_unstored
 from lightning.plugins import stages as named
 from lightning.store import extras
 from lightning.types import Json, Rollout, Transition
+
+if TYPE_CHECKING:
+    from lightning.gateway.calls import Parts
 
 log = logging.getLogger(__name__)
 
@@ -288,6 +292,39 @@ async def _pass_on(
     """Have a stage answer a route in the policy's place. Raises `RefusalError` where that fails."""
     with _failing_closed(stage, "elsewhere", rollout):
         await pass_on(payload, scope, receive, send)
+
+
+@asynccontextmanager
+async def recording_refusals(parts: Parts, claims: Claims, scope: Scope, send: Send) -> AsyncIterator[Send]:
+    """Around the answer to what is no call, which `Line.elsewhere` may give: the `send` that the answer is sent by.
+
+    What an agent asks for in the block and does not get is recorded as a refused call, a stage's failure as the
+    infrastructure's, so that the attempt is made again. Raises the `RefusalError`, or, where the answer has begun,
+    `ClientGoneError`: then the connection ends without the answer's end.
+    """
+    started = False
+
+    async def passed(message: Message) -> None:
+        nonlocal started
+        started = True
+        await send(message)
+
+    try:
+        yield passed
+    except RefusalError as refusal:
+        if refusal.code == FAILED or (scope["method"] == "POST" and refusal.status < 500):
+            await _record(parts, claims, scope, refusal)
+        if started:
+            raise ClientGoneError from refusal
+        raise
+
+
+async def _record(parts: Parts, claims: Claims, scope: Scope, refusal: RefusalError) -> None:
+    name = f"route-{secrets.token_hex(12)}"
+    try:
+        await parts.recorder.append_refused(claims, parts.identity.caller(scope, None), name, refusal)
+    except StoreError as error:
+        log.warning("that a call of %s was refused (%s) was not recorded: %s", claims.rollout, refusal.code, error)
 
 
 @contextmanager

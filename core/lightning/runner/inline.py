@@ -1,4 +1,4 @@
-"""Runs agents inside this process: async ones as tasks, sync ones in threads.
+"""Runs agents inside this process: async ones as tasks, sync ones in threads; one attempt alone in the caller's thread.
 
 The invariant: what an agent raises or returns never reaches another rollout. What this runner cannot hold is said in the
 class: for agents that may crash or hang, use `ProcessRunner`.
@@ -28,7 +28,7 @@ from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
 from lightning.runner.stages import NO_STAGES, AttemptRefusedError, attempt_line, enter
 from lightning.runner.tool_limits import LimitWatch, make_slots
-from lightning.runner.worker import is_async
+from lightning.runner.worker import is_async, run_agent
 from lightning.types import LLM, Fault, Lease, Outcome, Task
 
 GRACE = 1.0
@@ -156,6 +156,16 @@ class InlineRunner:
         attempt.calls.begin()  # after a thread, here
         with without_children():
             return await result
+
+
+def run_here(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcome:
+    """One attempt in this thread, with the stages of plugins around it as a runner without settings has them. Raises
+    `RunnerError` for a stage that cannot begin."""
+    line = attempt_line(RunnerConfig())
+    loop.run(line.begin())
+    with contextlib.ExitStack() as installed:
+        installed.callback(line.install())
+        return run_agent(agent, task, llm, loop, line)
 
 
 async def _whole_thread(function: Callable[..., None], *arguments: object) -> None:

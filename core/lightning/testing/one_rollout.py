@@ -14,13 +14,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from lightning.asyncio_utils import outside_of_loops
-from lightning.config import RunnerConfig
 from lightning.errors import DataError
 from lightning.instrument import emit, install_tap
 from lightning.plugins import plugins
+from lightning.runner.inline import run_here
 from lightning.runner.protocol import Agent
-from lightning.runner.stages import attempt_line
-from lightning.runner.worker import run_agent
 from lightning.store import exchanges
 from lightning.store.exchanges import Exchange
 from lightning.testing.contract_house import House
@@ -91,19 +89,11 @@ def _run(agent: Agent, task: Task, llm: LLM) -> Outcome:
     """On one loop for all rollouts, as in a worker: clients that an agent keeps belong to the loop they began in."""
     if not _free.acquire(blocking=False):  # a rollout inside another one, or in a thread beside it
         with asyncio.Runner() as loop:
-            return _run_with_stages(agent, task, llm, loop)
+            return run_here(agent, task, llm, loop)
     try:
-        return _run_with_stages(agent, task, llm, _loop)
+        return run_here(agent, task, llm, _loop)
     finally:
         _free.release()
-
-
-def _run_with_stages(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcome:
-    line = attempt_line(RunnerConfig())
-    loop.run(line.begin())
-    with ExitStack() as installed:
-        installed.callback(line.install())
-        return run_agent(agent, task, llm, loop, line)
 
 
 def _in_order(replies: Sequence[Reply | ToolCall | str]) -> Script:

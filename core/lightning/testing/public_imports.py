@@ -92,7 +92,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a keeper of databases": ("lightning.gateway.fleet.records",),
         "a stage of attempts": ("lightning.runner.stages",),
         "an API of the gateway": (
-            "lightning.gateway.request_body",
             "lightning.gateway.calls",
             "lightning.gateway.chat_template",
             "lightning.gateway.dialects",
@@ -116,6 +115,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.runner.inline",
             "lightning.runner.outcomes",
             "lightning.runner.process",
+            "lightning.runner.worker",
         ),
         "an algorithm": (
             "lightning.algorithms.chat_model",
@@ -153,8 +153,8 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.batch.branches",
             "lightning.gateway.sampling",
             "lightning.instrument.recorded_tools",
+            "lightning.runner.inline",
             "lightning.runner.seeding",
-            "lightning.runner.worker",
             "lightning.trainer.how_to_call",
             "lightning.store.epochs",
         ),

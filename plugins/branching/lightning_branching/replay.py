@@ -19,9 +19,9 @@ from lightning.errors import DataError
 from lightning.instrument import emit, install_tap
 from lightning.instrument.recorded_tools import RecordedRuns, answer_tools
 from lightning.plugins import plugins
+from lightning.runner.inline import run_here
 from lightning.runner.protocol import Agent
 from lightning.runner.seeding import seed_process
-from lightning.runner.worker import run_agent
 from lightning.types import Fault, Json, Outcome, ToolEvent
 
 from lightning_branching.divergence import Divergence
@@ -84,7 +84,7 @@ def replay_agent(
     run_unrecorded: bool = False,
     longer: float = 10.0,
 ) -> ReplayResult:
-    """Run an agent once more on its task.
+    """Run an agent once more on its task, with the stages of plugins around it as around any attempt.
 
     `until` ends the replay after so many calls. With `recorded_tools` each `lightning.tool` gives what it gave; one with other
     arguments than were recorded raises `DataError`, or runs with `run_unrecorded`. Tools of frameworks run. `prompts` and
@@ -143,7 +143,7 @@ def _run(recorded: RecordedRollout, agent: Agent, server: ReplayServer) -> Outco
     def run() -> Outcome:
         server.count_threads()
         with asyncio.Runner() as loop:
-            return run_agent(agent, recorded.rollout.task, server.llm, loop)
+            return run_here(agent, recorded.rollout.task, server.llm, loop)
 
     return outside_of_loops(run)
 

@@ -1,6 +1,7 @@
 """How many tokens a request of the Messages API has.
 
-The invariant: what is counted is the prompt that the call itself would have. Nothing is sampled, so nothing is recorded.
+The invariant: what is counted is the prompt that the call itself would have. Nothing is sampled, so nothing is recorded but
+the refusal of a stage that answers in the policy's place.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import orjson
 from lightning.gateway.chat_template import prompt_of
 from lightning.gateway.http import JSON_TYPE, Body, ClientGoneError, RefusalError, read_object, send_bytes
 from lightning.gateway.request_body import beside, read_body
+from lightning.gateway.stages import recording_refusals
 from lightning.gateway.upstream.client import UNANSWERED
 
 from lightning_dialects.messages import Messages, chat_request
@@ -41,10 +43,11 @@ class CountTokens:
             self._identity.check_over(claims)
             payload = await read_body(scope, receive, self._config.max_body_bytes)
             body = await beside(scope, partial(read_object, payload))
-            pass_on = self._parts.line.elsewhere(ROUTE, body.get("model"), rollout=claims.rollout)
-            if pass_on is not None:
-                await pass_on(payload, scope, receive, send)
-                return
+            async with recording_refusals(self._parts, claims, scope, send) as passed:
+                pass_on = self._parts.line.elsewhere(ROUTE, body.get("model"), rollout=claims.rollout)
+                if pass_on is not None:
+                    await pass_on(payload, scope, receive, passed)
+                    return
             with readable():
                 chat = chat_request(body)
             status, answer = await self._count(claims, chat)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import threading
 import time
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +20,7 @@ import lightning
 import pytest
 from lightning.batch.branches import RecordedRollout, recorded_rollout
 from lightning.instrument import emit, recorded_tools
+from lightning.plugins import Plugins
 from lightning.testing import Reply, ToolCall, rollout
 from lightning.types import LLM, Task, ToolEvent
 from lightning_branching.replay import ReplayResult, replay_agent, result_of
@@ -539,3 +542,47 @@ def test_a_branch_is_replayed_as_a_whole(edit: str | None) -> None:
         assert result.outcome.reward == branch.rollout.reward != parent.rollout.reward
         last = made.run(chain(2), parent=parent.key(1), config={"branch": {"edit": "said 9"}})
         assert len(made.whole(last.rollout.id).calls) == 2
+
+
+SCRATCH = """
+import os
+import tempfile
+from contextlib import contextmanager
+
+import lightning
+from lightning.runner.stages import AttemptStage
+
+
+class Scratch(AttemptStage):
+    api, before = 1, ("branches",)
+
+    @contextmanager
+    def around(self, task, llm):
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["SCRATCH"] = folder
+            yield
+        del os.environ["SCRATCH"]
+
+
+@lightning.hookimpl
+def register_attempt_stages(register):
+    register("scratch", lambda runner_config: Scratch())
+"""
+
+
+def test_the_stages_of_plugins_stand_around_a_replay_as_around_the_attempt(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("scratch-stage", {"scratch": "scratch_stage"}, {"scratch_stage": SCRATCH})
+    found = Plugins()
+    monkeypatch.setattr("lightning.runner.stages.plugins", lambda: found)
+
+    def agent(task: Task, llm: LLM) -> float:
+        folder = Path(os.environ["SCRATCH"])
+        (folder / "note").write_text(ask(llm, "Write a note."))
+        return float(len(ask(llm, (folder / "note").read_text())))
+
+    result = replay(record(agent), agent)
+    assert result.same, result
+    assert result.answered == 2
+    assert "SCRATCH" not in os.environ
