@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,7 @@ import typer
 from lightning._version import __version__
 from lightning.cli.check import Check, Extra, Status, check_gpus, extras, version_of
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
-from lightning.config import Config, with_settings
+from lightning.config import Config, RunnerConfig, with_settings
 from lightning.engines.plugin import torch_engine
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import LightningError, PluginError
@@ -28,6 +28,7 @@ from lightning.installation import OWN, conflicts, install_command
 from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import free_memory
 from lightning.policy_server.model_facts import read_facts
+from lightning.runner.stages import attempt_line
 from lightning.trainer.stack import check_gateway
 
 COLOURS: dict[Status, str] = {"ok": "green", "missing": "yellow", "broken": "red", "low": "yellow"}
@@ -88,7 +89,7 @@ def examine(tries: Sequence[str] = ()) -> Iterator[Check]:
     yield from (_extra(extra, needed) for extra in found if extra.name not in (*VLLM, DEMO))
     yield _disk()
     yield from _plugins()
-    yield _stages()
+    yield from _stages()
 
 
 def _lightning() -> Iterator[Check]:
@@ -246,13 +247,20 @@ def _plugins() -> Iterator[Check]:
         yield Check("demo tiny", "missing", str(error), "reinstall lightning", needed=True)
 
 
-def _stages() -> Check:
-    """Whether the stages of plugins can stand in the line of a gateway's calls, with the settings that nobody has changed."""
-    try:
-        found = check_gateway(Config().gateway).versions
-    except LightningError as error:
-        return Check("stages of calls", "broken", str(error), CURE_OF_STAGES, needed=True)
-    return Check("stages of calls", "ok", ", ".join(found) or "none", needed=True)
+def _stages() -> Iterator[Check]:
+    """Whether the stages of plugins can stand in the line of a gateway's calls, and around a runner's attempts, with the
+    settings that nobody has changed."""
+    lines: Mapping[str, Callable[[], Mapping[str, str]]] = {
+        "stages of calls": lambda: check_gateway(Config().gateway).versions,
+        "stages of attempts": lambda: attempt_line(RunnerConfig()).versions,
+    }
+    for name, standing in lines.items():
+        try:
+            found = standing()
+        except LightningError as error:
+            yield Check(name, "broken", str(error), CURE_OF_STAGES, needed=True)
+        else:
+            yield Check(name, "ok", ", ".join(found) or "none", needed=True)
 
 
 def _show(checks: list[Check], ok: bool) -> None:

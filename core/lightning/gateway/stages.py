@@ -13,6 +13,7 @@ same point is said by one of them, or by `gateway.stage_order`; it never depends
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from lightning.gateway.http import Body, ClientGoneError, RefusalError, Upstream
 from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.gateway.recorder import refuse_unstored
 from lightning.plugins import stages as named
+from lightning.plugins.stages import StageError
 from lightning.store import extras
 from lightning.types import Json, Rollout, Transition
 
@@ -77,7 +79,6 @@ class CallStage(named.Stage):
     """
 
     answers: ClassVar[Collection[str]] = ()
-    carries_out: ClassVar[Collection[str]] = ()
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
         """The key is good and the body has been read. The answer, an ASGI application (such as Starlette's `JSONResponse`),
@@ -109,6 +110,7 @@ CONTRACT: Final = named.Contract(
     points=(*POINTS, "elsewhere", "told"),
     ordered=(*POINTS, "elsewhere"),
     setting="gateway.stage_order",
+    settings=GatewayConfig.model_fields,
     error=GatewayError,
     of="calls",
     where="gateway",
@@ -146,13 +148,14 @@ class Line:
         )
 
     def told(self, rollout: Rollout) -> dict[str, Json]:
-        """See `CallStage.told`: by the names of the stages that say something."""
+        """See `CallStage.told`: by the names of the stages that say something. Raises `StageError`."""
         said: dict[str, Json] = {}
         for each in self.stages:
             try:
                 word = each.stage.told(rollout)
+                json.dumps(word, allow_nan=False)
             except Exception as error:
-                raise GatewayError(
+                raise StageError(
                     f"the stage {each.said} failed on the rollout {rollout.id} (told: {error!r}). Mend the plugin, or start "
                     f"without it: {each.off}"
                 ) from error
@@ -361,13 +364,11 @@ def _check(each: NamedStage) -> None:
     """Raise `GatewayError` for a stage that cannot stand where it means to."""
     CONTRACT.check(each)
     stage = each.stage
-    for field in ("answers", "carries_out"):
-        if isinstance(getattr(stage, field), str):
-            raise GatewayError(
-                f"`{field}` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)"
-            )
-    for name in (name for name in stage.carries_out if name not in GatewayConfig.model_fields):
-        raise GatewayError(f"`carries_out` of the stage {each.said} has {name!r}, which is no setting of the gateway")
+    if isinstance(stage.answers, str):
+        raise GatewayError(f"`answers` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)")
+    for plain in (stage.told, stage.elsewhere):
+        if inspect.iscoroutinefunction(plain):
+            raise GatewayError(f"{plain.__name__!r} of the stage {each.said} is not awaited: begin it with `def`")
     for point in filter(each.stands_at, POINTS):
         if not inspect.iscoroutinefunction(getattr(stage, point)):
             raise GatewayError(f"{point!r} of the stage {each.said} is awaited: begin it with `async def`")

@@ -20,11 +20,17 @@ log = logging.getLogger(__name__)
 
 class Stage:
     """A plugin's place in a line. `api` is the number of the line's contract that it was written for; `before` and `after` name
-    the stages that it stands before and after, whether or not these are there."""
+    the stages that it stands before and after, whether or not these are there; `carries_out` the settings of the line's section
+    that it carries out."""
 
     api: ClassVar[int] = 0
     before: ClassVar[Collection[str]] = ()
     after: ClassVar[Collection[str]] = ()
+    carries_out: ClassVar[Collection[str]] = ()
+
+
+class StageError(LightningError):
+    """A stage failed on one attempt; the message names its plugin."""
 
 
 Kind = TypeVar("Kind", bound=Stage)
@@ -58,14 +64,16 @@ class NamedStage(Generic[Kind]):
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What a line asks of its stages: their `kind`, the number of its `api`, its `points`, those that are `ordered`, and the
-    `setting` that says an order. It raises `error`; `of` is what goes through it, and `where` who has it, for people."""
+    """What a line asks of its stages: their `kind`, the number of its `api`, its `points`, those that are `ordered`, the
+    `setting` that says an order, and the `settings` that a stage may carry out. It raises `error`; `of` is what goes through
+    it, and `where` who has it, for people."""
 
     kind: type[Stage]
     api: int
     points: tuple[str, ...]
     ordered: tuple[str, ...]
     setting: str
+    settings: Collection[str]
     error: type[LightningError]
     of: str
     where: str
@@ -85,11 +93,20 @@ class Contract:
                 f"the stage {each.said} was written {wanted}; this {self.where} has API {self.api} (`{home}.API`). Install "
                 f"a release of the plugin for it, or set {each.off}"
             )
-        for field in ("before", "after"):
+        lines = [one.__name__ for one in kind.__mro__ if Stage in one.__bases__]
+        if len(lines) > 1:
+            raise self.error(
+                f"the stage {each.said} derives from {' and '.join(lines)}, which stand in two lines: make one for each"
+            )
+        for field in ("before", "after", "carries_out"):
             if isinstance(getattr(stage, field), str):
                 raise self.error(
                     f"`{field}` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)"
                 )
+        for name in (name for name in stage.carries_out if name not in self.settings):
+            raise self.error(
+                f"`carries_out` of the stage {each.said} has {name!r}, which is no setting of the {self.where}"
+            )
         for name in (name for name in vars(kind) if not name.startswith("_") and not hasattr(self.kind, name)):
             if meant := difflib.get_close_matches(name, self.points, 1, 0.8):
                 raise self.error(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import pickle
 import sys
 import sysconfig
 from collections.abc import Awaitable, Mapping
@@ -115,6 +116,16 @@ def unpack_agent(shipped: bytes) -> Agent:
     """The agent again, in a worker process. Whatever its modules raise when they are imported comes through."""
     agent: Agent = cloudpickle.loads(shipped)
     return agent
+
+
+def pack_stages(stages: object) -> bytes:
+    """Stages of plugins as bytes for the processes of agents. Raises what `pickle` raises."""
+    return pickle.dumps(stages)
+
+
+def unpack_stages(shipped: bytes) -> Any:
+    """What `pack_stages` packed, in a process of agents."""
+    return pickle.loads(shipped)  # noqa: S301 — from the runner
 
 
 def _module_name(agent: Agent) -> str:

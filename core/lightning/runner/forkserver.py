@@ -12,7 +12,6 @@ import itertools
 import json
 import logging
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from lightning.instrument.providers import for_import, own
 from lightning.instrument.tool_slots import UNLIMITED, ToolLimits
 from lightning.memory_budget import Holder
 from lightning.runner import socket_framing
+from lightning.runner.agent_serialization import pack_stages
 from lightning.runner.forkserver_main import kill_group
 from lightning.runner.stages import NO_STAGES, AttemptLine, Enclosure
 from lightning.runner.worker import without_proxy
@@ -124,7 +124,7 @@ class ForkServer:
         enclosure: Enclosure | None = None,
     ) -> None:
         self._shipped, self.enclosure = shipped, enclosure
-        self._line = pickle.dumps((line, enclosure and enclosure.inside))
+        self._line = pack_stages((line, enclosure and enclosure.inside))
         self._setup = {
             "preload": list(preload),
             "adapters": None if adapters is None else list(adapters),

@@ -12,7 +12,6 @@ import gc
 import importlib
 import json
 import os
-import pickle
 import platform
 import selectors
 import signal
@@ -30,7 +29,7 @@ from lightning.instrument.providers import remember
 from lightning.instrument.tool_slots import ToolLimits
 from lightning.plugins import plugins
 from lightning.runner import socket_framing, worker
-from lightning.runner.agent_serialization import unpack_agent
+from lightning.runner.agent_serialization import unpack_agent, unpack_stages
 from lightning.runner.forks import flush, without_children
 from lightning.runner.stages import NO_STAGES, AttemptLine
 from lightning.runner.warmth import Contexts, Stores, build_model
@@ -90,7 +89,7 @@ def _prepare(setup: dict[str, Any], packed: bytes, shipped: bytes, inside: _Insi
     before = threading.enumerate()
     try:
         doing = "installing the stages of plugins"
-        inside.line, inside.enter = pickle.loads(packed)  # noqa: S301 — from the runner
+        inside.line, inside.enter = unpack_stages(packed)
         inside.line.install()
         for module in setup["preload"] or ():
             doing = f"preloading module {module!r} (runner.preload)"

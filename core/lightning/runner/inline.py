@@ -26,7 +26,7 @@ from lightning.runner.agent_serialization import check_agent
 from lightning.runner.forks import without_children
 from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
-from lightning.runner.stages import NO_STAGES, AttemptRefusedError, attempt_line, enter
+from lightning.runner.stages import AttemptRefusedError, attempt_line, enter
 from lightning.runner.tool_limits import LimitWatch, make_slots
 from lightning.runner.worker import is_async, run_agent
 from lightning.types import LLM, Fault, Lease, Outcome, Task
@@ -57,7 +57,12 @@ class InlineRunner:
         self._slots = asyncio.Semaphore(config.concurrency)
         self._installed: contextlib.ExitStack | None = None
         self._watch = LimitWatch(config.tool_limits)
-        self._line = NO_STAGES
+        self._line = attempt_line(config)
+        if self._line.enclosing:
+            raise RunnerError(
+                f"the stage {self._line.enclosing} encloses the processes of agents, and runner='inline' runs them in this "
+                "very process: use runner='process', or switch the stage off by its settings"
+            )
 
     @property
     def concurrency(self) -> int:
@@ -69,12 +74,6 @@ class InlineRunner:
         cannot do what the settings ask for. Idempotent."""
         if self._installed is not None:
             return
-        self._line = attempt_line(self._config)
-        if self._line.enclosing:
-            raise RunnerError(
-                f"the stage {self._line.enclosing} encloses the processes of agents, and runner='inline' runs them in this "
-                "very process: use runner='process', or switch the stage off by its settings"
-            )
         await self._line.begin()
         self._slots = asyncio.Semaphore(self._config.concurrency)
         remember(own(os.environ))

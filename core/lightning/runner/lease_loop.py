@@ -18,10 +18,11 @@ from typing import Protocol, cast
 from lightning.asyncio_utils import cancel
 from lightning.config import RunnerConfig
 from lightning.errors import StaleAttemptError
+from lightning.plugins.stages import StageError
 from lightning.runner.attempt_completion import report
 from lightning.runner.protocol import Runner
 from lightning.store.protocol import RunWatch, Store
-from lightning.types import LLM, Lease, Outcome, Rollout, Status
+from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Status
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,9 @@ class Delivery(Protocol):
     def watch(self) -> AbstractAsyncContextManager[RunWatch]:
         """Hear of what may have become leasable."""
 
-    async def lease(self, limit: int) -> list[tuple[Lease, LLM]]:
-        """Up to `limit` attempts to run, each with the model as it sees it."""
+    async def lease(self, limit: int) -> Sequence[tuple[Lease, LLM | StageError]]:
+        """Up to `limit` attempts to run, each with the model as it sees it, or the failure of the plugin's stage that was to
+        say something of it."""
 
     async def renew(self, lease: Lease) -> None:
         """Prolong a lease. Raises `StaleAttemptError` when the attempt was superseded or has ended."""
@@ -118,14 +120,20 @@ class _FromStore:
     def watch(self) -> AbstractAsyncContextManager[RunWatch]:
         return self._store.watch(self._run)
 
-    async def lease(self, limit: int) -> list[tuple[Lease, LLM]]:
+    async def lease(self, limit: int) -> Sequence[tuple[Lease, LLM | StageError]]:
         leases: list[Lease] = []
         while free := limit - len(leases):
             more = await self._store.lease(self._run, self._worker, limit=free, ttl=self._ttl)
             leases += more
             if len(more) == free or self._source is None or not await self._source.refill():
                 break
-        return [(lease, self._llm_for(lease)) for lease in leases]
+        return [(lease, self._model_of(lease)) for lease in leases]
+
+    def _model_of(self, lease: Lease) -> LLM | StageError:
+        try:
+            return self._llm_for(lease)
+        except StageError as error:
+            return error
 
     async def renew(self, lease: Lease) -> None:
         await self._store.renew(lease, ttl=self._ttl)
@@ -212,7 +220,7 @@ class _Worker:
             self._held[asyncio.create_task(self._attempt(lease, llm))] = lease
         return bool(self._held) or await self._delivery.unfinished()
 
-    async def _lease(self, free: int) -> list[tuple[Lease, LLM]]:
+    async def _lease(self, free: int) -> Sequence[tuple[Lease, LLM | StageError]]:
         """What `delivery` hands out; nothing when `stop` comes first. What was leased then is given back in the end."""
         leasing = asyncio.create_task(self._delivery.lease(free))
         told = asyncio.create_task(self._stop.wait())
@@ -231,8 +239,11 @@ class _Worker:
             else:
                 task.result()
 
-    async def _attempt(self, lease: Lease, llm: LLM) -> None:
-        outcome = await self._runner.run(lease, llm)
+    async def _attempt(self, lease: Lease, llm: LLM | StageError) -> None:
+        if isinstance(llm, StageError):  # it fails this attempt, and no other
+            outcome = Outcome(fault=Fault.INFRASTRUCTURE, error=str(llm))
+        else:
+            outcome = await self._runner.run(lease, llm)
         self._reporting.add(cast("asyncio.Task[None]", asyncio.current_task()))
         try:
             rollout = await self._delivery.report(lease, outcome)

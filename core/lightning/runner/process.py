@@ -19,7 +19,7 @@ from lightning.runner.agent_serialization import pack_agent
 from lightning.runner.forkserver import GRACE, ForkServer, Worker, WorkerDiedError
 from lightning.runner.outcomes import decode_outcome, decode_request, encode_request, failed, unheld_in
 from lightning.runner.protocol import Agent
-from lightning.runner.stages import NO_STAGES, Enclosure, FailedStageError, attempt_line
+from lightning.runner.stages import Enclosure, FailedStageError, attempt_line
 from lightning.runner.tool_limits import LimitWatch, make_slots
 from lightning.types import LLM, Fault, Lease, Outcome
 
@@ -45,7 +45,8 @@ class ProcessRunner:
         self._replies = Budget()
         self._told_of_threads = False
         self._enclosed: dict[Worker, ForkServer] = {}
-        self._line = NO_STAGES
+        self._line = attempt_line(config)
+        self._line.check_packing()
         self._ending: set[asyncio.Task[None]] = set()
         self._limits = UNLIMITED
         self._watch = LimitWatch(config.tool_limits)
@@ -59,16 +60,13 @@ class ProcessRunner:
         """Load the agent once. Raises `RunnerError` when it cannot be loaded in a new process, and `RunnerError` or
         `ConfigError` when a plugin's stage cannot do what the settings ask for. Idempotent."""
         if self._server is None:
-            self._line = attempt_line(self._config)
-            self._line.check_packing()
             await self._line.begin()
             self._slots = asyncio.Semaphore(self._config.concurrency)
             self._starting = asyncio.Lock()
             self._replies = Budget()
             self._limits = make_slots(self._config.tool_limits)
-            with self._line.enclosing_blamed():
-                enclosure = self._line.enclosure("", self._needed)
-                self._server = await self._new_server(enclosure)
+            enclosure = self._line.enclosure("", self._needed)
+            self._server = await self._new_server(enclosure)
             if enclosure is not None:  # it has shown that the agent can be loaded; each rollout has its own
                 await self._server.close()
 
@@ -132,8 +130,7 @@ class ProcessRunner:
         """An idle worker that still lives, else a new one; and the request as it is to read it. In an enclosure it is
         alone there, and the gateway may have another address."""
         if self._line.enclosing:
-            with self._line.enclosing_blamed():
-                return await self._take_enclosed(request)
+            return await self._take_enclosed(request)
         while self._idle:
             worker = self._idle.pop()
             if not worker.exited.done():
@@ -157,11 +154,16 @@ class ProcessRunner:
         while self._idle:
             worker = self._idle.pop()
             enclosure = self._enclosed[worker].enclosure
-            if not worker.exited.done() and enclosure is not None and enclosure.reaches(llm.base_url):
-                return worker, inside(enclosure)
+            try:
+                if not worker.exited.done() and enclosure is not None and enclosure.reaches(llm.base_url):
+                    return worker, inside(enclosure)
+            except BaseException:
+                self._end_enclosed(worker)
+                raise
             self._end_enclosed(worker)
         enclosure = self._line.enclosure(llm.base_url, self._needed)
         assert enclosure is not None, "a stage stands there"
+        moved = inside(enclosure)
         server = await self._new_server(enclosure)
         try:
             worker = await server.fork()
@@ -169,7 +171,7 @@ class ProcessRunner:
             await server.close()
             raise
         self._enclosed[worker] = server
-        return worker, inside(enclosure)
+        return worker, moved
 
     @property
     def _needed(self) -> tuple[str, ...]:

@@ -13,16 +13,16 @@ and a setting that a stage carries out is refused where that stage is not.
 from __future__ import annotations
 
 import logging
-import pickle
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
-from lightning.errors import ConfigError, LightningError, PluginError, RunnerError
+from lightning.errors import ConfigError, LightningError, RunnerError
 from lightning.plugins import plugins
-from lightning.plugins.stages import Contract, NamedStage, Stage
+from lightning.plugins.stages import Contract, NamedStage, Stage, warn_of_order
+from lightning.runner.agent_serialization import pack_stages
 from lightning.types import LLM, Fault, Task
 
 if TYPE_CHECKING:
@@ -33,13 +33,10 @@ log = logging.getLogger(__name__)
 API: Final = 1
 """The number of this file's contract. A minor release raises it when a stage that was written for it would not do any more what
 it did, and the change log says what to change in a stage."""
-TAKEN: Final = {
-    "sandbox": "sandbox",
-    "sandbox_network": "sandbox",
-    "sandbox_environment": "sandbox",
-    "sandbox_files": "sandbox",
-}
-"""Settings of the runner that stages of plugins carry out, by the names of these stages."""
+OF_STAGES: Final = ("sandbox", "sandbox_network", "sandbox_environment", "sandbox_files")
+"""Settings of the runner that stages of plugins carry out."""
+ENCLOSING: Final = "sandbox"
+"""The one of them that is carried out by a stage that stands at `enclosure`."""
 
 
 class Enclosure(Protocol):
@@ -109,6 +106,7 @@ CONTRACT: Final = Contract(
     points=("begun", "enclosure", "installed", "around"),
     ordered=("around",),
     setting="runner.stage_order",
+    settings=OF_STAGES,
     error=RunnerError,
     of="attempts",
     where="runner",
@@ -122,16 +120,19 @@ class AttemptRefusedError(RunnerError):
         super().__init__(message)
         self.fault = fault
 
+    def __reduce__(self) -> tuple[type[AttemptRefusedError], tuple[str, Fault]]:
+        return type(self), (str(self), self.fault)
+
 
 class FailedStageError(AttemptRefusedError):
     """A stage failed, and with it the attempt."""
 
-    def __init__(self, each: NamedStage[AttemptStage], point: str, error: BaseException, secret: str = "") -> None:
+    @classmethod
+    def at(cls, each: NamedStage[AttemptStage], point: str, error: BaseException, secret: str = "") -> FailedStageError:
+        """The failure of a stage at a point; `secret` is left out of what it says."""
         told = f"{type(error).__name__}: {error}".replace(secret or "\0", "<api key>")
-        super().__init__(
-            f"the stage {each.said} failed ({point}: {told}). Mend the plugin, or start without it: {each.off}",
-            Fault.INFRASTRUCTURE,
-        )
+        message = f"the stage {each.said} failed ({point}: {told}). Mend the plugin, or start without it: {each.off}"
+        return cls(message, Fault.INFRASTRUCTURE)
 
 
 class AttemptLine:
@@ -172,20 +173,17 @@ class AttemptLine:
                     await each.stage.begun()
 
     def enclosure(self, base_url: str, files: Sequence[str]) -> Enclosure | None:
-        """See `AttemptStage.enclosure`; None where no stage stands there. Call it in `enclosing_blamed`."""
+        """See `AttemptStage.enclosure`; None where no stage stands there. What fails of it is the stage's failure."""
         if self._enclosing is None:
             return None
-        return self._enclosing.stage.enclosure(base_url, files)
-
-    def enclosing_blamed(self) -> AbstractContextManager[None]:
-        """Inside the block, what is no error of lightning's own is the failure of the stage that encloses processes."""
-        return _blamed(self._enclosing, "enclosure") if self._enclosing else nullcontext()
+        with _blamed(self._enclosing, "enclosure"):
+            return _Blamed(self._enclosing, self._enclosing.stage.enclosure(base_url, files))
 
     def check_packing(self) -> None:
         """Raise `RunnerError` for a stage that cannot be pickled into the agents' processes."""
         for each in self.stages:
             try:
-                pickle.dumps(each)
+                pack_stages(each)
             except Exception as error:
                 raise RunnerError(
                     f"the stage {each.said} cannot be sent to agents' processes: {error}. Mend the plugin, or set {each.off}"
@@ -197,7 +195,9 @@ class AttemptLine:
             for each in self.stages:
                 if each.stands_at("installed"):
                     with _blamed(each, "installed"):
-                        installing.callback(each.stage.installed())
+                        if not callable(undo := each.stage.installed()):
+                            raise TypeError(f"it returned {undo!r} and not what undoes it")
+                    installing.callback(_undo, each, undo)
             return installing.pop_all().close
 
     def around(self, task: Task, llm: LLM) -> list[Around]:
@@ -233,15 +233,61 @@ def enter(contexts: ExitStack, around: Sequence[Around], llm: LLM) -> None:
 NO_STAGES: Final = AttemptLine()
 
 
+class _Blamed:
+    """An enclosure whose failures are those of its stage."""
+
+    def __init__(self, each: NamedStage[AttemptStage], enclosure: Enclosure) -> None:
+        self._each, self._enclosure = each, enclosure
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """See `Enclosure`."""
+        with _blamed(self._each, "enclosure"):
+            return self._enclosure.environment
+
+    @property
+    def inside(self) -> Callable[[socket.socket], None] | None:
+        """See `Enclosure`."""
+        with _blamed(self._each, "enclosure"):
+            return self._enclosure.inside
+
+    def start(
+        self, command: Sequence[str], pass_fds: Sequence[int], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """See `Enclosure`."""
+        with _blamed(self._each, "enclosure"):
+            return self._enclosure.start(command, pass_fds, environment)
+
+    def reaches(self, base_url: str) -> bool:
+        """See `Enclosure`."""
+        with _blamed(self._each, "enclosure"):
+            return self._enclosure.reaches(base_url)
+
+    def url(self, base_url: str) -> str:
+        """See `Enclosure`."""
+        with _blamed(self._each, "enclosure"):
+            return self._enclosure.url(base_url)
+
+    async def attend(self, control: socket.socket) -> Callable[[], None]:
+        """See `Enclosure`."""
+        with _blamed(self._each, "enclosure"):
+            return await self._enclosure.attend(control)
+
+
 @contextmanager
 def _blamed(each: NamedStage[AttemptStage], point: str) -> Iterator[None]:
     try:
         yield
-    except LightningError:
+    except (ConfigError, RunnerError):
         raise
     except Exception as error:
         log.exception("the stage %s failed (%s)", each.said, point)
-        raise FailedStageError(each, point, error) from error
+        raise FailedStageError.at(each, point, error) from error
+
+
+def _undo(each: NamedStage[AttemptStage], undo: Callable[[], None]) -> None:
+    with _blamed(each, "installed"):
+        undo()
 
 
 def _leave(each: NamedStage[AttemptStage], context: AbstractContextManager[None], llm: LLM) -> None:
@@ -257,31 +303,36 @@ def _failing(each: NamedStage[AttemptStage], llm: LLM) -> Iterator[None]:
     except AttemptRefusedError:
         raise
     except BaseException as error:
-        raise FailedStageError(each, "around", error, llm.api_key) from error
+        raise FailedStageError.at(each, "around", error, llm.api_key) from error
 
 
 def attempt_line(config: RunnerConfig) -> AttemptLine:
     """The stages that plugins register, one of each kind for a runner with these settings. Raises `RunnerError`, and
     `ConfigError` for a setting that is no default and that no stage carries out."""
-    plain = type(config)()
-    for setting in TAKEN:
-        if getattr(config, setting) != getattr(plain, setting):
-            _refuse_idle(config, setting)
     named: list[NamedStage[AttemptStage]] = []
-    for name in plugins().names("attempt_stages"):
-        stage = plugins().attempt_stage(name)(config)
+    known = plugins().names("attempt_stages")
+    for name in known:
+        owner = plugins().owner("attempt_stages", name)
+        try:
+            stage = plugins().attempt_stage(name)(config)
+        except LightningError:
+            raise
+        except Exception as error:
+            plugin = NamedStage(name, AttemptStage(), owner.version, owner.name)
+            raise RunnerError(
+                f"the stage {plugin.said} could not be made ({error!r}): mend the plugin, or set {plugin.off}"
+            ) from error
         if stage is not None:
-            owner = plugins().owner("attempt_stages", name)
             named.append(NamedStage(name, stage, owner.version, owner.name))
-    return AttemptLine(named, config.stage_order)
-
-
-def _refuse_idle(config: RunnerConfig, setting: str) -> None:
-    try:
-        plugins().attempt_stage(TAKEN[setting])
-    except PluginError as error:
-        plain = getattr(type(config)(), setting)
-        raise ConfigError(
-            f"runner.{setting} is {getattr(config, setting)!r}, and no plugin is there that carries it out: {error} Bring it "
-            f"back, or set runner.{setting} to {plain!r} to go on without it"
-        ) from error
+    line, plain = AttemptLine(named, config.stage_order), type(config)()
+    warn_of_order(line.stages, known)
+    for setting in OF_STAGES:
+        carried = any(setting in each.stage.carries_out for each in line.stages)
+        idle = not carried or (setting == ENCLOSING and not line.enclosing)
+        if idle and (value := getattr(config, setting)) != (off := getattr(plain, setting)):
+            raise ConfigError(
+                f"runner.{setting} is {value!r}, and no plugin is there that carries it out: the stages around attempts here "
+                f"are {', '.join(line.versions) or 'none'}.{plugins().left_out()} Bring the plugin back, or set "
+                f"runner.{setting} to {off!r} to go on without it"
+            )
+    return line

@@ -23,6 +23,7 @@ class HidingStage(AttemptStage):
     """Agents' own sandboxes hide what the runner is told to hide."""
 
     api = 1
+    carries_out = ("sandbox", "sandbox_network", "sandbox_environment", "sandbox_files")
 
     def __init__(self, config: RunnerConfig) -> None:
         self._hidden = config.sandbox_hidden

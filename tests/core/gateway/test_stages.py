@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import httpx
 import pytest
@@ -16,8 +16,9 @@ from lightning.errors import ConfigError, GatewayError
 from lightning.gateway import routes
 from lightning.gateway.stages import API, CONTRACT, POINTS, CallStage, Line, NamedStage
 from lightning.plugins import Plugins
+from lightning.plugins.stages import StageError
 from lightning.testing import Reply
-from lightning.types import UNSERVED, CallStatus
+from lightning.types import UNSERVED, CallStatus, Rollout, Task
 
 ANSWERS = """
 import lightning
@@ -479,6 +480,26 @@ async def test_extras_that_are_too_large_fail_the_call_by_the_plugins_name_and_n
     assert "plugin 'stranger' gives 10485760 bytes, and a plugin may keep 8912896" in call.error
     assert (call.status, call.finish_reason, {**call.extras}.keys()) == (CallStatus.ERROR, UNSERVED, {"texts"})
     assert len(call.response_ids) > 0
+
+
+def teller(told: Callable[..., object]) -> NamedStage:
+    return NamedStage("teller", type("Teller", (CallStage,), {"api": API, "told": told})(), "1", "p")
+
+
+@pytest.mark.parametrize("word", [object(), float("nan"), {1, 2}])
+def test_what_a_stage_tells_is_json_or_its_failure(word: object) -> None:
+    rollout = Rollout("r", "run", Task(0), "g")
+    assert Line([teller(lambda self, rollout: {"branch": True})]).told(rollout) == {"teller": {"branch": True}}
+    with pytest.raises(StageError, match=r"the stage 'teller' of the plugin 'p' failed on the rollout r \(told"):
+        Line([teller(lambda self, rollout: word)]).told(rollout)
+
+
+def test_what_is_not_awaited_is_no_coroutine() -> None:
+    async def told(self: object, rollout: Rollout) -> None:
+        return None
+
+    with pytest.raises(GatewayError, match=r"'told' of the stage 'teller' of the plugin 'p' is not awaited"):
+        Line([teller(told)])
 
 
 # the order ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError, StaleAttemptError, StoreError
 from lightning.plugins import plugins
+from lightning.plugins.stages import StageError
 from lightning.runner.attempt_completion import judge, report
 from lightning.runner.inline import InlineRunner
 from lightning.runner.lease_loop import work
@@ -344,6 +345,29 @@ async def test_kill_9_of_a_worker_costs_an_attempt_and_nothing_else(store: Memor
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         ["key-r0-1", "key-r1-1", "key-r1-2", "key-r2-1", "key-r3-1"]
     )
+
+
+async def test_a_stage_that_fails_on_a_lease_costs_that_attempt_alone(store: MemoryStore) -> None:
+    async def agent(task: Task, llm: LLM) -> float:
+        return 1.0
+
+    def llm_or_failure(lease: Lease) -> LLM:
+        if lease.rollout.id == "r1":
+            raise StageError("the stage 'mine' failed")
+        return llm_for(lease)
+
+    finished: list[Rollout] = []
+    await store.create_rollouts(rollouts(3, max_attempts=2))
+    runner = WithCalls(InlineRunner(agent, CONFIG), store)
+    await runner.start()
+    await work(store, runner, RUN, llm_or_failure, worker="w", config=CONFIG, on_finished=finished.append)
+    await runner.close()
+    found = await everything(store)
+    assert [found[name].reward for name in ("r0", "r2")] == [1.0, 1.0]
+    failed = found["r1"]
+    assert (failed.status, failed.attempt, failed.fault) == (Status.FAILED, 2, Fault.INFRASTRUCTURE)
+    assert failed.error == "the stage 'mine' failed"
+    assert sorted(rollout.id for rollout in finished) == ["r0", "r1", "r2"]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from lightning.config import RunnerConfig
 from lightning.errors import ConfigError, RunnerError
+from lightning.gateway.stages import CallStage
 from lightning.plugins import Plugins
 from lightning.plugins.stages import NamedStage
 from lightning.runner import stages
@@ -258,3 +260,97 @@ async def test_settings_of_a_plugin_that_is_not_there_are_refused(
         ConfigError, match=rf"runner\.{setting} is .*'sandbox' .* is disabled.*set runner\.{setting} to"
     ):
         await kind(make_agent("sync"), config).start()
+
+
+def registered(monkeypatch: pytest.MonkeyPatch, install: Any, source: str) -> None:
+    """A plugin whose module has this source and registers what it calls `make` as the stage `mine`; the sandbox is off."""
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "sandbox")
+    text = f"import lightning\nfrom lightning.runner.stages import AttemptStage\n{source}\n"
+    text += "@lightning.hookimpl\ndef register_attempt_stages(register):\n    register('mine', make)\n"
+    install("mine-stage", {"mine": "mine_stage"}, {"mine_stage": text})
+    found = Plugins()
+    monkeypatch.setattr(stages, "plugins", lambda: found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["def make(config): return None", "class make(AttemptStage):\n    api = 1\n    def __init__(self, config): pass"],
+    ids=["its factory made none", "it carries nothing out"],
+)
+def test_a_setting_that_no_stage_carries_out_is_refused_whatever_is_registered(
+    source: str, install: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered(monkeypatch, install, source)
+    with pytest.raises(ConfigError, match=r"runner.sandbox is 'bwrap', and no plugin is there that carries it out"):
+        stages.attempt_line(RunnerConfig(sandbox="bwrap"))
+
+
+def test_a_stage_of_any_name_carries_a_setting_out(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (
+        "class make(AttemptStage):\n    api, carries_out = 1, ('sandbox',)\n    def __init__(self, config): pass\n"
+        "    def enclosure(self, base_url, files): pass"
+    )
+    registered(monkeypatch, install, source)
+    assert "mine" in stages.attempt_line(RunnerConfig(sandbox="bwrap")).enclosing
+
+
+async def test_what_a_factory_and_an_undo_raise_names_the_plugin(
+    install: Any, monkeypatch: pytest.MonkeyPatch, lease: Leases
+) -> None:
+    registered(monkeypatch, install, "def make(config): raise KeyError('no key')")
+    with pytest.raises(RunnerError, match=r"the stage 'mine' of the plugin 'mine' could not be made \(KeyError"):
+        stages.attempt_line(RunnerConfig())
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [("return None", "returned None and not what undoes it"), ("return lambda: 1 / 0", "ZeroDivisionError")],
+)
+async def test_what_undoes_a_stage_is_the_stages_own(
+    installed: str, said: str, install: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "class make(AttemptStage):\n    api = 1\n    def __init__(self, config): pass\n    def installed(self): "
+    source += installed
+    registered(monkeypatch, install, source)
+    runner = InlineRunner(make_agent("sync"), RunnerConfig())
+    with pytest.raises(RunnerError, match=f"the stage 'mine' of the plugin 'mine' failed .*{said}"):
+        await outcomes(runner)
+
+
+def test_a_class_for_two_lines_is_refused_by_name() -> None:
+    class Both(CallStage, AttemptStage):
+        api = 1
+
+    with pytest.raises(RunnerError, match=r"derives from CallStage and AttemptStage, which stand in two lines"):
+        AttemptLine([NamedStage("both", Both())])
+
+
+def test_failures_of_stages_can_be_sent_to_another_process() -> None:
+    failed = stages.FailedStageError.at(NamedStage("s", AttemptStage(), "1", "p"), "around", KeyError("x"))
+    again = pickle.loads(pickle.dumps(failed))
+    assert (type(again), str(again), again.fault) == (type(failed), str(failed), Fault.INFRASTRUCTURE)
+
+
+async def test_an_enclosure_that_fails_keeps_no_process(lease: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address cannot be told: the attempt is the infrastructure's fault, and nothing is left of it."""
+
+    class Broken:
+        inside = None
+
+        def url(self, base_url: str) -> str:
+            raise KeyError("no address")
+
+    class Enclosing(AttemptStage):
+        api = 1
+
+        def enclosure(self, base_url: str, files: Any) -> Any:
+            return Broken()
+
+    runner = ProcessRunner(make_agent("sync"), RunnerConfig())
+    runner._line = AttemptLine([NamedStage("broken", Enclosing(), "1", "p")])
+    runner._server = object()  # type: ignore[assignment]
+    ended = await runner.run(lease("one", "one"), NOWHERE)
+    assert ended.fault is Fault.INFRASTRUCTURE
+    assert "the stage 'broken' of the plugin 'p' failed (enclosure: KeyError" in ended.error
+    assert not runner._enclosed
+    assert not runner._idle

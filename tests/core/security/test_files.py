@@ -46,7 +46,7 @@ def test_only_the_packing_of_agents_knows_pickle() -> None:
 
 
 def test_only_processes_of_agents_unpack_them() -> None:
-    assert {name for name, _ in texts({"unpack_agent"})} == MAY_UNPACK
+    assert {name for name, _ in texts({"unpack_agent", "unpack_stages"})} == MAY_UNPACK
 
 
 def test_nothing_loads_what_may_hold_code() -> None:

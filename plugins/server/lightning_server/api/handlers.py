@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from lightning.errors import DataError, LightningError
+from lightning.plugins.stages import StageError
 from lightning.store import messages
 from lightning.store.epochs import is_over
 from lightning.store.json_codec import Slice
@@ -82,19 +83,21 @@ async def _is_served(call: ApiCall[Any, Any], run: str) -> bool:
 
 async def _with_llm(call: ApiCall[Any, Any], held: Lease) -> messages.LeasedRollout | None:
     """The lease with its model. One whose model cannot be had is given back: its fault must not cost the others, and is no
-    agent's."""
+    agent's. One on which a plugin's stage fails has had its attempt."""
     llm_for = call.services.llm_for
     if llm_for is None:
         return messages.LeasedRollout(held)
+    spend = False
     try:
         return messages.LeasedRollout(held, await llm_for(held, call.store))
     except LightningError as error:
+        spend = isinstance(error, StageError)  # it fails again, wherever the attempt is made
         log.warning("rollout %s, attempt %d cannot be run: %s", held.rollout.id, held.attempt, error)
         ending = Outcome(
             fault=Fault.INFRASTRUCTURE, error=f"what the agent needs to call the model is not there: {error}"
         )
     try:
-        await call.store.complete(held.rollout.id, held.attempt, ending, spend=False)
+        await call.store.complete(held.rollout.id, held.attempt, ending, spend=spend)
     except LightningError as error:
         log.warning("rollout %s waits until its lease expires: %s", held.rollout.id, error)
     return None
