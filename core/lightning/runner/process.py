@@ -164,7 +164,10 @@ class ProcessRunner:
         enclosure = self._line.enclosure(llm.base_url, self._needed)
         assert enclosure is not None, "a stage stands there"
         moved = inside(enclosure)
-        server = await self._new_server(enclosure)
+        try:
+            server = await self._new_server(enclosure)
+        except OSError as error:  # the machine's fault: too many open files, no memory
+            raise WorkerDiedError(f"the agent's process could not begin: {error}") from error
         try:
             worker = await server.fork()
         except BaseException:

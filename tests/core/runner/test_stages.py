@@ -331,6 +331,33 @@ def test_failures_of_stages_can_be_sent_to_another_process() -> None:
     assert (type(again), str(again), again.fault) == (type(failed), str(failed), Fault.INFRASTRUCTURE)
 
 
+async def test_a_fault_of_the_machine_is_not_blamed_on_the_stage(
+    lease: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Enclosing(AttemptStage):
+        api = 1
+
+        def enclosure(self, base_url: str, files: Any) -> Any:
+            return Anywhere()
+
+    class Anywhere:
+        inside = None
+
+        def url(self, base_url: str) -> str:
+            return base_url
+
+    async def full(self: ProcessRunner, enclosure: object = None) -> None:
+        raise OSError(24, "Too many open files")
+
+    runner = ProcessRunner(make_agent("sync"), RunnerConfig())
+    runner._line = AttemptLine([NamedStage("well", Enclosing(), "1", "p")])
+    runner._server = object()  # type: ignore[assignment]
+    monkeypatch.setattr(ProcessRunner, "_new_server", full)
+    ended = await runner.run(lease("one", "one"), NOWHERE)
+    assert (ended.fault, "Too many open files" in ended.error) == (Fault.INFRASTRUCTURE, True)
+    assert "stage" not in ended.error
+
+
 async def test_an_enclosure_that_fails_keeps_no_process(lease: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its address cannot be told: the attempt is the infrastructure's fault, and nothing is left of it."""
 
