@@ -126,7 +126,8 @@ def test_every_message_travels_and_is_described(message: type) -> None:
     json_codec.codec_of(message)
 
 
-@given(of(Transition))
+# No store takes extras under half of a character, and the validator takes no such name, either.
+@given(of(Transition).filter(lambda call: all(map(str.isprintable, call.extras))))
 def test_a_noun_on_the_wire_is_what_its_schema_says(call: Transition) -> None:
     schema, waiting = json_codec.describe(Transition)
     named: dict[str, Any] = {}
