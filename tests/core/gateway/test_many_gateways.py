@@ -171,6 +171,19 @@ async def test_policy_servers_are_updated_one_after_another(fleet, open_server):
             hold.update, hold.server = Update(3), Upstream("http://127.0.0.1:1", "m")
 
 
+async def test_a_gateway_outlives_a_restart_that_leaves_no_server(fleet):
+    """Its places are vacant then, and no server is named; the next one that is named is found."""
+    llm = await fleet.llm(fleet.servers[0])
+    assert (await fleet.ask(llm)).status_code == 200
+    policy = fleet.servers[0]._policies.of("run")
+    served = [Upstream(fleet.fake.url, fleet.fake.model)]
+    async with fleet.owner.moving(list):
+        await fleet.until(lambda: policy.pool.slots[0].vacant)
+    await fleet.until(lambda: not policy.gate.closed)  # it has heard that there is none
+    await fleet.owner.serve(served, 0)
+    assert (await fleet.ask(llm)).status_code == 200
+
+
 async def test_requests_wait_at_every_server_while_weights_change(fleet):
     llms = [await fleet.llm(gateway) for gateway in (fleet.trainers, *fleet.servers)]
     for llm in llms:

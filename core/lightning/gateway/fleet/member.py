@@ -252,7 +252,7 @@ class Member:
                 self._allowed.check(server.url)
             self.policy.pool.assign(servers)
             for slot in self.policy.pool.slots:
-                slot.version = versions[slot.upstream]
+                slot.version = versions.get(slot.upstream, slot.version)  # a vacant place has none
         except GatewayError as error:
             if servers != self._refused:
                 log.error("calls of run %s find no policy server here: %s", self._run, error)  # noqa: TRY400 — is no fault
