@@ -26,7 +26,6 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.audit import audit
 from lightning.config import Config, with_settings
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
@@ -45,6 +44,7 @@ from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import LLM, Run, Task
+from lightning_proof.audit import audit
 
 STEPS, TASKS_PER_STEP, GROUP, BOUNDS, REPEATS = 12, 4, 4, (0, 1, 2), 1
 PLACES = TASKS_PER_STEP * GROUP

@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning.audit import audit
 from lightning.store import Store
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Status
+from lightning_proof.audit import audit
 
 from tests.chaos.journal import Line
 

@@ -157,7 +157,7 @@ LAWS: dict[str, tuple[str, ...]] = {
         "tests/core/store/test_contract.py::test_a_rollout_enters_one_step_only",
         "tests/core/store/test_contract.py::test_a_declared_reuse_enters_as_many_steps_as_its_limit_says",
         "tests/core/store/test_contract.py::test_of_two_steps_that_reuse_a_rollout_at_once_one_is_refused",
-        "tests/core/trainer/test_reuse.py::test_each_violation_that_is_planted_is_found",
+        "tests/plugins/proof/test_reuse.py::test_each_violation_that_is_planted_is_found",
         "tests/core/trainer/test_loop.py::test_wherever_it_is_cut_a_resume_finishes_exactly_once",
         "tests/chaos/test_campaign.py::test_nothing_is_lost_invented_or_done_twice_whatever_is_killed",
     ),

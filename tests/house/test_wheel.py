@@ -21,7 +21,8 @@ ENTRY_POINTS = [
     "algorithms", "autogen.autogen_core", "branching", "command", "console", "crewai.crewai", "db", "debug", "deploy",
     "dialects", "dspy.dspy", "engines", "examples", "finetuning", "jsonl", "k8s", "langchain.langchain_core",
     "llama-index.llama_index.core", "openai-agents.agents", "otel-traces", "otel.opentelemetry.trace", "planner",
-    "postgres", "prompts", "raw", "ray", "record", "redis", "runners", "sandbox", "server", "smolagents.smolagents", "stores",
+    "postgres", "prompts", "proof", "raw", "ray", "record", "redis", "runners", "sandbox", "server",
+    "smolagents.smolagents", "stores",
     "trackers", "verl",
 ]  # fmt: skip
 

@@ -52,7 +52,6 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
         "resources": CoreCommand(
             "lightning.cli.resources", "List, compare and promote versions of prompts, weights and settings."
         ),
-        "audit": CoreCommand("lightning.cli.audit", "Check that a run was trained on exactly what its store holds."),
         "adapters": CoreCommand(
             "lightning.cli.adapters", "List the agent frameworks that can be trained on this machine."
         ),
@@ -62,7 +61,7 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
     }
 )
 FROM_PLUGINS = MappingProxyType(
-    {"db": "db", "plan": "planner", "console": "console", "deploy": "deploy", "sweep": "deploy"}
+    {"db": "db", "audit": "proof", "plan": "planner", "console": "console", "deploy": "deploy", "sweep": "deploy"}
     | dict.fromkeys(("replay", "branch"), "branching")
     | dict.fromkeys(("runner", "serve", "token", "pull"), "server")
     | dict.fromkeys(("reward", "advise", "profile", "eval", "ab"), "debug")

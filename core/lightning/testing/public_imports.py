@@ -167,6 +167,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.trainer.own_loop",
             "lightning.trainer.context",
             "lightning.trainer.replay",
+            "lightning.trainer.teacher",
         ),
         "an evaluation": (
             "lightning.trainer.agents",

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import jwt
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.audit import audit
 from lightning.config.sections import TrainerConfig
 from lightning.errors import AuditError, RunnerError
 from lightning.store.epochs import Epoch
@@ -23,6 +22,7 @@ from lightning.trainer.plan import tasks_from
 from lightning.trainer.summary import summarize
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Rollout, StepRecord, Task
+from lightning_proof.audit import audit
 
 STEPS = 6
 PAIRS = LightningRL("grpo", group_size=2)

@@ -7,25 +7,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.algorithms.protocol import Batch
-from lightning.audit import audit
-from lightning.batch.sample import Sample
-from lightning.cli.app import build
 from lightning.config import Config, with_settings
 from lightning.engines.failures import NonFiniteError
 from lightning.errors import AuditError, ConfigError, DataError, RunnerError
 from lightning.losses.correction import Correction
 from lightning.trainer.session import Session
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import Status, StepRecord, Task
-from typer.testing import CliRunner
+from lightning.types import Status, Task
 
 Open = Callable[..., AbstractAsyncContextManager[Any]]
 TASKS = [Task("one"), Task("two")]
@@ -38,23 +32,6 @@ async def take(session: Session, *, updates: int = 1) -> dict[str, float]:
         await session.forward_backward(batch)
         await session.optim_step(lr=0.5)
     return dict(await session.publish())
-
-
-async def test_steps_of_ones_own_are_recorded_served_and_audited(bench: Open, tmp_path: Path) -> None:
-    async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
-        for step in range(3):
-            assert session.step == step
-            metrics = await take(session, updates=2)
-            assert (metrics["updates"], metrics["lr"], metrics["drift_tokens"]) == (2.0, 0.5, 0.0)
-            assert made.policy.version == step + 1
-            assert made.policy.ledger == made.engine.ledger
-        assert len(made.engine.ledger) == 6
-        assert made.engine.ledger[0].startswith("0.5:")
-        records = await made.store.steps("run")
-        assert [record.policy_version for record in records] == [1, 2, 3]
-        assert all(record.context["own_loop"] and record.checkpoint for record in records)
-        report = await audit(made.store, "run")
-        assert (report.steps, report.ok) == (3, True)
 
 
 async def test_a_falling_rate_counts_steps_and_is_never_silently_0(bench: Open, tmp_path: Path) -> None:
@@ -74,70 +51,6 @@ async def test_a_falling_rate_counts_steps_and_is_never_silently_0(bench: Open, 
             await session.optim_step()
         await session.optim_step(lr=0.125)
         assert (await session.publish())["lr"] == 0.125
-
-
-def _negated(batch: Batch) -> list[Sample]:
-    return [replace(row, weights=-row.weights) for row in batch.samples]
-
-
-def _other_advantages(batch: Batch) -> list[Sample]:
-    return [replace(row, advantages=row.advantages + 1) for row in batch.samples]
-
-
-def _twice(batch: Batch) -> list[Sample]:
-    return [*batch.samples, *batch.samples]
-
-
-def _in_place(batch: Batch) -> list[Sample]:
-    batch.samples[0].weights[:] *= -1
-    return list(batch.samples)
-
-
-def _as_made(batch: Batch) -> list[Sample]:
-    return list(reversed(batch.samples))
-
-
-@pytest.mark.parametrize("rows", [_negated, _other_advantages, _twice, _in_place, _as_made])
-async def test_an_audit_says_whether_the_loop_changed_the_rows(
-    rows: Callable[[Batch], list[Sample]], bench: Open, tmp_path: Path
-) -> None:
-    async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
-        await take(session)
-        batch = await session.batch(await session.rollout(TASKS))
-        await session.forward_backward(batch)
-        await session.optim_step(lr=0.5)
-        await session.forward_backward(batch, rows(batch))
-        await session.optim_step(lr=0.25)
-        await session.publish()
-        report = await audit(made.store, "run")
-        assert report.ok, report.findings
-        said = await asyncio.to_thread(CliRunner().invoke, build("audit"), ["audit", str(tmp_path / "run")])
-        assert ("as it was trained" if rows is _as_made else "changed by the loop in 1 step") in said.output
-        assert ("as it was trained" in said.output) == (rows is _as_made)
-        assert report.changed == (() if rows is _as_made else (1,))
-        updates = (await made.store.last_step("run")).context["own_loop"]["updates"]
-        assert [update["lr"] for update in updates] == [0.5, 0.25]
-
-
-@pytest.mark.parametrize("what", ["a rate", "an update", "the rows"])
-async def test_an_audit_finds_updates_that_are_not_the_recorded_ones(what: str, bench: Open, tmp_path: Path) -> None:
-    async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
-        await take(session, updates=2)
-        (record,) = await made.store.steps("run")
-        own = record.context["own_loop"]
-        first, second = own["updates"]
-        changed = {
-            "a rate": {**own, "updates": [first, {**second, "lr": 0.125}]},
-            "an update": {**own, "updates": [first]},
-            "the rows": {"batch": "0" * 64, "updates": [{**each, "rows": "0" * 64} for each in (first, second)]},
-        }[what]
-
-        async def steps(run: str) -> list[StepRecord]:
-            return [replace(record, context={**record.context, "own_loop": changed})]
-
-        made.store.steps = steps
-        problems = [finding.problem for finding in (await audit(made.store, "run")).findings]
-        assert "its updates, their rates or their rows are not the recorded ones" in problems
 
 
 def test_a_record_that_does_not_say_which_updates_were_taken_is_refused() -> None:
@@ -166,30 +79,6 @@ async def test_a_row_whose_tokens_were_changed_in_place_is_refused(bench: Open, 
             await session.forward_backward(batch)
 
 
-async def test_it_goes_on_where_it_was_killed(bench: Open, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    async with bench(folder, own_loop=True) as made:
-
-        async def killed() -> None:
-            async with Session(made.loop) as session:
-                await take(session)
-                made.engine.crash_at = "update:1"
-                await take(session)
-
-        with pytest.raises(made.Crash):
-            await killed()
-        first = made.engine.ledger
-    async with bench(folder, own_loop=True) as made, Session(made.loop) as session:
-        assert (session.step, made.engine.ledger, made.policy.ledger) == (1, first, first)
-        await take(session)
-        assert len(made.engine.ledger) == 2
-        assert (await audit(made.store, "run")).ok
-        begun = await all_rollouts(made.store, "run", split="train", step=1)
-        assert len(begun) == 16  # those of the step that was lost stay in the record
-        used = {name for name, _ in (await made.store.last_step("run")).rollouts}
-        assert all("~1/" in name for name in used)
-
-
 async def test_a_state_is_on_disk_before_its_step_is_committed(bench: Open, tmp_path: Path) -> None:
     """Nobody could take such a step again."""
     async with bench(tmp_path / "run", own_loop=True) as made:
@@ -216,19 +105,6 @@ async def test_its_steps_are_not_taken_again_by_the_loop(bench: Open, tmp_path: 
     async with bench(folder) as made:
         with pytest.raises(AuditError, match="was taken by a loop of its own"):
             await made.loop.restore()
-
-
-async def test_parts_of_a_batch_and_several_calls_of_rollout_make_one_step(bench: Open, tmp_path: Path) -> None:
-    async with bench(tmp_path / "run", own_loop=True) as made, Session(made.loop) as session:
-        groups = await session.rollout(TASKS[:1], n=3) + await session.rollout([{"input": "more"}], n=2)
-        assert [len(group.trajectories) for group in groups] == [3, 2]
-        batch = await session.batch(groups)
-        for row in batch.samples:
-            await session.forward_backward(batch, [row])
-        await session.optim_step()
-        metrics = await session.publish()
-        assert metrics["rollouts"] == 5.0
-        assert (await audit(made.store, "run")).ok
 
 
 async def test_what_no_step_can_be_made_of_is_refused_by_name(bench: Open, tmp_path: Path) -> None:
@@ -266,18 +142,6 @@ async def test_older_rollouts_need_the_setting_that_allows_them(bench: Open, tmp
         await take(session)
         with pytest.raises(DataError, match=r"older than trainer.max_staleness = 0"):
             await session.batch(old)
-
-
-async def test_older_rollouts_are_trained_where_the_setting_allows_them(bench: Open, tmp_path: Path) -> None:
-    async with bench(tmp_path / "run", own_loop=True, trainer__max_staleness=1) as made:
-        async with Session(made.loop) as session:
-            old = await session.rollout(TASKS)
-            await take(session)
-            batch = await session.batch(old)
-            await session.forward_backward(batch)
-            await session.optim_step()
-            assert (await session.publish())["staleness_max"] == 1.0
-        assert (await audit(made.store, "run")).ok
 
 
 async def test_updates_that_are_in_no_step_are_not_exported(bench: Open, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import aiohttp
 import lightning
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.audit import audit
 from lightning.config import Config, with_settings
 from lightning.credit import Branched
 from lightning.errors import ConfigError, DataError
@@ -28,6 +27,7 @@ from lightning.trainer.session import Session
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.trainer.tree_sampling import check_tree, warn_of_credit
 from lightning.types import Status, Task
+from lightning_proof.audit import audit
 
 Open = Callable[..., AbstractAsyncContextManager[Any]]
 TREE = {"trainer__sampling": "tree"}

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.audit import audit
 from lightning.errors import StoreError
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
@@ -17,6 +16,7 @@ from lightning.trainer.training_data import all_rollouts, load_groups, record_st
 from lightning.types import Outcome, Run, Task, Transition, VersionRun, logprobs, token_ids
 from lightning_db import keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
+from lightning_proof.audit import audit
 
 ALGORITHM = LightningRL("grpo", group_size=4)
 TASKS = [Task(f"question {number}") for number in range(3)]

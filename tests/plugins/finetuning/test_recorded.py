@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.audit import audit
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
@@ -27,6 +26,7 @@ from lightning.types import (
 )
 from lightning_finetuning.dpo import DPO
 from lightning_finetuning.sft import SFT
+from lightning_proof.audit import audit
 
 WHITENED = LightningRL("reinforce++", group_size=1)
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from lightning import Distill, LightningRL, Trainer
 from lightning.algorithms.protocol import teacher_of
-from lightning.audit import audit
 from lightning.batch import Group
 from lightning.cli.locate import locate, with_store
 from lightning.config import Config, with_settings
@@ -36,6 +35,7 @@ from lightning.trainer.teacher import (
 )
 from lightning.types import StepRecord
 from lightning_branching.retrain import retrain
+from lightning_proof.audit import audit
 
 from tests.core.trainer.test_families import agent
 from tests.core.trainer.test_fork import equal, model

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from lightning.audit import AuditReport
 from lightning.cli.locate import locate, with_store
 from lightning.cli.output import escape, print_json, say
+
+from lightning_proof.audit import AuditReport
 
 
 def audit(
@@ -45,6 +45,6 @@ def audit(
 
 
 async def _audit(url: str, run: str) -> AuditReport:
-    from lightning.audit import audit as audit_run
+    from lightning_proof.audit import audit as audit_run
 
     return await with_store(url, lambda store: audit_run(store, run))

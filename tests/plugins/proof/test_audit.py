@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.audit import audit
 from lightning.errors import StoreError
 from lightning.store.memory import MemoryStore
 from lightning.trainer.plan import tasks_of_step, train_rollouts
@@ -26,6 +25,7 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_proof.audit import audit
 
 STEPS, TASKS, GROUP = 2, 3, 4
 ALGORITHM = LightningRL("grpo", group_size=GROUP)
