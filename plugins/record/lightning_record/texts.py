@@ -24,8 +24,11 @@ from lightning.gateway.request_body import beside
 from lightning.gateway.stages import CallStage
 from lightning.redaction import has_many_texts, may_be_redacted, redacted_json
 from lightning.store import exchanges
-from lightning.store.exchanges import NOBODY, TEXTS, WHOLE, Flag, Piece, Said
+from lightning.store.exchanges import NOBODY, TEXTS, WHOLE, Flag, Said
 from lightning.types import CallStatus, Transition, shared_prefix
+
+from lightning_record import pieces
+from lightning_record.pieces import Piece, as_object
 
 if TYPE_CHECKING:
     from lightning.gateway.call import Answer, Call, Request
@@ -103,7 +106,7 @@ class Exchanges:
         if not self._wanted:
             return None
         try:
-            return Asked(path) if size > exchanges.LARGEST else Asked(path, *exchanges.cut(body))
+            return Asked(path) if size > exchanges.LARGEST else Asked(path, *pieces.cut(body))
         except RecursionError:  # whoever passes it on refuses it
             return None
 
@@ -161,13 +164,13 @@ def _pack(asked: Asked, new: Sequence[Piece], shown: Shown, bodies: Sequence[Sai
     flags, request, reply = WHOLE, asked.request, shown.reply
     if not request:
         return _left_out(asked, shown)
-    unlike = {piece.key: text for piece in new if may_be_redacted(text := exchanges.whole(request, piece))}
+    unlike = {piece.key: text for piece in new if may_be_redacted(text := as_object(request, piece))}
     if unlike and has_many_texts(json.loads(request)):
         return _left_out(asked, shown, Flag.REDACTED)
     dirty = {key for key, text in unlike.items() if not _is_clean(text)}
     if dirty:
         flags |= Flag.REDACTED
-        request = exchanges.canonical(_object(redacted_json(json.loads(request), "request")))
+        request, _ = pieces.cut(_object(redacted_json(json.loads(request), "request")))
     unsure = bool(reply) and may_be_redacted(reply)
     if shown.has_ids or unsure:
         whole = json.loads(reply)
