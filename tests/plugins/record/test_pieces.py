@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning_record.pieces import SMALLEST, as_object, cut
+from lightning_record.texts import SMALLEST, as_object, cut
 
 TEXT = st.text(st.characters(), max_size=12)
 NUMBERS = st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False)

@@ -17,7 +17,6 @@ from lightning.store import exchanges
 from lightning.store.exchanges import TEXTS
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus, Transition, logprobs, token_ids
-from lightning_record import pieces
 from lightning_record import texts as recorded
 
 BODIES = {
@@ -350,7 +349,7 @@ async def test_a_large_body_is_worked_on_beside_the_calls(house, path, monkeypat
     """Parsed, cut and made ready for the policy server in a thread: `/health` is answered meanwhile."""
     worked = {}
     dialect = type(next(each for each in spoken() if each.path == f"/{path}"))
-    for owner, name in ((calls, "read_object"), (pieces, "cut"), (dialect, "translate"), (dialect, "plan")):
+    for owner, name in ((calls, "read_object"), (recorded, "cut"), (dialect, "translate"), (dialect, "plan")):
         do = getattr(owner, name)
 
         def noted(*given, name=name, do=do):
