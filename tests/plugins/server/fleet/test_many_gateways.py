@@ -16,8 +16,8 @@ from lightning.errors import GatewayError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.identity import gateway_secret
 from lightning.gateway.policy import UNKNOWN
+from lightning.instrument.trace import root_span_id, trace_id_of
 from lightning.policy_server.protocol import Update
-from lightning.spans.trace import root_span_id, trace_id_of
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.types import LLM, CallStatus, Rollout, Run, Task, Transition, VersionRun
