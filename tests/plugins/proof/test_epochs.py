@@ -56,9 +56,7 @@ async def test_an_audit_derives_each_step_by_the_algorithm_of_its_epoch(bench: B
         await run.loop.run({})
         second = (await run.store.steps("run"))[1]
         assert (await audit(run.store, "run")).ok
-        assert (
-            len(second.rollouts) <= 4 < 8 == len((await run.store.list_rollouts("run", split="train", step=0)).rollouts)
-        )
+        assert len(second.rollouts) <= 4 < 8 == len((await run.store.list_rollouts("run", split="train", step=0)).items)
         await run.store.put_state("run", "epochs", [])  # as if nobody had noted the change
         report = await audit(run.store, "run")
     assert {finding.step for finding in report.findings} == {second.step}
@@ -72,7 +70,7 @@ async def test_a_schedule_trains_each_phase_with_its_algorithm(bench: Bench, tmp
     async with bench(folder, trainer__eval_every=0, algorithm=SCHEDULE) as run:
         await run.loop.run({})
         records = await run.store.steps("run")
-        sizes = [len((await run.store.list_rollouts("run", step=step, split="train")).rollouts) for step in range(3)]
+        sizes = [len((await run.store.list_rollouts("run", step=step, split="train")).items) for step in range(3)]
         assert sizes == [4, 4, 6]
         names = [
             epoch.config["algorithm"]["arguments"]["low_level"]
@@ -106,7 +104,7 @@ async def test_a_record_says_how_its_step_was_computed(bench: Bench, tmp_path: P
     async with bench(tmp_path / "run", trainer__eval_every=0, trainer__steps=2) as run:
         await run.loop.run({})
         first, second = await run.store.steps("run")
-        assert first.context.keys() == {"epoch", "weights", "base", "stages", *NUMERIC}
+        assert first.context.keys() == {"epoch", "weights", "base", "stages", "step_stages", *NUMERIC}
         assert (first.context["base"], first.context["weights"]) == ("the base", "the base")
         assert first.context["versions"]["lightning"]
         assert first.context["path"] == run.loop.stack.config.engine.step
