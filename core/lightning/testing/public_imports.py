@@ -36,7 +36,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.store",
             "lightning.text_files",
         ),
-        "an adapter, of spans": ("lightning.instrument.tracer_provider", "lightning.plugins.importing"),
+        "an adapter, of spans": ("lightning.plugins.importing",),
         "a server of any kind": (
             "lightning.addresses",
             "lightning.asyncio_utils",
@@ -65,14 +65,11 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a client": (
             "lightning.runner.lease_loop",
             "lightning.store.extras",
-            "lightning.store.json_codec",
-            "lightning.store.messages",
             "lightning.types.values",
         ),
         "a store": (
             "lightning.store.codec",
             "lightning.store.operation",
-            "lightning.store.operations",
             "lightning.store.relational.prefix_parents",
             "lightning.store.rollout_state",
             "lightning.store.rows",
@@ -147,7 +144,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.policy_server.weights",
             "lightning.policy_server.worker",
         ),
-        "a tracker": ("lightning.spans.attributes", "lightning.spans.trace", "lightning.store.exchanges"),
+        "a tracker": ("lightning.instrument.trace", "lightning.store.exchanges"),
         "a search": (
             "lightning.instrument.components",
             "lightning.store.resource_ref",
