@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
     from lightning.gateway.calls import Parts
+    from lightning.gateway.connections import PortGuard
     from lightning.gateway.dialects import Dialect
+    from lightning.gateway.policy import Fleet
     from lightning.gateway.stages import CallStage
     from lightning.policy_server.protocol import PolicyServer
     from lightning.policy_server.weights import WeightTransfer
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
     from lightning.trainer.run_server import RunServer
+    from lightning.trainer.stages import StepStage
 
 ALONE = ("lightning_install", "lightning_identify")
 """Hooks that are called plugin by plugin, so that a wrapper around them would never run."""
@@ -103,8 +106,19 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("policy_servers", "https"): "attach",
     ("weight_transfers", "gloo"): "attach",
     ("weight_transfers", "nccl"): "attach",
+    ("fleets", ""): "server",
+    ("ports", ""): "server",
+    ("step_stages", "alerts"): "debug",
+    ("step_stages", "rehearsed"): "debug",
 }
-"""The extras that bring names which the documentation gives to users of the core; for an empty name, any of the kind."""
+"""The extras that bring names which the documentation gives to users of the core; for an empty name, any of the kind. Of stages
+it is a setting that one carries out, or a point where one stands."""
+SOLE: Mapping[str, str] = {
+    "servers": "lets clients in",
+    "fleets": "knows of gateways elsewhere",
+    "ports": "guards ports",
+}
+"""Kinds of which one plugin at most registers one, and what it does."""
 
 
 class _Isolating(pluggy.PluginManager):
@@ -183,17 +197,33 @@ class Plugins:
         """The factory of a runner."""
         return cast("Callable[[Agent, Config], Runner]", self.get("runners", name))
 
-    def server(self, wanted: str) -> Callable[[], RunServer]:
-        """The factory of what lets clients in. Raises `PluginError`, which says what `wanted` it, unless there is one."""
-        known = self.names("servers")
+    def sole(self, kind: str, wanted: str) -> object:
+        """What was registered of a kind of `SOLE`. Raises `PluginError`, which says what `wanted` it, unless there is one."""
+        known = self.names(kind)
         if len(known) > 1:
-            both = " and ".join(str(self.owner("servers", name)) for name in known)
-            raise PluginError(f"{wanted} needs one server, and there are two: {both}. Set {DISABLE} to one of them.")
-        if not known:
+            both = " and ".join(str(self.owner(kind, name)) for name in known)
             raise PluginError(
-                f"{wanted} needs a plugin that lets clients in, and there is none.{self._cures('servers')}"
+                f"{wanted} needs one {one(kind)}, and there are two: {both}. Set {DISABLE} to one of them."
             )
-        return cast("Callable[[], RunServer]", self.get("servers", known[0]))
+        if not known:
+            raise PluginError(self.missing(kind, wanted))
+        return self.get(kind, known[0])
+
+    def missing(self, kind: str, wanted: str) -> str:
+        """That `wanted` needs what no plugin registers, and what brings it."""
+        return f"{wanted} needs a plugin that {SOLE[kind]}, and there is none.{self.cures(kind)}"
+
+    def server(self, wanted: str) -> Callable[[], RunServer]:
+        """The factory of what lets clients in. Raises `PluginError`, as `sole` does."""
+        return cast("Callable[[], RunServer]", self.sole("servers", wanted))
+
+    def fleet(self, wanted: str) -> Callable[[], Fleet]:
+        """The factory of what knows of gateways elsewhere. Raises `PluginError`, as `sole` does."""
+        return cast("Callable[[], Fleet]", self.sole("fleets", wanted))
+
+    def port(self, wanted: str) -> PortGuard:
+        """What guards ports. Raises `PluginError`, as `sole` does."""
+        return cast("PortGuard", self.sole("ports", wanted))
 
     def agent(self, name: str) -> Callable[[str], Agent]:
         """What makes an agent of the text after its name."""
@@ -234,6 +264,10 @@ class Plugins:
     def attempt_stage(self, name: str) -> Callable[[RunnerConfig], AttemptStage | None]:
         """The factory of a stage around the attempts of a runner."""
         return cast("Callable[[RunnerConfig], AttemptStage | None]", self.get("attempt_stages", name))
+
+    def step_stage(self, name: str) -> Callable[[Config], StepStage | None]:
+        """The factory of a stage at the steps of a run."""
+        return cast("Callable[[Config], StepStage | None]", self.get("step_stages", name))
 
     def operations(self) -> tuple[Operation, ...]:
         """The operations that plugins bring to every store. Raises `PluginError` for one that two bring, or the store has."""
@@ -285,7 +319,7 @@ class Plugins:
             from lightning.store.url import redacted
 
             begins = ", ".join(f"{name}://" for name in self.names(kind))
-            known = begins or f"nothing: no plugin registers a {one(kind)}.{self._cures(kind)}"
+            known = begins or f"nothing: no plugin registers a {one(kind)}.{self.cures(kind)}"
             raise PluginError(f"{redacted(url)!r} is not a {one(kind)}'s URL: it begins with {known}")
         return self.get(kind, scheme.lower())
 
@@ -442,9 +476,9 @@ class Plugins:
     def _no_such(self, kind: str, name: str) -> str:
         known = self._names.known(kind)
         text = f"there is no {one(kind)} {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
-        return text + self._cures(kind, name)
+        return text + self.cures(kind, name)
 
-    def _cures(self, kind: str, name: str = "") -> str:
+    def cures(self, kind: str, name: str = "") -> str:
         """What brings a name that is not there, or could."""
         text = ""
         if extra := EXTRAS.get((kind, name)):
