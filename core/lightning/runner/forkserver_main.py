@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 from lightning.errors import LightningError
 from lightning.instrument import emit
 from lightning.instrument.providers import remember
-from lightning.instrument.tool_slots import ToolLimits
 from lightning.plugins import plugins
 from lightning.runner import socket_framing, worker
 from lightning.runner.agent_serialization import unpack_agent, unpack_stages
@@ -182,7 +181,6 @@ class _Template:
         self._control, self._parent, self._pid = control, parent, os.getpid()
         self._shipped, self._adapters, self._reroute = shipped, setup["adapters"], setup["reroute"] or []
         self._inside = inside
-        self._limits = ToolLimits(**setup["tool_limits"])
         self._children: set[int] = set()
         self._buffer = bytearray()
         self._descriptors: list[int] = []
@@ -279,7 +277,6 @@ class _Template:
                     self._adapters,
                     self._reroute,
                     self._contexts,
-                    self._limits,
                     tell,
                     self._inside.line,
                 )

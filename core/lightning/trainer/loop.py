@@ -26,7 +26,7 @@ from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.async_collection import Pipeline
 from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
-from lightning.trainer.context import STAGES, numeric_context, other_stages
+from lightning.trainer.context import STAGES, named_stages, numeric_context, other_stages
 from lightning.trainer.diagnosis import Diagnosis
 from lightning.trainer.held_out import HeldOut, compared_since
 from lightning.trainer.lr_schedule import earlier_steps, rate_of
@@ -46,8 +46,8 @@ from lightning.types import Json, Rollout, Status, Task
 logger = logging.getLogger(__name__)
 
 OTHER_STAGES = (
-    "calls are made with other stages than in step %d: %s. For the same ones install the plugins that brought them, and look "
-    "at LIGHTNING_DISABLE_PLUGINS and the settings of the section `gateway`"
+    "%s are made with other stages than in step %d: %s. For the same ones install the plugins that brought them, and look "
+    "at LIGHTNING_DISABLE_PLUGINS and the settings of the sections `gateway` and `runner`"
 )
 
 DIFFER = (
@@ -247,7 +247,7 @@ class Loop:
         numeric = numeric_context(self.engine, settings, result.metrics)
         named: dict[str, Json] = {"epoch": epoch, "weights": served, "base": self.base}
         named |= {TEACHER: self.teacher.described()} if self.teacher else {}
-        named[STAGES] = [[name, version] for name, version in self.stack.gateway.stages.items()]
+        named[STAGES] = named_stages(self.stack.stages)
         return named | numeric
 
     def finished(self, rollout: Rollout) -> None:
@@ -362,8 +362,8 @@ class Loop:
             if saved is not None or self.stack.config.policy_server.attach or self.stack.policy.version != 0:
                 await self.publish()  # an attached server serves whatever it was given last
             return
-        if other := other_stages(records[-1].context, self.stack.gateway.stages):
-            logger.warning(OTHER_STAGES, committed, other)
+        for of, other in other_stages(records[-1].context, self.stack.stages).items():
+            logger.warning(OTHER_STAGES, of, committed, other)
         given = [algorithm for _, algorithm in self.schedule.phases]
         if start < committed:
             async with self.stack.resting():  # as when they were taken: with less memory they would be cut otherwise
