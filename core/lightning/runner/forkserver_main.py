@@ -2,6 +2,10 @@
 
 The invariant: it runs no agent and no threads of its own; when the parent dies or closes the socket it kills every worker's
 process group and leaves. A process that called `die_with_parent` is gone soon after its parent is, however it died.
+
+It is not the fork server of `multiprocessing`, which can be begun in no enclosure, does not say that a module could not be
+imported, imports nothing later, ends when a fork fails and by the SIGTERM that a service sends to all, and leaves its children,
+and what they have started, behind. That one would save the loop below, but for its signals, its groups and its trials.
 """
 
 from __future__ import annotations
