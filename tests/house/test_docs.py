@@ -17,8 +17,8 @@ from lightning import errors, hooks
 from lightning.cli.app import COMMANDS, FROM_PLUGINS, build
 from lightning.config import Config, settings
 from lightning.config.load import NOT_SETTINGS
-from lightning.store import json_codec
 from lightning.testing.public_imports import PUBLIC
+from lightning_server import json_codec
 from lightning_server.api import PREFIX, description, routes
 from lightning_server.api.openapi import scopes_of
 from lightning_server.api.table import parameters

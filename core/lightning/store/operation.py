@@ -1,17 +1,15 @@
-"""What an operation of a store is: a method of `Store`, where it is over HTTP, who may use it, and how it travels; and how a
-plugin brings operations of its own to every store.
+"""What an operation of a store is: a signature, and a rule that says whose its things are. And how a plugin brings operations
+of its own to every store.
 
-The invariant: everything that client, server and project check must know of an operation is derived from its signature and its
-one line in `store.operations`, or in a plugin's table; an operation that would not say what it touches cannot be made. A store
-that has no part for a plugin's operations says so by name.
+The invariant: an operation that would not say what it touches cannot be made. A store that has no part for a plugin's
+operations says so by name.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import (
     Any,
@@ -28,16 +26,19 @@ from typing import (
 )
 
 from lightning.errors import StoreError
-from lightning.store import json_codec
-from lightning.store.protocol import Alias, Page, Store
-from lightning.types import Resource, Rollout, Run, Scope
+from lightning.store.protocol import Alias, Store
+from lightning.types import Resource, Run, Scope
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-REQUIRED: Final = inspect.Parameter.empty
-PAGING: Final = ("after", "cursor", "limit")
-"""Arguments that say which part of a list is wanted."""
+# Who may use an operation, beside admins, who may use every one.
+ADMIN: Final[tuple[Scope, ...]] = ()
+TRAIN: Final = (Scope.TRAINER,)
+RUN: Final = (Scope.RUNNER, Scope.TRAINER)
+LOOK: Final = (Scope.VIEWER, Scope.TRAINER)
+ANY: Final = (Scope.VIEWER, Scope.RUNNER, Scope.TRAINER)
+
 RESOURCES: Final = {"name", "resource", "key"}
 """Arguments that name a resource, are one, or are a key of the state: such words mean something else to a plugin."""
 OWNED: Final = {
@@ -47,18 +48,6 @@ OWNED: Final = {
 """Arguments that name something of a project, or are it: by them a project is kept from another's."""
 FILTERED: Final = (Run, Resource, Alias)
 """What belongs to a project by what it says itself, so that a list of all can be cut down to a project's."""
-QUERY: Final[Mapping[str, str]] = {
-    "project": "Runs of this project only.",
-    "split": "Of this split only: `train` or the name of an evaluation.",
-    "step": "Sampled for this optimizer step only.",
-    "status": "With this status only.",
-    "attempt": "The attempt; by default the rollout's current one.",
-    "run": "The run; empty for what belongs to the whole store, which is for admins.",
-    "name": "Of this resource only.",
-}
-"""What parameters of a query mean, where an operation does not say."""
-ANSWER_SECONDS: Final = 90.0
-"""Without a byte from a server for so long, it counts as gone."""
 Rule: TypeAlias = "Callable[[Store, str, Operation, dict[str, Any]], Awaitable[Any]]"
 """Does an operation for the holder of a project's token: `rule(store, project, operation, arguments)` looks at the arguments,
 awaits `operation(store, **arguments)` and leaves out of the answer what is another project's. It raises `UnseenError` for what
@@ -78,86 +67,55 @@ async def for_admins(store: Store, project: str, operation: Operation, arguments
 
 
 @dataclass(frozen=True, slots=True)
-class Argument:
-    """An argument of an operation. `default` is `REQUIRED` where it must be given."""
+class HttpLine:
+    """Where a plugin's operation is over HTTP, who may use it, and how it travels. What serves it reads it; a store does not.
 
-    name: str
-    hint: Any
-    default: Any = REQUIRED
+    `route` is a method and a path with arguments in braces, such as `GET /rollouts/{rollout}/notes`. `body` and `answer` name
+    the argument that is the whole body and the field that the answer is in, or are types that travel. `query` says what the
+    parameters of the query mean, `cursor` what no other item of a list has, `missing` the cure where there is nothing.
+    `empty`: a caller who asks for what is not its project's gets what there is of nothing; otherwise it is refused.
+    """
+
+    route: str
+    scopes: tuple[Scope, ...]
+    doc: str = ""
+    body: str | type = ""
+    answer: str | type = ""
+    cursor: Sequence[str] = ()
+    empty: bool = False
+    missing: str = ""
+    query: Mapping[str, str] = field(default_factory=dict)
+    unsent: Sequence[str] = ()
+    answer_seconds: float | None = None
 
 
 class Operation:
-    """One operation. `path` has arguments in braces; `query` and `body` have the others, but for `once` and for which part of
-    a list is wanted.
+    """One operation: `function` is its signature, with `self` for the store.
 
-    `told` says what the parameters of the query mean. `sent` and `answered` are the types that travel, `item` is that of a
-    list's items. `empty` says that a caller who asks for what is not its project's gets what there is of nothing; otherwise it
-    is refused. `owned` is the rule by which a project is kept from another's, where the arguments' names do not say it; `group`
-    is the plugin's that brings the operation, None for the store's own.
+    `owned` is the rule by which a project is kept from another's, where the arguments' names do not say it; `group` is the
+    plugin's that brings the operation, None for the store's own; `line` is how it is over HTTP.
     """
 
     group: OperationGroup | None = None
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        route: str,
-        scopes: tuple[Scope, ...],
-        *,
-        doc: str = "",
-        body: str | type = "",
-        answer: str | type = "",
-        cursor: Sequence[str] = (),
-        empty: bool = False,
-        missing: str = "",
-        query: Mapping[str, str] = QUERY,
-        unsent: Sequence[str] = (),
-        answer_seconds: float = ANSWER_SECONDS,
-        owned: Rule | None = None,
+        self, function: Callable[..., Any], line: HttpLine | None = None, *, owned: Rule | None = None
     ) -> None:
         self.name: str = function.__name__
-        self.owned = owned
-        self.scopes, self.cursor, self.empty, self.missing = scopes, tuple(cursor), empty, missing
-        self.answer_seconds = answer_seconds
-        self.doc = doc or " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
-        self.method, _, path = route.partition(" ")
-        self.path, _, listed = path.partition("?")
-        self.signature = _bare(inspect.signature(function))
+        self.function, self.line, self.owned = function, line, owned
+        whole = inspect.signature(function)
+        self.signature = whole.replace(parameters=list(whole.parameters.values())[1:])
         kinds = self.signature.parameters.values()
-        self._defaults = {part.name: part.default for part in kinds if part.default is not REQUIRED}
+        self._defaults = {part.name: part.default for part in kinds if part.default is not part.empty}
         self._positional = tuple(part.name for part in kinds if part.kind is not part.KEYWORD_ONLY)
-        hints = get_type_hints(function, localns=json_codec.LOCAL)
-        self.result = hints["return"]
-        found = {name: Argument(name, hints[name], part.default) for name, part in self.signature.parameters.items()}
-        self.once = found.get("once")
-        lists = get_origin(self.result) is list and not answer and self.method == "GET"
-        self.item = Rollout if self.result is Page else get_args(self.result)[0] if lists else None
-        self.pages_itself = self.item is not None and not found.keys().isdisjoint(PAGING)
-        left_out = {"once", *unsent, *(PAGING if self.item is not None else ())}
-        in_path = re.findall(r"{(\w+)}", self.path)
-        rest = [part for name, part in found.items() if name not in left_out and name not in in_path]
-        self.in_path = tuple(found[name] for name in in_path if name in found)
-        self.query = tuple(part for part in rest if self.method in ("GET", "DELETE") or part.name in listed.split("&"))
-        self.body = tuple(part for part in rest if part not in self.query)
-        self.whole_body = body if isinstance(body, str) else ""
-        self.field = answer if isinstance(answer, str) else ""
-        self.is_optional = type(None) in get_args(self.result)
-        self.told = {part.name: query.get(part.name) or QUERY.get(part.name, "") for part in self.query}
-        self.sent = body if isinstance(body, type) else self._sent()
-        self.answered = answer if isinstance(answer, type) else self._answered()
-        if owned is None and found.keys().isdisjoint(OWNED) and self._listed() not in FILTERED:
+        if owned is None and OWNED.isdisjoint(self.signature.parameters) and _listed_by(function) not in FILTERED:
             raise TypeError(
                 f"the operation {self.name} names nothing of a project: give it an argument of {sorted(OWNED)}, or a rule of "
                 "its own: owned=RULE, owned=for_admins where no project's token may use it"
             )
 
-        if not all(self.told.values()):
-            raise TypeError(
-                f"the operation {self.name} does not say what its parameters mean: give it query={self.told}"
-            )
-
     def __repr__(self) -> str:
-        return f"Operation({self.name}: {self.method} {self.path})"
+        return f"Operation({self.name})"
 
     def __call__(self, store: Any, /, *given: Any, **named: Any) -> Any:
         """As the method of a class is called."""
@@ -174,50 +132,13 @@ class Operation:
                 self.signature.bind(*given, **named)  # says what is missing or unknown
             return await store.call(self, arguments)
 
-        call.__name__, call.__doc__ = self.name, self.doc
+        call.__name__, call.__doc__ = self.name, self.function.__doc__
         return call
 
     def on(self, store: Any) -> Callable[..., Awaitable[Any]]:
         """What does it on a store: the store's own method, for a plugin's operation its `call`."""
         does: Callable[..., Awaitable[Any]] = getattr(store, self.name) if self.group is None else self.__get__(store)
         return does
-
-    @property
-    def is_in_parts(self) -> bool:
-        """Whether a long request may be several: items to be kept, of which the answer is the number."""
-        return self.result is int and len(self.body) == 1 and _is_sequence(self.body[0].hint)
-
-    @property
-    def is_read_in_parts(self) -> bool:
-        """Whether an answer may have only what is asked for by the first items of the request."""
-        return get_origin(self.result) is list and len(self.body) == 1 and _is_sequence(self.body[0].hint)
-
-    def nothing(self) -> Any:
-        """What is answered of what is not there."""
-        if self.result is Page:
-            return Page(())
-        return [] if get_origin(self.result) is list else 0 if self.result is int else None
-
-    def _listed(self) -> Any:
-        return get_args(self.result)[0] if get_origin(self.result) is list else None
-
-    def _sent(self) -> Any:
-        if not self.body:
-            return None
-        if self.whole_body:
-            return next(part.hint for part in self.body if part.name == self.whole_body)
-        return _record(f"{_camel(self.name)}Request", f"What `{self.name}` is asked.", self.body)
-
-    def _answered(self) -> Any:
-        if self.field:
-            told = [Argument(self.field, self.result)]
-            return _record(f"{_camel(self.name)}Answer", f"What `{self.name}` answers.", told)
-        if self.item is not None:
-            item: Any = self.item
-            return json_codec.Slice[item]
-        if self.is_optional:
-            return next(part for part in get_args(self.result) if part is not type(None))
-        return self.sent if self.result is type(None) else self.result
 
 
 class OperationGroup:
@@ -276,11 +197,24 @@ class OperationGroup:
 
 
 def operation(
-    function: Callable[Concatenate[Any, P], Awaitable[R]], route: str, scopes: tuple[Scope, ...], **how: Any
+    function: Callable[Concatenate[Any, P], Awaitable[R]],
+    route: str,
+    scopes: tuple[Scope, ...],
+    *,
+    owned: Rule | None = None,
+    **line: Any,
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
     """An `Operation` as a method of the class that it stands in, which has `async call(operation, arguments)`; or as a function
-    of a module, which is called with a store."""
-    made: Any = Operation(function, route, scopes, **how)
+    of a module, which is called with a store. `line` are further fields of its `HttpLine`."""
+    made: Any = Operation(function, HttpLine(route, scopes, **line), owned=owned)
+    return cast("Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]", made)
+
+
+def _own(
+    function: Callable[Concatenate[Any, P], Awaitable[R]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
+    """An operation of every store, whose line stands where the store is served."""
+    made: Any = Operation(function)
     return cast("Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]", made)
 
 
@@ -289,30 +223,49 @@ def operations_of(table: type) -> tuple[Operation, ...]:
     return tuple(entry for entry in vars(table).values() if isinstance(entry, Operation))
 
 
-def _bare(signature: inspect.Signature) -> inspect.Signature:
-    """Without `self`."""
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+def _listed_by(function: Callable[..., Any]) -> Any:
+    result = get_type_hints(function)["return"]
+    return get_args(result)[0] if get_origin(result) is list else None
 
 
-def _is_sequence(hint: Any) -> bool:
-    origin = get_origin(hint)
-    return isinstance(origin, type) and issubclass(origin, Sequence)
+class Operations:
+    """A `Store` but for `open`, `close` and `watch`, each of whose methods is one `call` of what derives from this."""
 
+    list_runs = _own(Store.list_runs)
+    put_run = _own(Store.put_run)
+    get_run = _own(Store.get_run)
+    list_rollouts = _own(Store.list_rollouts)
+    count_rollouts = _own(Store.count_rollouts)
+    create_rollouts = _own(Store.create_rollouts)
+    get_rollout = _own(Store.get_rollout)
+    lease = _own(Store.lease)
+    release = _own(Store.release)
+    renew = _own(Store.renew)
+    complete = _own(Store.complete)
+    next_seq = _own(Store.next_seq)
+    transitions = _own(Store.transitions)
+    append = _own(Store.append)
+    transitions_of = _own(Store.transitions_of)
+    attempts_of = _own(Store.attempts_of)
+    spans = _own(Store.spans)
+    append_spans = _own(Store.append_spans)
+    steps = _own(Store.steps)
+    last_step = _own(Store.last_step)
+    commit_step = _own(Store.commit_step)
+    metrics = _own(Store.metrics)
+    log_metrics = _own(Store.log_metrics)
+    get_state = _own(Store.get_state)
+    put_state = _own(Store.put_state)
+    keep_state = _own(Store.keep_state)
+    list_resources = _own(Store.list_resources)
+    put_resource = _own(Store.put_resource)
+    get_resource = _own(Store.get_resource)
+    resource_uses = _own(Store.resource_uses)
+    list_aliases = _own(Store.list_aliases)
+    set_alias = _own(Store.set_alias)
+    roll_back_alias = _own(Store.roll_back_alias)
+    alias_history = _own(Store.alias_history)
 
-def _record(name: str, doc: str, parts: Sequence[Argument]) -> type:
-    """A dataclass with these fields. What may be nothing (any JSON, a mapping) may be left out."""
-    fields = []
-    for part in parts:
-        options: dict[str, Any] = {} if part.default is REQUIRED else {"default": part.default}
-        if part.hint is json_codec.AnyJson:
-            options = {"default": None}
-        elif get_origin(part.hint) is Mapping:
-            options = {"default_factory": dict}
-        fields.append((part.name, part.hint, field(**options)))
-    made = make_dataclass(name, fields, frozen=True, kw_only=True)
-    made.__doc__ = doc
-    return made
-
-
-def _camel(name: str) -> str:
-    return "".join(part.capitalize() for part in name.split("_"))
+    async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
+        """Do one operation with all of its arguments, by name."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it calls {operation.name}")

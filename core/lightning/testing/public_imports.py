@@ -65,14 +65,11 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a client": (
             "lightning.runner.lease_loop",
             "lightning.store.extras",
-            "lightning.store.json_codec",
-            "lightning.store.messages",
             "lightning.types.values",
         ),
         "a store": (
             "lightning.store.codec",
             "lightning.store.operation",
-            "lightning.store.operations",
             "lightning.store.relational.prefix_parents",
             "lightning.store.rollout_state",
             "lightning.store.rows",

@@ -14,8 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
-from lightning.store.operation import Operation
-from lightning.store.operations import Operations
+from lightning.store.operation import Operation, Operations
 from lightning.store.protocol import RunWatch
 from lightning.store.threads import check_process, closed_error
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from lightning.bounded import Bounded
 from lightning.errors import ConflictError, DataError, StoreError
-from lightning.store.operation import Operation, Rule, UnseenError
-from lightning.store.operations import Operations
+from lightning.store.operation import Operation, Operations, Rule, UnseenError
 from lightning.store.protocol import Alias, Page, ResourceUse, RunWatch, Store
 from lightning.store.rollout_state import unknown_rollout
 from lightning.types import DEFAULT_PROJECT, Lease, Resource, Rollout, Run, Span, StepRecord, Transition
 
 from lightning_server.names import KnownIds, Names, check_id, check_run_id, is_of_servers
+from lightning_server.operations import over_http
 
 VIEWS = 1024
 NAMES = frozenset({"run", "rollout", "name", "worker", "key"})
@@ -78,8 +78,8 @@ class ProjectStore(Operations):
             for kind, identity in dict.fromkeys(_touched(arguments)):
                 await self._check(kind, identity)
         except UnseenError:
-            if operation.empty:
-                return operation.nothing()
+            if (told := over_http(operation)).empty:
+                return told.nothing()
             raise
         inward = {name: self._in(name, value) for name, value in arguments.items()}
         return await self._out(await operation.on(self._store)(**inward))

@@ -23,11 +23,12 @@ from lightning.cli.locate import with_store
 from lightning.cli.output import escape, say
 from lightning.cli.resources import locate
 from lightning.errors import ConfigError, DataError, UnavailableError
-from lightning.store import json_codec
 from lightning.store.resource_ref import ResourceReference, find, parse_reference
 from lightning.trainer.checkpoints import checked_weights
 from lightning.types import Resource
 from yarl import URL
+
+from lightning_server import json_codec
 
 PIECE = 1 << 20
 LONGEST_ANSWER = 4 << 20

@@ -10,8 +10,7 @@ from typing import Any, Final, Protocol
 
 from lightning.errors import DataError
 from lightning.installation import OWN
-from lightning.store.operation import Operation, OperationGroup, UnseenError, operation
-from lightning.store.operations import ADMIN
+from lightning.store.operation import ADMIN, Operation, OperationGroup, UnseenError, operation
 from lightning.store.protocol import Store
 from lightning.types import Token
 

@@ -21,7 +21,6 @@ from lightning.asyncio_utils import end
 from lightning.bounded import Bounded
 from lightning.errors import ConfigError, LightningError
 from lightning.gateway.http import client_left
-from lightning.store import json_codec
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import parse_reference
 from lightning.types import Resource, ResourceKind
@@ -29,6 +28,7 @@ from lightning.types import Scope as TokenScope
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from lightning_server import json_codec
 from lightning_server.api.answers import answer, refusal_of, refuse
 from lightning_server.auth import Authenticator
 from lightning_server.errors import ApiError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -36,6 +37,7 @@ from lightning.runner.stages import AttemptRefusedError, AttemptStage
 from lightning.types import Fault
 
 said = ContextVar("stranger_said", default="nothing")
+log = []
 
 
 class Stage(AttemptStage):
@@ -65,6 +67,19 @@ class Stage(AttemptStage):
             said.reset(token)
         if task.input == "fails at the end":
             raise KeyError("a bug")
+
+    def noted(self, outcome):
+        if outcome.reward == 0.5:
+            raise KeyError("no note")
+        return None if outcome.reward == 0.25 else [os.getpid(), outcome.reward]
+
+    def heard(self, outcome, note):
+        log.append(note)
+        if outcome.reward == 0.25:
+            raise KeyError("unheard")
+
+    def closed(self):
+        log.append("closed")
 
 
 @lightning.hookimpl
@@ -130,6 +145,21 @@ async def test_a_stage_is_around_the_agent_and_fails_closed(
     assert "KeyError: 'a bug'" in ends.error
     assert (raises.fault, "the agent's own" in raises.error) == (Fault.AGENT, True)
     assert "STRANGER" not in os.environ
+
+
+@pytest.mark.usefixtures("stranger")
+@pytest.mark.parametrize("kind", [InlineRunner, pytest.param(ProcessRunner, marks=pytest.mark.slow)])
+async def test_a_stage_hears_in_the_runners_process_what_it_has_noted_in_the_agents(
+    kind: type[ProcessRunner | InlineRunner], lease: Leases
+) -> None:
+    runner = kind(lambda task, llm: task.input, RunnerConfig(concurrency=1, timeout=60))
+    whole, unnoted, unheard = await outcomes(runner, *(lease(reward, str(reward)) for reward in (1.0, 0.5, 0.25)))
+    (pid, reward), *rest, closed = sys.modules["stranger_stage"].log
+    assert (whole.reward, reward, pid == os.getpid()) == (1.0, 1.0, kind is InlineRunner)
+    assert (closed, set(rest)) == ("closed", {None})
+    for outcome, failure in ((unnoted, "noted: KeyError: 'no note'"), (unheard, "heard: KeyError: 'unheard'")):
+        assert outcome.fault is Fault.INFRASTRUCTURE
+        assert f"the stage 'stranger' of the plugin 'stranger' failed ({failure})" in outcome.error
 
 
 @pytest.mark.parametrize("kind", [InlineRunner, pytest.param(ProcessRunner, marks=pytest.mark.slow)])

@@ -58,7 +58,7 @@ ADDED = """
     made = connection.STATEMENTS
     connection.STATEMENTS = [each.replace("TABLE rollouts (", "TABLE rollouts (ancestor TEXT NOT NULL,") for each in made]
 
-    from lightning.store import json_codec, rows
+    from lightning.store import rows
     from lightning.store.sqlite import SqliteStore
     from lightning.types import Outcome, Run, Task
 
@@ -73,8 +73,6 @@ ADDED = """
         a, b = (await store.list_rollouts("run")).rollouts
         assert (a.ancestor, b.ancestor, a.reward) == ("first", "", 1.0)
         await store.close()
-        codec = json_codec.codec_of(Rollout)
-        assert codec.decode(codec.encode(a), "it", True) == a
         print("kept")
 
     asyncio.run(main(sys.argv[1]))
@@ -92,7 +90,5 @@ def run_script() -> Callable[[str, Path], str]:
     return run
 
 
-def test_a_new_field_of_a_rollout_reaches_database_and_wire(
-    tmp_path: Path, run_script: Callable[[str, Path], str]
-) -> None:
+def test_a_new_field_of_a_rollout_reaches_the_database(tmp_path: Path, run_script: Callable[[str, Path], str]) -> None:
     assert run_script(ADDED, tmp_path / "store.db") == "kept\n"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from lightning.store.operation import Operation
-from lightning.store.operations import ANY, OPERATIONS
+from lightning.store.operation import ANY, HttpLine, Operation, Operations, operations_of
 from lightning.store.relational.store import READS, WRITES, RelationalStore
 
 
@@ -15,20 +14,14 @@ def test_what_names_nothing_of_a_project_cannot_be_an_operation() -> None:
         """All there is."""
         return []
 
-    async def unsaid(store: object, run: str, since: float) -> list[str]:
-        """Something of a run."""
-        return []
-
     with pytest.raises(TypeError, match="the operation everything names nothing of a project"):
-        Operation(everything, "GET /everything", ANY)
-    with pytest.raises(TypeError, match="does not say what its parameters mean"):
-        Operation(unsaid, "GET /runs/{run}/unsaid", ANY)
+        Operation(everything, HttpLine("GET /everything", ANY))
 
 
 def test_an_sql_database_has_a_function_with_the_arguments_of_each_operation() -> None:
     functions = {**READS, **WRITES}
-    assert set(functions) <= {operation.name for operation in OPERATIONS}
-    for operation in OPERATIONS:
+    assert set(functions) <= {operation.name for operation in operations_of(Operations)}
+    for operation in operations_of(Operations):
         if operation.name in functions:
             found = list(inspect.signature(functions[operation.name]).parameters)[1:]
             assert found == list(operation.signature.parameters), operation

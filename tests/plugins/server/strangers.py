@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import lightning
-from lightning.store.operation import OperationGroup, for_admins, operation
-from lightning.store.operations import ANY, RUN
+from lightning.store.operation import ANY, RUN, OperationGroup, for_admins, operation
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,7 @@ import pytest
 from aiohttp import ClientSession, web
 from lightning.errors import ConfigError, ConflictError, DataError, SchemaError, StoreError, UnavailableError
 from lightning.plugins import plugins
-from lightning.store import messages
 from lightning.store.memory import MemoryStore
-from lightning.store.operations import OPERATIONS
 from lightning.store.sqlite import SqliteStore
 from lightning.types import (
     LLM,
@@ -35,10 +33,12 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_server import messages
 from lightning_server.api import answers
 from lightning_server.auth import issue_token
 from lightning_server.http_store import HttpStore, long_poll, transport
 from lightning_server.http_store.long_poll import HttpWatch
+from lightning_server.operations import OPERATIONS
 from lightning_server.tokens import list_tokens, put_token
 from yarl import URL
 

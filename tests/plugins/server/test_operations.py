@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from lightning.errors import StoreError
 from lightning.store.memory import MemoryStore
-from lightning.store.operation import Operation
-from lightning.store.operations import ANY, LOOK, TRAIN, Operations
+from lightning.store.operation import ANY, LOOK, TRAIN, HttpLine, Operation, Operations, operations_of
 from lightning.types import Rollout, Run, Scope, Task
 from lightning_server.api import app
 from lightning_server.api.openapi import describe
 from lightning_server.api.store_routes import route_of
 from lightning_server.http_store import HttpStore
+from lightning_server.operations import HttpTable, over_http
 
 from tests.servers.control import ControlServer
 
@@ -47,11 +47,12 @@ class NotingStore(MemoryStore):
 
 
 ADDED = (
-    Operation(NotingStore.note, "POST /runs/{run}/note", TRAIN, answer="length"),
+    Operation(NotingStore.note, HttpLine("POST /runs/{run}/note", TRAIN, answer="length")),
     Operation(
-        NotingStore.get_note, "GET /runs/{run}/note", ANY, missing="POST one", query={"most": "Characters at most."}
+        NotingStore.get_note,
+        HttpLine("GET /runs/{run}/note", ANY, missing="POST one", query={"most": "Characters at most."}),
     ),
-    Operation(NotingStore.notes, "POST /notes/read", LOOK, answer="notes"),
+    Operation(NotingStore.notes, HttpLine("POST /notes/read", LOOK, answer="notes")),
 )
 
 
@@ -60,7 +61,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table with three more lines."""
     for operation in ADDED:
         monkeypatch.setattr(Operations, operation.name, operation, raising=False)
-    monkeypatch.setattr(app, "ROUTES", (*app.ROUTES, *map(route_of, ADDED)))
+    monkeypatch.setattr(app, "ROUTES", (*app.ROUTES, *(route_of(over_http(added)) for added in ADDED)))
 
 
 async def test_a_line_in_the_table_is_a_route_a_call_a_description_and_a_refusal(
@@ -92,3 +93,17 @@ async def test_a_line_in_the_table_is_a_route_a_call_a_description_and_a_refusal
     assert described["post"]["description"] == "Keep a note with a run, and say how long it is. Scopes: trainer, admin."
     assert [part["name"] for part in described["post"]["parameters"]] == ["run", "idempotency-key"]
     assert [part["name"] for part in described["get"]["parameters"]] == ["run", "most"]
+
+
+def test_each_operation_of_the_store_has_a_line_and_no_line_is_of_nothing() -> None:
+    own = [operation.name for operation in operations_of(Operations)]
+    assert own == [operation.name for operation in operations_of(HttpTable)]
+
+
+def test_parameters_of_a_query_must_be_explained() -> None:
+    async def unsaid(store: object, run: str, since: float) -> list[str]:
+        """Something of a run."""
+        return []
+
+    with pytest.raises(TypeError, match="does not say what its parameters mean"):
+        over_http(Operation(unsaid, HttpLine("GET /runs/{run}/unsaid", ANY)))

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Final, TypeVar, cast
 
 from lightning.store import rollout_state, rows
 from lightning.store.operation import Operation as StoreOperation
-from lightning.store.operation import OperationGroup
-from lightning.store.operations import Operations
+from lightning.store.operation import OperationGroup, Operations
 from lightning.store.protocol import Alias
 from lightning.store.relational import records
 from lightning.store.relational import resources as resource_ops

@@ -20,11 +20,11 @@ from lightning.errors import (
     UnavailableError,
 )
 from lightning.gateway.http import RefusalError
-from lightning.store import json_codec
-from lightning.store.messages import Failure, Problem
 from starlette.types import Send
 
+from lightning_server import json_codec
 from lightning_server.errors import ApiError
+from lightning_server.messages import Failure, Problem
 
 log = logging.getLogger(__name__)
 RETRY = {"retry-after": "1"}

@@ -19,15 +19,13 @@ from lightning.errors import DataError, PluginError
 from lightning.gateway.http import ClientGoneError
 from lightning.gateway.request_body import read_body
 from lightning.plugins import plugins
-from lightning.store import json_codec
-from lightning.store.messages import ONCE_HEADER, Changed
 from lightning.store.operation import Operation
-from lightning.store.operations import OPERATIONS
 from lightning.store.protocol import Store
 from lightning.types import Json
 from lightning.types import Scope as TokenScope
 from starlette.types import Receive, Scope, Send
 
+from lightning_server import json_codec
 from lightning_server.api import handlers, meta
 from lightning_server.api.answers import RETRY, answer, refusal_of, refuse
 from lightning_server.api.change_waiters import Watchers
@@ -37,6 +35,8 @@ from lightning_server.api.store_routes import route_of
 from lightning_server.api.table import PREFIX, ApiCall, Finish, LlmFor, Route, Served, Services, query_of
 from lightning_server.auth import Authenticator, Principal
 from lightning_server.errors import ApiError
+from lightning_server.messages import ONCE_HEADER, Changed
+from lightning_server.operations import OPERATIONS, over_http
 from lightning_server.projects import Projects
 
 ROUTES: tuple[Route, ...] = (
@@ -77,7 +77,7 @@ def _brought(operations: tuple[Operation, ...]) -> tuple[Route, ...]:
     taken = {_shape(route): "the server itself" for route in ROUTES}
     for operation in operations:
         owner = f"the plugin that brings {operation.group.name!r}" if operation.group else "the store"
-        route = route_of(operation)
+        route = route_of(over_http(operation))
         first = taken.setdefault(_shape(route), owner)
         if first is not owner:
             raise PluginError(

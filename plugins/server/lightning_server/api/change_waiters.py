@@ -14,8 +14,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from lightning.errors import LightningError, UnavailableError
-from lightning.store.messages import Changed
 from lightning.store.protocol import Store
+
+from lightning_server.messages import Changed
 
 log = logging.getLogger(__name__)
 LONGEST_WAIT = 60.0

@@ -11,9 +11,10 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from lightning.gateway.http import client_left, event_of
-from lightning.store import json_codec
-from lightning.store.messages import Changed
 from starlette.types import Receive, Send
+
+from lightning_server import json_codec
+from lightning_server.messages import Changed
 
 log = logging.getLogger(__name__)
 PING = 15.0

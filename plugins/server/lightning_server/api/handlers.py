@@ -14,17 +14,18 @@ from typing import Any, Final
 
 from lightning.errors import DataError, LightningError
 from lightning.plugins.stages import StageError
-from lightning.store import messages
 from lightning.store.epochs import is_over
-from lightning.store.json_codec import Slice
-from lightning.store.operation import QUERY
-from lightning.store.operations import ANY, LOOK, RUNS
+from lightning.store.operation import ANY, LOOK
 from lightning.store.rollout_state import unknown_rollout
 from lightning.types import Fault, Lease, Outcome, Rollout, StepReward, StepState, ToolEvent
 
+from lightning_server import messages
 from lightning_server.api.change_waiters import LONGEST_WAIT
 from lightning_server.api.paging import page_of_attempt
 from lightning_server.api.table import ApiCall, NoQuery, Paging, Route, nothing_there
+from lightning_server.http_operation import QUERY
+from lightning_server.json_codec import Slice
+from lightning_server.operations import RUNS
 
 log = logging.getLogger(__name__)
 

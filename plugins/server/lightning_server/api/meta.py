@@ -6,10 +6,10 @@ The invariant: what needs no token says nothing of what the server holds, where 
 from __future__ import annotations
 
 from lightning import __version__
-from lightning.store import json_codec, messages
-from lightning.store.operations import ANY
+from lightning.store.operation import ANY
 from lightning.types import Json
 
+from lightning_server import json_codec, messages
 from lightning_server.api.table import ApiCall, NoQuery, Route
 from lightning_server.auth import ALL_PROJECTS
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, get_type_hints
 
 from lightning import __version__
-from lightning.store import json_codec
-from lightning.store.messages import ONCE_HEADER, Failure
 from lightning.types import Scope
 
+from lightning_server import json_codec
 from lightning_server.api.table import PREFIX, Route, parameters
+from lightning_server.messages import ONCE_HEADER, Failure
 
 Schema = dict[str, Any]
 ABOUT = (

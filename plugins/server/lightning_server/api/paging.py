@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from lightning.store.json_codec import Slice
 from lightning.store.protocol import Attempt
 from lightning.store.rollout_state import no_cursor
 from lightning.types import StepRecord, Transition
 
 from lightning_server.api.table import ApiCall, Paging
+from lightning_server.json_codec import Slice
 
 T = TypeVar("T")
 PAGE_BYTES = 16 * 1024 * 1024

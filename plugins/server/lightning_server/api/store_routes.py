@@ -1,4 +1,4 @@
-"""The routes of operations, made from the table in `lightning.store.operations` and from those of plugins.
+"""The routes of operations, made from the table in `lightning_server.operations` and from those of plugins.
 
 The invariant: an operation is served as its line in the table says, with its project's store; what is stored is redacted and
 checked first, by its type, whichever operation stores it.
@@ -15,8 +15,6 @@ from typing import Any, Final
 from lightning.errors import DataError, StoreError
 from lightning.redaction import redacted, redacted_span, storable
 from lightning.store.conversation import CONVERSATION, conversation_in
-from lightning.store.json_codec import Slice
-from lightning.store.operation import REQUIRED, Argument, Operation
 from lightning.store.protocol import Page
 from lightning.store.rollout_state import no_cursor
 from lightning.types import Span, Token, Transition
@@ -25,13 +23,15 @@ from lightning_server.api import paging
 from lightning_server.api.paging import page, page_of_attempt, size_of
 from lightning_server.api.table import ApiCall, NoQuery, Paging, Route, nothing_there, parsed
 from lightning_server.auth import check_token
+from lightning_server.http_operation import REQUIRED, Argument, HttpOperation
+from lightning_server.json_codec import Slice
 
 READ_AT_ONCE = 16
 """Attempts read from the store at once: what does not fit into the answer was read for nothing."""
 Handler = Callable[[ApiCall[Any, Any]], Awaitable[Any]]
 
 
-def route_of(operation: Operation, handler: Handler | None = None) -> Route:
+def route_of(operation: HttpOperation, handler: Handler | None = None) -> Route:
     """The route of an operation; a `handler` of its own where serving it is more than asking the store."""
 
     async def handle(call: ApiCall[Any, Any]) -> Any:
@@ -51,7 +51,7 @@ def route_of(operation: Operation, handler: Handler | None = None) -> Route:
     )
 
 
-def _query(operation: Operation) -> type:
+def _query(operation: HttpOperation) -> type:
     """The parameters of an operation's query."""
     base = Paging if operation.item is not None else NoQuery
     if not operation.query:
@@ -65,15 +65,15 @@ def _query(operation: Operation) -> type:
     )
 
 
-def _parameter(operation: Operation, part: Argument) -> Any:
+def _parameter(operation: HttpOperation, part: Argument) -> Any:
     default = "" if part.default is REQUIRED else part.default
     return field(default=default, metadata={"doc": operation.told[part.name]})
 
 
-async def _serve(call: ApiCall[Any, Any], operation: Operation) -> Any:
+async def _serve(call: ApiCall[Any, Any], operation: HttpOperation) -> Any:
     """Ask the store for an operation, and answer as its answer travels."""
     arguments = await _arguments(call, operation)
-    ask = operation.on(call.store)
+    ask = operation.operation.on(call.store)
     if operation.item is not None:
         return await _page(call, operation, ask, arguments)
     if operation.is_read_in_parts:
@@ -87,7 +87,7 @@ async def _serve(call: ApiCall[Any, Any], operation: Operation) -> Any:
     return operation.answered(**{operation.field: found}) if operation.field else found
 
 
-async def _arguments(call: ApiCall[Any, Any], operation: Operation) -> dict[str, Any]:
+async def _arguments(call: ApiCall[Any, Any], operation: HttpOperation) -> dict[str, Any]:
     """The arguments that a request has, but for those of a page."""
     found = {
         part.name: parsed(call.path[part.name], part.hint, f"the {part.name} in the path") for part in operation.in_path
@@ -105,7 +105,7 @@ async def _arguments(call: ApiCall[Any, Any], operation: Operation) -> dict[str,
 
 
 async def _page(
-    call: ApiCall[Any, Any], operation: Operation, ask: Callable[..., Awaitable[Any]], arguments: dict[str, Any]
+    call: ApiCall[Any, Any], operation: HttpOperation, ask: Callable[..., Awaitable[Any]], arguments: dict[str, Any]
 ) -> Slice[Any]:
     asked: Paging = call.query
     if operation.result is Page:
@@ -127,13 +127,13 @@ async def _page(
     return page(await ask(**arguments), asked, by)
 
 
-def _identity(operation: Operation, item: Any) -> str:
+def _identity(operation: HttpOperation, item: Any) -> str:
     """What no other item of a list has."""
     return "@".join(str(getattr(item, name)) for name in operation.cursor)
 
 
-def _after(cursor: str, operation: Operation) -> Any:
-    if operation.signature.parameters["after"].default == "":
+def _after(cursor: str, operation: HttpOperation) -> Any:
+    if operation.operation.signature.parameters["after"].default == "":
         return cursor
     if not (cursor.isascii() and cursor.isdecimal() and len(cursor) < 19):
         raise no_cursor(cursor)
@@ -141,7 +141,7 @@ def _after(cursor: str, operation: Operation) -> Any:
 
 
 async def _first_of(
-    operation: Operation, ask: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]
+    operation: HttpOperation, ask: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]
 ) -> Sequence[Any]:
     """What is told of the first things asked for, of as many as fit into one answer."""
     name = operation.body[0].name

@@ -13,10 +13,10 @@ from functools import cache
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from lightning.errors import DataError
-from lightning.store import json_codec
 from lightning.store.protocol import Store
 from lightning.types import LLM, Json, Lease, Outcome, Rollout, Scope
 
+from lightning_server import json_codec
 from lightning_server.api.change_waiters import Watchers
 from lightning_server.auth import Principal
 from lightning_server.errors import ApiError

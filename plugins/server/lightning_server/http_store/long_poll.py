@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Final, Self
 
-from lightning.store.messages import Changed
+from lightning_server.messages import Changed
 
 ROUND: Final = 25.0
 """Seconds of one request; proxies cut off longer ones."""

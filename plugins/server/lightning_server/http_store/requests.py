@@ -15,11 +15,11 @@ from typing import Any, Final, Self, cast
 from urllib.parse import quote
 
 from lightning.errors import ConfigError, DataError, StoreError
-from lightning.store import json_codec, messages
-from lightning.store.messages import LeaseRequest
 
+from lightning_server import json_codec, messages
 from lightning_server.http_store.address import split_urls, token_or_complain
 from lightning_server.http_store.transport import NotFoundError, StoreRequest, Transport
+from lightning_server.messages import LeaseRequest
 
 
 class UnansweredLeases:

@@ -14,15 +14,17 @@ from dataclasses import replace
 from typing import Any, Final, cast
 
 from lightning.errors import DataError, StoreError, UnavailableError
-from lightning.store import extras, json_codec, messages, rollout_state, rows
-from lightning.store.operation import REQUIRED, Operation
-from lightning.store.operations import LEASE_ANSWER, Operations
+from lightning.store import extras, rollout_state, rows
+from lightning.store.operation import Operation, Operations
 from lightning.store.protocol import Page, RunWatch
 from lightning.types import LLM, Lease, Rollout, Span, Transition
 
+from lightning_server import json_codec, messages
+from lightning_server.http_operation import REQUIRED, HttpOperation
 from lightning_server.http_store.long_poll import HttpWatch
 from lightning_server.http_store.requests import PAGE, Asking, written
 from lightning_server.http_store.transport import NotFoundError, UnknownRouteError
+from lightning_server.operations import LEASE_ANSWER, over_http
 
 BODY_BYTES: Final = 8 * 1024 * 1024
 """Longer lists are sent in several requests; what is one unit is sent in one."""
@@ -47,13 +49,13 @@ class HttpStore(Operations, Asking):
     async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Ask for an operation."""
         try:
-            return await self._called(operation, arguments)
+            return await self._called(over_http(operation), arguments)
         except UnknownRouteError as error:
             if operation.group is None:
                 raise
             raise operation.group.lacking(operation, f"the server at {self._urls[0]}") from error
 
-    async def _called(self, operation: Operation, arguments: dict[str, Any]) -> Any:
+    async def _called(self, operation: HttpOperation, arguments: dict[str, Any]) -> Any:
         path = _path(operation, arguments)
         query = {part.name: _shown(arguments[part.name]) for part in operation.query if _is_sent(part, arguments)}
         if operation.item is not None:
@@ -73,7 +75,7 @@ class HttpStore(Operations, Asking):
         return await self._told(operation, path, None if body is None else written(body), how)
 
     async def _told(
-        self, operation: Operation, path: Sequence[str], payload: bytes | None, how: Mapping[str, Any]
+        self, operation: HttpOperation, path: Sequence[str], payload: bytes | None, how: Mapping[str, Any]
     ) -> Any:
         """What a server answers to one request."""
         try:
@@ -85,7 +87,7 @@ class HttpStore(Operations, Asking):
         return getattr(answer, operation.field) if operation.field else answer
 
     async def _pages(
-        self, operation: Operation, path: Sequence[str], query: Mapping[str, object], arguments: Mapping[str, Any]
+        self, operation: HttpOperation, path: Sequence[str], query: Mapping[str, object], arguments: Mapping[str, Any]
     ) -> Any:
         """The items of every page from a cursor on, or the first `limit` of them."""
         most: int | None = arguments.get("limit")
@@ -106,7 +108,7 @@ class HttpStore(Operations, Asking):
                 return Page(tuple(found), cursor) if operation.result is Page else found
 
     async def _in_parts(
-        self, operation: Operation, path: Sequence[str], asked: Sequence[Any], how: Mapping[str, Any]
+        self, operation: HttpOperation, path: Sequence[str], asked: Sequence[Any], how: Mapping[str, Any]
     ) -> list[Any]:
         """What is told of all that is asked for, from answers that tell it of some."""
         found: list[Any] = []
@@ -187,7 +189,7 @@ def _id() -> str:
     return uuid.uuid4().hex
 
 
-def _once(operation: Operation, arguments: Mapping[str, Any]) -> str:
+def _once(operation: HttpOperation, arguments: Mapping[str, Any]) -> str:
     """The id under which a call is sent. None says that it may be done twice."""
     once: str | None = arguments.get("once") if operation.once else None
     return _id() if once == "" else once or ""
@@ -200,7 +202,7 @@ def _within(ttl: float) -> float:
     )  # in this order a NaN, which the server refuses, is no timeout
 
 
-def _path(operation: Operation, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+def _path(operation: HttpOperation, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     parts = operation.path.split("/")[1:]
     return tuple(str(arguments[part[1:-1]]) if part.startswith("{") else part for part in parts)
 
@@ -214,7 +216,7 @@ def _shown(value: object) -> object:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def _body(operation: Operation, arguments: Mapping[str, Any]) -> Any:
+def _body(operation: HttpOperation, arguments: Mapping[str, Any]) -> Any:
     """What is sent as the body; None when there is none."""
     if not operation.body:
         return None

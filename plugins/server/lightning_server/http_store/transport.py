@@ -31,12 +31,13 @@ from lightning.errors import (
     StoreError,
     UnavailableError,
 )
-from lightning.store import json_codec
-from lightning.store.messages import ONCE_HEADER, Failure, Problem
-from lightning.store.operation import ANSWER_SECONDS
-from lightning.store.operations import LEASE_ANSWER
 from lightning.store.threads import LoopThread, check_process, closed_error
 from yarl import URL
+
+from lightning_server import json_codec
+from lightning_server.http_operation import ANSWER_SECONDS
+from lightning_server.messages import ONCE_HEADER, Failure, Problem
+from lightning_server.operations import LEASE_ANSWER
 
 log = logging.getLogger(__name__)
 

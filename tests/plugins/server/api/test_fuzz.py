@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from lightning.store import json_codec, messages
 from lightning.store.memory import MemoryStore
 from lightning.types import Outcome, Resource, Rollout, Run, Task
+from lightning_server import json_codec, messages
 from lightning_server.api import PREFIX, description, routes
 from lightning_server.api.table import Route
 

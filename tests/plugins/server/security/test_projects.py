@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning.errors import ConflictError, DataError, LightningError, StoreError
 from lightning.store import Store
 from lightning.store.memory import MemoryStore
-from lightning.store.operations import Operations
+from lightning.store.operation import Operations
 from lightning.types import (
     Caller,
     Lease,

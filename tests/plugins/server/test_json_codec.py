@@ -16,8 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema_rs import Draft202012Validator
 from lightning.errors import DataError
-from lightning.store import json_codec, messages
-from lightning.store.operations import OPERATIONS
 from lightning.store.protocol import Alias, MetricPoint, ResourceUse
 from lightning.types import (
     Outcome,
@@ -34,6 +32,8 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_server import json_codec, messages
+from lightning_server.operations import OPERATIONS
 
 NOUNS = (
     Run,
@@ -203,3 +203,12 @@ def test_any_json_may_stand_where_a_noun_should(value: object) -> None:
             json_codec.codec_of(noun).decode(value, "it", True)
         except DataError as error:
             assert str(error).startswith(("it", "the ", "a "))  # noqa: PT017
+
+
+def test_a_new_field_of_a_rollout_reaches_the_wire() -> None:
+    longer = dataclasses.make_dataclass(
+        "Rollout", [("ancestor", str, dataclasses.field(default=""))], bases=(Rollout,), frozen=True
+    )
+    a = longer("a", "run", Task("q"), "g", ancestor="first")
+    codec = json_codec.codec_of(longer)
+    assert codec.decode(codec.encode(a), "it", True) == a

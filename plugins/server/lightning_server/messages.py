@@ -1,8 +1,8 @@
-"""What the control API's requests and answers say beyond the nouns and what `store.operations` derives: frozen values that
-client and server share.
+"""What the control API's requests and answers say beyond the nouns and what `lightning_server.operations` derives: frozen
+values that client and server share.
 
 The invariant: everything that travels is one of these, of those, or a noun of `lightning.types`, in the form that
-`store.json_codec` derives; neither side knows any other JSON.
+`lightning_server.json_codec` derives; neither side knows any other JSON.
 """
 
 from __future__ import annotations

@@ -6,19 +6,15 @@ What is in neither does not travel, except `watch`, which does not answer once, 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from functools import cache
+from typing import Final
 
-from lightning.store import messages
-from lightning.store.operation import Operation, operation, operations_of
+from lightning.store.operation import ANY, LOOK, RUN, TRAIN, Operation, Operations, operation, operations_of
 from lightning.store.protocol import Store
-from lightning.types import Rollout, Scope
+from lightning.types import Rollout
 
-# Who may use an operation, beside admins, who may use every one.
-ADMIN: Final[tuple[Scope, ...]] = ()
-TRAIN: Final = (Scope.TRAINER,)
-RUN: Final = (Scope.RUNNER, Scope.TRAINER)
-LOOK: Final = (Scope.VIEWER, Scope.TRAINER)
-ANY: Final = (Scope.VIEWER, Scope.RUNNER, Scope.TRAINER)
+from lightning_server import messages
+from lightning_server.http_operation import HttpOperation
 
 LEASE_ANSWER: Final = 10.0
 """Seconds without a byte from a server until it counts as gone where a lease may expire meanwhile: another one is asked while
@@ -31,8 +27,8 @@ ALIAS: Final = "/resources/{name}/aliases/{alias}"
 ATTEMPT: Final = "/rollouts/{rollout}/attempts/{attempt}"
 
 
-class Operations:
-    """A `Store` but for `open`, `close` and `watch`, each of whose methods is one `call` of what derives from this."""
+class HttpTable:
+    """A line for each method of `lightning.store.operation.Operations`."""
 
     # runs -------------------------------------------------------------------------------------------------------
     list_runs = operation(
@@ -249,9 +245,12 @@ class Operations:
     roll_back_alias = operation(Store.roll_back_alias, f"POST {ALIAS}/rollback", TRAIN)
     alias_history = operation(Store.alias_history, f"GET {ALIAS}/history", LOOK, empty=True)
 
-    async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
-        """Do one operation with all of its arguments, by name."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it calls {operation.name}")
+
+@cache
+def over_http(operation: Operation) -> HttpOperation:
+    """What an operation of the store or of a plugin is over HTTP."""
+    line = operation.line or vars(HttpTable)[operation.name].line
+    return HttpOperation(operation, line)
 
 
-OPERATIONS: Final = operations_of(Operations)
+OPERATIONS: Final = tuple(map(over_http, operations_of(Operations)))
