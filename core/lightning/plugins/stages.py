@@ -102,6 +102,8 @@ class Contract:
                 ) from error
             if stage is not None:
                 named.append(NamedStage(name, stage, owner.version, owner.name))
+        for each in named:
+            self.check(each)
         for setting in self.of_stages:
             if getattr(config, setting) != _default(config, setting) and (why := self.why_idle(named, config, setting)):
                 raise ConfigError(why)
