@@ -183,8 +183,9 @@ def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | 
 
     The factory makes a `lightning.gateway.stages.CallStage` of `lightning.gateway.calls.Parts`, once for each gateway; None
     where that gateway's settings do not need it. It raises `ConfigError` for settings that cannot be met, and opens nothing:
-    before a run starts, a gateway that is not used is made to see that. A stage that raises fails the call. Which stages stand
-    before or after it the stage says itself; what is not said is refused at the start, unless `gateway.stage_order` says it.
+    before a run starts, a gateway that is not used is made to see that. A stage that raises fails the call, or the attempt that
+    has ended. Which stages stand before or after it the stage says itself; what is not said is refused at the start, unless
+    `gateway.stage_order` says it.
     """
 
 

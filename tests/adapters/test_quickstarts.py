@@ -220,7 +220,7 @@ async def _run_all(vllm: OwnedVLLM) -> Mapping[str, list[Transition] | str]:
     await gateway.start()
     await runner.start()
     try:
-        await work(store, runner, RUN, gateway.llm, worker="w", config=config)
+        await work(store, runner, RUN, gateway.llm, worker="w", config=config, line=gateway.parts.line)
     finally:
         await runner.close()
         await gateway.close()

@@ -49,7 +49,7 @@ async def run_in_worker(
         await gateway.start()
         await runner.start()
         try:
-            await work(store, runner, RUN, gateway.llm, worker="w", config=config)
+            await work(store, runner, RUN, gateway.llm, worker="w", config=config, line=gateway.parts.line)
         finally:
             await runner.close()
             await gateway.close()

@@ -60,7 +60,7 @@ async def play(*replies: Reply, task: Task = TASK) -> Played:
         await gateway.start()
         await runner.start()
         try:
-            await work(store, runner, "run", gateway.llm, worker="w", config=config)
+            await work(store, runner, "run", gateway.llm, worker="w", config=config, line=gateway.parts.line)
         finally:
             await runner.close()
             await gateway.close()

@@ -184,7 +184,7 @@ async def play(*replies: str) -> Played:
         await gateway.start()
         await runner.start()
         try:
-            await work(store, runner, "run", gateway.llm, worker="w", config=config)
+            await work(store, runner, "run", gateway.llm, worker="w", config=config, line=gateway.parts.line)
         finally:
             await runner.close()
             await gateway.close()

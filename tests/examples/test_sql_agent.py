@@ -139,7 +139,7 @@ async def store() -> AsyncIterator[MemoryStore]:
         await runner.start()
         stack.push_async_callback(runner.close)
         await opened.create_rollouts(train_rollouts("run", 0, [TASK, replace(TASK, id="again")], 4, 1))
-        await work(opened, runner, "run", gateway.llm, worker="test", config=config)
+        await work(opened, runner, "run", gateway.llm, worker="test", config=config, line=gateway.parts.line)
         yield opened
 
 

@@ -132,7 +132,7 @@ class Suite:
         self._keys[program.name] = llm.api_key
         said, aborted = len(self._truth.said), len(self._fake.aborted)
         outcome = await runner.run(lease, llm)
-        await report(self._store, identity, lease.attempt, outcome)
+        await report(self._store, identity, lease.attempt, outcome, self._gateway.parts.line)
         calls = await self._store.transitions(identity)
         self.seen[program.name] = calls, outcome
         result = Result(program.name, program.framework, _version(program.distribution), error=outcome.error)

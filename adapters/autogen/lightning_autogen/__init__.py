@@ -15,8 +15,8 @@ try:
     import opentelemetry.sdk.trace  # noqa: F401 — AutoGen itself only brings the API
 except ImportError as error:
     raise lightning.MissingExtraError("autogen", "opentelemetry.sdk") from error
-from lightning.instrument.tracer_provider import ProviderWatch
 from lightning.plugins.importing import on_import
+from lightning_otel.tracer_provider import ProviderWatch
 
 from lightning_autogen.direct import DirectCalls
 from lightning_autogen.handler import Installed, LightningHandler, caller_here, receivers

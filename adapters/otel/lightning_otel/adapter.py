@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import lightning
 from lightning.installation import install_command
 from lightning.instrument import by_type, check_supported
-from lightning.instrument.tracer_provider import ProviderWatch, is_sdk_disabled
 
 from lightning_otel.spans import caller_here, receivers
+from lightning_otel.tracer_provider import ProviderWatch, is_sdk_disabled
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import lightning
-from lightning.instrument import ask, current_caller
+from lightning.instrument import ask, attached_adapters, current_caller
 from lightning.instrument import emit as report
-from lightning.instrument.tracer_provider import attached_adapters
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 

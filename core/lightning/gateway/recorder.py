@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -18,24 +17,13 @@ from typing import TYPE_CHECKING
 
 from lightning.bounded import Bounded
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
-from lightning.gateway.dialects import Capture, Choice
+from lightning.gateway.dialects import Choice
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
 from lightning.printable import printable
-from lightning.redaction import redacted, redacted_span
-from lightning.spans.attributes import (
-    AGENT_NAME,
-    ERROR_TYPE,
-    EXECUTE_TOOL,
-    OPERATION,
-    RESPONSE_ID,
-    TOOL_ARGUMENTS,
-    TOOL_CALL_ID,
-    TOOL_NAME,
-    UNKNOWN_TOOL,
-)
+from lightning.redaction import redacted
 from lightning.store.protocol import Store
-from lightning.types import EXPIRED, UNSERVED, Caller, CallStatus, Span, Transition, logprobs, token_ids
+from lightning.types import EXPIRED, UNSERVED, Caller, CallStatus, Transition, logprobs, token_ids
 
 if TYPE_CHECKING:
     from lightning.gateway.call import Call
@@ -127,8 +115,6 @@ class Recorder:
         is replaced."""
         ticket = call.ticket
         await self._append(ticket, build(call, await ticket.counter.first() + ticket.offset, status))
-        if status.answered and (spans := invented_tools(ticket, call.capture)):
-            await self._store.append_spans(spans)  # now that there is a call that they belong to
 
     async def take_back(self, ticket: Ticket) -> None:
         """The answer to a call that was appended did not arrive: it was aborted. One that had no answer is what it was; it is
@@ -203,42 +189,6 @@ def build(call: Call, first: int, status: CallStatus) -> list[Transition]:
             requested_model=plan.requested_model,
         )
         for offset, (index, choice) in enumerate(choices)
-    ]
-
-
-def invented_tools(ticket: Ticket, capture: Capture) -> list[Span]:
-    """The tools that an answer calls and its request does not offer, each as the span of a run that failed: no framework tells
-    of a tool that it does not know."""
-    called = [call for _, choice in sorted(capture.choices.items()) for call in choice.invented]
-    if not called:
-        return []
-    trace = hashlib.sha256(f"{ticket.rollout} {ticket.attempt}".encode()).hexdigest()[:32]
-    offered, now = ", ".join(sorted(capture.offered)), time.time()
-    return [
-        redacted_span(
-            Span(
-                ticket.rollout,
-                ticket.attempt,
-                trace,
-                hashlib.sha256(f"{capture.id} {place}".encode()).hexdigest()[:16],
-                name=f"{EXECUTE_TOOL} {call.name}",
-                started_at=now + place * 1e-6,  # in their order
-                ended_at=now + place * 1e-6,
-                status="error",
-                error=f"the model called a tool that its request does not offer; it offers {offered}"[:LONGEST_ERROR],
-                service="lightning",
-                attributes={
-                    OPERATION: EXECUTE_TOOL,
-                    AGENT_NAME: ticket.caller.name,
-                    RESPONSE_ID: capture.id,
-                    TOOL_NAME: call.name,
-                    TOOL_CALL_ID: call.id,
-                    TOOL_ARGUMENTS: call.arguments,
-                    ERROR_TYPE: UNKNOWN_TOOL,
-                },
-            )
-        )
-        for place, call in enumerate(called)
     ]
 
 

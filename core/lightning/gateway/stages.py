@@ -1,13 +1,15 @@
 """Where plugins stand in the line of a call: the points, their order, and what happens when a stage fails.
 
 The invariant: stages fail closed. A call on which a stage fails is not answered, its record names the plugin, and its attempt
-is made again as after any fault of the infrastructure; no stage is left out silently. The order of two stages that stand at the
-same point is said by one of them, or by `gateway.stage_order`; it never depends on what was installed first.
+is made again as after any fault of the infrastructure; so is an attempt on whose outcome a stage fails. No stage is left out
+silently. The order of two stages that stand at the same point is said by one of them, or by `gateway.stage_order`; it never
+depends on what was installed first.
 
     admitted   the agent's request, unchanged: answer it, refuse it, say whose it is
     sending    the policy server's request: change it
     settled    the answer is read and its tokens' versions are known: refuse it, add extras
     kept       the call is durable: remember it
+    ended      an attempt has ended: change its outcome before that is stored, or void it
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias
 
@@ -34,7 +36,7 @@ from lightning.gateway.recorder import refuse_unstored
 from lightning.plugins import stages as named
 from lightning.plugins.stages import StageError
 from lightning.store import extras
-from lightning.types import Json, Rollout, Transition
+from lightning.types import Fault, Json, Outcome, Rollout, Transition
 
 if TYPE_CHECKING:
     from lightning.gateway.calls import Parts
@@ -95,6 +97,13 @@ class CallStage(named.Stage):
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
         """The store has the call: one transition for each choice. The agent has not got the end of the answer."""
 
+    async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
+        """The attempt `rollout.attempt` has ended: what is stored in place of its outcome, which was judged by its `calls`. A
+        void one has no reward and a fault. Asked again when the outcome is told again. It raises `StoreError` for the store's
+        failure: the outcome is told again then. For anything else that it raises the attempt failed by the infrastructure's
+        fault."""
+        return outcome
+
     def told(self, rollout: Rollout) -> Json:
         """What the plugin's stage of the same name around attempts is told of an attempt at this rollout, in `LLM.extras`; None
         for nothing. A runner without such a stage does not make an attempt that it is told of."""
@@ -108,8 +117,8 @@ CONTRACT: Final = named.Contract(
     kind=CallStage,
     asked="call_stages",
     api=API,
-    points=(*POINTS, "elsewhere", "told"),
-    ordered=(*POINTS, "elsewhere"),
+    points=(*POINTS, "ended", "elsewhere", "told"),
+    ordered=(*POINTS, "ended", "elsewhere"),
     setting="gateway.stage_order",
     settings=GatewayConfig.model_fields,
     of_stages=("providers", "record_requests"),
@@ -128,7 +137,7 @@ class Line:
         for each in stages:
             _check(each)
         self._standing = {point: [(each, getattr(each.stage, point)) for each in self._at(point)] for point in POINTS}
-        self._elsewhere = self._at("elsewhere")
+        self._ended, self._elsewhere = self._at("ended"), self._at("elsewhere")
 
     def _at(self, point: str) -> list[NamedStage]:
         return [each for each in self.stages if each.stands_at(point)]
@@ -225,6 +234,25 @@ class Line:
                 ]
         return None
 
+    async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
+        """See `CallStage.ended`. Raises `StoreError`."""
+        for each in self._ended:
+            try:
+                said = await each.stage.ended(rollout, outcome, calls)
+                if not isinstance(said, Outcome):
+                    raise TypeError(f"it returned {said!r}, which is no Outcome")
+            except StoreError:
+                raise
+            except Exception as error:
+                log.exception("the stage %s failed on the outcome of %s (ended)", each.said, rollout.id)
+                why = (
+                    f"the stage {each.said} failed on this outcome (ended: {type(error).__name__}: {error}). Mend the plugin, "
+                    f"or start without it: {each.off}"
+                )
+                return replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=why)
+            outcome = said
+        return outcome
+
     async def broken_off(self, call: Call, answer: Answer) -> None:
         """Ask all stages but the one that stopped the call to settle it. It gets no answer, and is stored whatever they say."""
         call.extras.clear()  # those of an answer that nobody gets
@@ -246,6 +274,9 @@ class Line:
             if found is not None:
                 return partial(_pass_on, each, found, rollout)
         return None
+
+
+NO_LINE: Final = Line(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +399,6 @@ def _check(each: NamedStage) -> None:
     for plain in (stage.told, stage.elsewhere):
         if inspect.iscoroutinefunction(plain):
             raise GatewayError(f"{plain.__name__!r} of the stage {each.said} is not awaited: begin it with `def`")
-    for point in filter(each.stands_at, POINTS):
+    for point in filter(each.stands_at, (*POINTS, "ended")):
         if not inspect.iscoroutinefunction(getattr(stage, point)):
             raise GatewayError(f"{point!r} of the stage {each.said} is awaited: begin it with `async def`")

@@ -9,6 +9,7 @@ from lightning.instrument.adapter_tools import by_type, check_supported, replace
 from lightning.instrument.components import ask, component, component_path, current_caller, tool
 from lightning.instrument.context import ActiveAttempt, activate, current_attempt, emit, label, reward, state
 from lightning.instrument.frames import user_functions
+from lightning.instrument.frameworks import attached_adapters
 from lightning.instrument.httpx_patch import install_tap
 from lightning.instrument.own_client import MarkedRequest, mark_request
 from lightning.instrument.scopes import ActiveScope, Scopes
@@ -22,6 +23,7 @@ __all__ = [
     "ToolSlot",
     "activate",
     "ask",
+    "attached_adapters",
     "by_type",
     "check_supported",
     "component",

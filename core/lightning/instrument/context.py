@@ -30,11 +30,10 @@ from types import FrameType
 from lightning.bounded import Once
 from lightning.errors import DataError
 from lightning.instrument.last_call import Trail
-from lightning.instrument.otel_parent import parent_of_spans
 from lightning.instrument.providers import Address, Url, place_of
 from lightning.instrument.starters import starter_here
 from lightning.instrument.texts import arguments_of, caller_of, number, size_of, state_of, text_of
-from lightning.spans.trace import traceparent_of
+from lightning.instrument.trace import traceparent_of
 from lightning.types import LLM, Caller, StepReward, StepState, ToolEvent
 
 logger = logging.getLogger(__name__)
@@ -281,7 +280,7 @@ def activate(llm: LLM, *, alone: bool = False) -> Iterator[ActiveAttempt]:
     with _lock:
         _active.append(attempt)
     try:
-        with parent_of_spans(llm.api_key), attempt.calls.given():
+        with attempt.calls.given():
             yield attempt
     finally:
         attempt.close()

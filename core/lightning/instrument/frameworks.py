@@ -28,6 +28,13 @@ FRAMEWORKS: Final = (
 """Modules of frameworks with agents or tools of their own, for which an adapter may be missing or not attached."""
 
 
+def attached_adapters() -> set[str]:
+    """The adapters that are attached to their frameworks: each reports the tools of its framework itself."""
+    from lightning.plugins import plugins
+
+    return plugins().attached()
+
+
 def without_adapter() -> str:
     """The framework without adapter whose code makes the running call; empty where there is none."""
     imported = tuple(name for name in FRAMEWORKS if name in sys.modules)
@@ -35,7 +42,7 @@ def without_adapter() -> str:
         return ""
     from lightning.plugins import plugins
 
-    attached = plugins().attached()
+    attached = attached_adapters()
     adapted = {info.waits_for.partition(".")[0] for info in plugins().adapters() if info.name in attached}
     missing = [name for name in imported if name.partition(".")[0] not in adapted]
     frame = sys._getframe(1) if missing else None  # noqa: SLF001 — the one way to the stack that builds no list of all frames

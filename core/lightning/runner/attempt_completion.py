@@ -1,8 +1,8 @@
 """Ends an attempt: judges its outcome against what was recorded of it, and keeps it.
 
-The invariant: an outcome is judged against the calls and the spans that the store has, not against the agent's word, by the
-process that talks to the database: the trainer for agents beside it, a server for agents anywhere else. An attempt that failed
-because no policy server was there is given back and not spent, whichever runner had it.
+The invariant: an outcome is judged against the calls that the store has, not against the agent's word, and then given to the
+stages of plugins, by the process that talks to the database: the trainer for agents beside it, a server for agents anywhere
+else. An attempt that failed because no policy server was there is given back and not spent, whichever runner had it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from lightning.batch.branches import why_no_branch
 from lightning.errors import DataError, StaleAttemptError
+from lightning.gateway.stages import NO_LINE, Line
 from lightning.instrument.texts import number
 from lightning.redaction import redacted_outcome
 from lightning.runner.policy_faults import cause_in_record, described
-from lightning.spans.derive import with_spans
 from lightning.store.protocol import Store
 from lightning.types import (
     BRANCH_VOID,
@@ -53,34 +53,33 @@ OUTLIVED = (
 )
 
 
-async def report(store: Store, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
-    """End an attempt with the outcome that the runner saw, in the light of what is stored; return the rollout as it stands.
+async def report(store: Store, rollout: str, attempt: int, outcome: Outcome, line: Line = NO_LINE) -> Rollout:
+    """End an attempt with the outcome that the runner saw, in the light of what is stored and of what stages say of it; return
+    the rollout as it stands.
 
     Raises what `Store.complete` raises: `StaleAttemptError` for an attempt that was superseded or has ended otherwise.
     """
-    judged, spend = outcome.fault is not Fault.INFRASTRUCTURE, True
-    spans = await store.spans(rollout, attempt)
-    if judged or outcome.labels or spans:
-        calls = await store.transitions(rollout, attempt)
-        await _check_labels(store, rollout, attempt, outcome, calls)
-        if judged:
-            kept = await store.get_rollout(rollout)
-            branch = kept is not None and kept.parent is not None
+    spend, calls = True, await store.transitions(rollout, attempt)
+    if (kept := await store.get_rollout(rollout)) is not None:
+        kept = replace(kept, attempt=attempt)
+        _check_labels(kept, outcome, calls)
+        if outcome.fault is not Fault.INFRASTRUCTURE:
+            branch = kept.parent is not None
             outcome = judge(outcome, calls, branch=branch)
-            if kept is not None and branch and (outcome.reward is not None or outcome.fault is Fault.POLICY):
-                why = await why_no_branch(store, replace(kept, attempt=attempt), calls)
+            if branch and (outcome.reward is not None or outcome.fault is Fault.POLICY):
+                why = await why_no_branch(store, kept, calls)
                 outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=why) if why else outcome
             spend = not (outcome.fault is Fault.INFRASTRUCTURE and any(map(is_unserved, calls)))
-        outcome = with_spans(outcome, spans, calls)
+        outcome = await line.ended(kept, outcome, calls)
     if outcome.error or outcome.tool_events or outcome.step_states:  # in a thread, since tools may say a lot
         outcome = await asyncio.to_thread(redacted_outcome, outcome)
     try:
         return await store.complete(rollout, attempt, outcome, spend=spend)
     except StaleAttemptError:
-        kept = await store.get_rollout(rollout)
-        if kept is None or not _ended_so(kept, attempt, outcome):
+        found = await store.get_rollout(rollout)
+        if found is None or not _ended_so(found, attempt, outcome):
             raise
-        return kept
+        return found
 
 
 def _ended_so(kept: Rollout, attempt: int, outcome: Outcome) -> bool:
@@ -152,17 +151,15 @@ def _is_expired(call: Transition) -> bool:
     return call.status is CallStatus.ERROR and call.finish_reason == EXPIRED
 
 
-async def _check_labels(
-    store: Store, rollout: str, attempt: int, outcome: Outcome, calls: Sequence[Transition]
-) -> None:
+def _check_labels(rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> None:
     """Say which labels name no call; the store ignores them. In a branch some are of calls that its parent has."""
     unknown = sorted(set(outcome.labels) - {call.id for call in calls})
-    if unknown and (found := await store.get_rollout(rollout)) is not None and found.parent is None:
+    if unknown and rollout.parent is None:
         logger.warning(
             "rollout %s, attempt %d: lightning.label() named %d responses that are not recorded, such as %.200r: "
             "use the `id` of a reply that the gateway gave to this rollout",
-            rollout,
-            attempt,
+            rollout.id,
+            rollout.attempt,
             len(unknown),
             unknown[0],
         )

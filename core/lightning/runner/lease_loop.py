@@ -18,6 +18,7 @@ from typing import Protocol, cast
 from lightning.asyncio_utils import cancel
 from lightning.config import RunnerConfig
 from lightning.errors import StaleAttemptError
+from lightning.gateway.stages import NO_LINE, Line
 from lightning.plugins.stages import StageError
 from lightning.runner.attempt_completion import report
 from lightning.runner.protocol import Runner
@@ -75,6 +76,7 @@ async def work(
     *,
     worker: str,
     config: RunnerConfig,
+    line: Line = NO_LINE,
     on_finished: Callable[[Rollout], None] | None = None,
     source: Source | None = None,
 ) -> None:
@@ -82,12 +84,13 @@ async def work(
 
     With a `source` it goes on until it is cancelled, and asks for more whenever there is room.
 
-    `worker` names this process in leases; what it held before (a restart) is given back first. `on_finished` hears of each
+    `worker` names this process in leases; what it held before (a restart) is given back first. The stages of `line`,
+    the gateway's, are asked of each outcome before it is stored. `on_finished` hears of each
     rollout that ends here for good. Cancelling ends the agents and gives the leases back.
     Errors of the store, of `llm_for`, of `on_finished` and of `source` propagate; `RunnerError` means that no agent can be
     run.
     """
-    delivery = _FromStore(store, run, llm_for, worker, config.lease_ttl, source)
+    delivery = _FromStore(store, run, llm_for, worker, config.lease_ttl, source, line)
     await deliver(delivery, runner, config, on_finished=on_finished, news=source.changed if source else None)
 
 
@@ -112,9 +115,16 @@ class _FromStore:
     """The `Delivery` of one run, from the store itself."""
 
     def __init__(
-        self, store: Store, run: str, llm_for: Callable[[Lease], LLM], worker: str, ttl: float, source: Source | None
+        self,
+        store: Store,
+        run: str,
+        llm_for: Callable[[Lease], LLM],
+        worker: str,
+        ttl: float,
+        source: Source | None,
+        line: Line,
     ) -> None:
-        self._store, self._run, self._llm_for = store, run, llm_for
+        self._store, self._run, self._llm_for, self._line = store, run, llm_for, line
         self._worker, self._ttl, self._source = worker, ttl, source
 
     def watch(self) -> AbstractAsyncContextManager[RunWatch]:
@@ -139,7 +149,7 @@ class _FromStore:
         await self._store.renew(lease, ttl=self._ttl)
 
     async def report(self, lease: Lease, outcome: Outcome) -> Rollout:
-        return await report(self._store, lease.rollout.id, lease.attempt, outcome)
+        return await report(self._store, lease.rollout.id, lease.attempt, outcome, self._line)
 
     async def release(self) -> None:
         await self._store.release(self._worker)

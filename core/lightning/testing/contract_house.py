@@ -144,15 +144,19 @@ class House:
         """Report a rollout as the runner does, and read from the store what it left there."""
         outcome = returned(1.0, active, 0.0) if error is None else raised(error, active, 0.0)
         rollout, attempt = lease.rollout.id, lease.attempt
-        self.do(report(self._store, rollout, attempt, outcome))
+        self.do(self._report(rollout, attempt, outcome))
         events = self.do(self._store.attempts_of([(rollout, attempt)]))[0].tool_events
         return Ran(answer, error, tuple(self.calls(lease)), tuple(events))
 
     def end(self, lease: Lease, outcome: Outcome) -> tuple[Rollout, list[Transition], Attempt]:
         """Report an outcome as a runner does; what the store has then."""
         rollout, attempt = lease.rollout.id, lease.attempt
-        ended = self.do(report(self._store, rollout, attempt, outcome))
+        ended = self.do(self._report(rollout, attempt, outcome))
         return ended, self.calls(lease), self.do(self._store.attempts_of([(rollout, attempt)]))[0]
+
+    async def _report(self, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
+        assert self._gateway is not None, "the house has been started"
+        return await report(self._store, rollout, attempt, outcome, self._gateway.parts.line)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

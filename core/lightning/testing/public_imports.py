@@ -36,7 +36,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.store",
             "lightning.text_files",
         ),
-        "an adapter, of spans": ("lightning.instrument.tracer_provider", "lightning.plugins.importing"),
+        "an adapter, of spans": ("lightning.plugins.importing",),
         "a server of any kind": (
             "lightning.addresses",
             "lightning.asyncio_utils",
@@ -142,7 +142,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.policy_server.weight_transfer",
             "lightning.policy_server.weight_transfer.transfer",
         ),
-        "a tracker": ("lightning.spans.attributes", "lightning.spans.trace", "lightning.store.exchanges"),
+        "a tracker": ("lightning.instrument.trace", "lightning.store.exchanges"),
         "a search": (
             "lightning.instrument.components",
             "lightning.store.resource_ref",

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning.config import Config, RunnerConfig
+from lightning.gateway.stages import Line
 from lightning.plugins import plugins
 from lightning.runner.lease_loop import Source, work
 from lightning.runner.protocol import Runner
@@ -49,14 +50,16 @@ def hidden_from_agents(config: Config, out: Path, url: str) -> Config:
 class Agents:
     """The agents of one run. A `runner` whose `concurrency` is 0 runs none in this process: clients do.
 
-    `how_to_join` is the command that starts a client (empty: the runner does), told when nobody takes what waits. With
-    `shared` clients are expected beside the runner of this process.
+    The stages of `line`, the gateway's, are asked of the outcomes of its own runner. `how_to_join` is the command that starts a
+    client (empty: the runner does), told when nobody takes what waits. With `shared` clients are expected beside the runner of
+    this process.
     """
 
     def __init__(
-        self, store: Store, run: str, runner: Runner, config: RunnerConfig, llm_for: Callable[[Lease], LLM]
+        self, store: Store, run: str, runner: Runner, config: RunnerConfig, llm_for: Callable[[Lease], LLM], line: Line
     ) -> None:
-        self._store, self._run, self._runner, self._config, self._llm_for = store, run, runner, config, llm_for
+        self._store, self._run, self._runner, self._config = store, run, runner, config
+        self._llm_for, self._line = llm_for, line
         self._open: dict[str, Rollout] = {}
         self._told: Callable[[Rollout], None] = lambda rollout: None
         self._silent_since = time.monotonic()
@@ -92,6 +95,7 @@ class Agents:
                 self._llm_for,
                 worker=f"{self._run}/local",
                 config=self._config,
+                line=self._line,
                 on_finished=self._tell,
                 source=source,
             )

@@ -86,7 +86,9 @@ class Stack:
 
     def __post_init__(self) -> None:
         self.owner = Owner(self.store, self.run.id, seed=seed_of(self.config))
-        self.agents = Agents(self.store, self.run.id, self.runner, self.config.runner, self.llm)
+        self.agents = Agents(
+            self.store, self.run.id, self.runner, self.config.runner, self.llm, self.gateway.parts.line
+        )
 
     def llm(self, lease: Lease) -> LLM:
         """The model as one attempt sees it; evaluations may fix the temperature."""

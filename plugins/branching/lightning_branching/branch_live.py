@@ -60,4 +60,4 @@ async def open_live(
         return replace(llm, prompts=prompts.of(lease.rollout), seed=how.agent_seed(lease.rollout))
 
     seen = of_project(store, run.project)
-    return LiveAgents(seen, Agents(seen, run.id, runner, config.runner, llm_for), prompts)
+    return LiveAgents(seen, Agents(seen, run.id, runner, config.runner, llm_for, gateway.parts.line), prompts)

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import time
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -48,7 +49,12 @@ class Control:
         agents = AgentAccess(gateway, self._public_url)
         limits = Limits(body_bytes=config.gateway.max_body_bytes)
         self._api = Api(
-            store, Authenticator(store), finish=report, llm_for=agents.llm_for, served=gateway.served, limits=limits
+            store,
+            Authenticator(store),
+            finish=partial(report, line=gateway.parts.line),
+            llm_for=agents.llm_for,
+            served=gateway.served,
+            limits=limits,
         )
         gateway.mount(self._api)
 

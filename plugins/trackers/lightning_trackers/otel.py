@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lightning.errors import ConfigError, MissingExtraError
-from lightning.spans.attributes import SERVICE_NAME
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Json
+from lightning_otel.attributes import SERVICE_NAME
 
 if TYPE_CHECKING:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -10,11 +10,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
-from lightning.spans import attributes as genai
-from lightning.spans.trace import root_span_id
+from lightning.instrument.trace import root_span_id
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Caller, Json, Span, StepReward, ToolEvent, Transition
 from lightning.types import Status as Stands
+from lightning_otel import attributes as genai
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags

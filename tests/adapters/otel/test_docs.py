@@ -10,9 +10,9 @@ from pathlib import Path
 from lightning.config import GatewayConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.instrument import activate
-from lightning.spans.derive import with_spans
 from lightning.store.memory import MemoryStore
 from lightning.types import Outcome, Rollout, Run, Task
+from lightning_otel.traces.derive import with_spans
 
 PAGE = Path(__file__).parents[3] / "docs" / "tracing.md"
 BLOCK = re.compile(r"<!-- run by tests/adapters/otel/test_docs.py -->\n```sh\n(.*?)```", re.DOTALL)

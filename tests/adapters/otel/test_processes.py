@@ -14,9 +14,9 @@ from urllib.request import Request, urlopen
 import pytest
 from lightning.config import GatewayConfig, RunnerConfig
 from lightning.gateway import Gateway, Upstream
+from lightning.instrument.trace import root_span_id
 from lightning.runner.lease_loop import work
 from lightning.runner.process import ProcessRunner
-from lightning.spans.trace import root_span_id
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.trainer.training_data import load_groups, rollout_digest
@@ -115,7 +115,7 @@ async def test_a_service_joins_the_rollout_by_its_traceparent(shop) -> None:
         runner = ProcessRunner(agent, config)
         await runner.start()
         try:
-            await work(store, runner, "run", gateway.llm, worker="w", config=config)
+            await work(store, runner, "run", gateway.llm, worker="w", config=config, line=gateway.parts.line)
         finally:
             await runner.close()
             await gateway.close()

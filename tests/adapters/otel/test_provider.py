@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.instrument import components
-from lightning.instrument.tracer_provider import ProviderWatch, StandIn
 from lightning.plugins import plugins
 from lightning_otel import adapter, spans
 from lightning_otel.processor import LightningProcessor
+from lightning_otel.tracer_provider import ProviderWatch, StandIn
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider

@@ -16,8 +16,8 @@ from lightning.errors import GatewayError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.fleet.records import UNKNOWN, gateway_secret
+from lightning.instrument.trace import root_span_id, trace_id_of
 from lightning.policy_server.protocol import Update
-from lightning.spans.trace import root_span_id, trace_id_of
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.types import LLM, CallStatus, Rollout, Run, Task, Transition, VersionRun

@@ -6,19 +6,20 @@ import asyncio
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.config.sections import ProviderConfig
-from lightning.errors import ConfigError, GatewayError
+from lightning.errors import ConfigError, GatewayError, StoreError
 from lightning.gateway.stages import API, CONTRACT, POINTS, CallStage, Line, NamedStage
 from lightning.plugins import Plugins
 from lightning.plugins import stages as named
 from lightning.plugins.stages import StageError
 from lightning.testing import Reply
-from lightning.types import UNSERVED, CallStatus, Rollout, Task
+from lightning.types import UNSERVED, CallStatus, Fault, Outcome, Rollout, Task
 
 ANSWERS = """
 import lightning
@@ -423,7 +424,8 @@ async def test_a_setting_is_carried_out_by_any_stage_that_says_so(stranger, buil
     stranger(source.replace("    api", '    carries_out = ("record_requests", "providers")\n    api'))
     await build(providers=providers)
     assert not [said for said in warnings_of() if "carries it out" in said]
-    stranger(source.replace('("stranger", lambda', '("providers", lambda'), "other")
+    source = source.replace('("stranger", lambda', '("providers", lambda')
+    stranger(source.replace('api, after = 1, ("texts",)', 'api, before = 1, ("branches",)'), "other")
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "record,stranger")
     found = Plugins()
     monkeypatch.setattr(named, "plugins", lambda: found)
@@ -500,6 +502,60 @@ def test_what_is_not_awaited_is_no_coroutine() -> None:
 
     with pytest.raises(GatewayError, match=r"'told' of the stage 'teller' of the plugin 'p' is not awaited"):
         Line([teller(told)])
+
+
+# the end of an attempt ------------------------------------------------------------------------------------------------
+def ending(name: str, ended: Callable[..., object], *, after: Sequence[str] = ()) -> NamedStage:
+    async def method(self: object, *given: object) -> object:
+        return ended(*given)
+
+    fields = {"api": API, "after": tuple(after), "ended": method}
+    return NamedStage(name, type(name, (CallStage,), fields)(), plugin="p")
+
+
+ENDED = Rollout("r", "run", Task("x"), group="g", attempt=2)
+TAUGHT = Outcome(reward=1.0, rewards={"reward": 1.0}, seconds=3.0)
+
+
+async def test_stages_change_and_void_an_outcome_in_their_order() -> None:
+    def halve(rollout: Rollout, outcome: Outcome, calls: Sequence[object]) -> Outcome:
+        assert (rollout, calls) == (ENDED, ["a call"])
+        return replace(outcome, reward=(outcome.reward or 0) / 2)
+
+    def void(rollout: Rollout, outcome: Outcome, calls: Sequence[object]) -> Outcome:
+        return replace(outcome, reward=None, fault=Fault.AGENT, error=f"it was {outcome.reward}")
+
+    line = Line([ending("void", void, after=["halve"]), ending("halve", halve)])
+    said = await line.ended(ENDED, TAUGHT, ["a call"])  # type: ignore[list-item]
+    assert (said.reward, said.fault, said.error, said.seconds) == (None, Fault.AGENT, "it was 0.5", 3.0)
+    with pytest.raises(
+        GatewayError, match=r"'void' and 'halve' both stand at 'ended', and neither says which comes first"
+    ):
+        Line([ending("void", void), ending("halve", halve)])
+
+
+@pytest.mark.parametrize(
+    ("ended", "why"),
+    [
+        (lambda *given: given[1].reward / 0, "ZeroDivisionError: float division by zero"),
+        (lambda *given: None, "TypeError: it returned None, which is no Outcome"),
+    ],
+)
+async def test_an_outcome_on_which_a_stage_fails_is_the_infrastructures_fault(ended, why: str) -> None:
+    said = await Line([ending("judge", ended)]).ended(ENDED, TAUGHT, [])
+    assert (said.reward, said.rewards, said.fault, said.seconds) == (None, {}, Fault.INFRASTRUCTURE, 3.0)
+    assert said.error == (
+        f"the stage 'judge' of the plugin 'p' failed on this outcome (ended: {why}). Mend the plugin, or start without it: "
+        "LIGHTNING_DISABLE_PLUGINS=p"
+    )
+
+
+async def test_a_store_that_fails_a_stage_at_the_end_fails_nothing_but_the_report() -> None:
+    def away(*given: object) -> Outcome:
+        raise StoreError("the store is away")
+
+    with pytest.raises(StoreError, match="the store is away"):
+        await Line([ending("judge", away)]).ended(ENDED, TAUGHT, [])
 
 
 # the order ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,8 +13,9 @@ import lightning
 import pytest
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError, StaleAttemptError, StoreError
+from lightning.gateway.stages import CallStage, Line
 from lightning.plugins import plugins
-from lightning.plugins.stages import StageError
+from lightning.plugins.stages import NamedStage, StageError
 from lightning.runner.attempt_completion import judge, report
 from lightning.runner.inline import InlineRunner
 from lightning.runner.lease_loop import work
@@ -34,10 +35,10 @@ from lightning.types import (
     Outcome,
     Rollout,
     Run,
-    Span,
     Status,
     StepReward,
     Task,
+    ToolEvent,
     Transition,
     logprobs,
     token_ids,
@@ -304,22 +305,43 @@ async def test_a_reward_that_an_agent_made_of_an_outage_is_none(store: MemorySto
     assert again.attempt == 2
 
 
-async def test_an_outcome_told_again_after_late_spans_is_the_one_that_was_taken(store: MemoryStore) -> None:
+class LateStage(CallStage):
+    """Knows of a tool that nobody had told of, or fails on a credential."""
+
+    api = 1
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self._fails = fails
+
+    async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
+        if self._fails:
+            raise KeyError("password=secret")
+        return replace(outcome, tool_events=(*outcome.tool_events, ToolEvent("search", "ok")))
+
+
+async def test_an_outcome_told_again_after_a_stage_knows_more_is_the_one_that_was_taken(store: MemoryStore) -> None:
     await store.create_rollouts(rollouts(1))
     (lease,) = await store.lease(RUN, "w")
     await store.append([call(lease)])
     outcome = Outcome(reward=1.0, seconds=2.0)
     first = await report(store, lease.rollout.id, 1, outcome)
-    late = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "search"}
-    held = store.spans
-
-    async def spans(rollout: str, attempt: int | None = None) -> list[Span]:
-        return [*await held(rollout, attempt), Span(rollout, 1, "f" * 32, "e" * 16, attributes=late)]
-
-    store.spans = spans  # type: ignore[method-assign]
-    assert await report(store, lease.rollout.id, 1, outcome) == first
+    late = Line([NamedStage("late", LateStage())])
+    assert await report(store, lease.rollout.id, 1, outcome, late) == first
     with pytest.raises(StaleAttemptError):
-        await report(store, lease.rollout.id, 1, Outcome(reward=0.0, seconds=2.0))
+        await report(store, lease.rollout.id, 1, Outcome(reward=0.0, seconds=2.0), late)
+
+
+async def test_an_attempt_on_whose_outcome_a_stage_fails_is_made_again(store: MemoryStore) -> None:
+    await store.create_rollouts(rollouts(1, max_attempts=2))
+    for attempt in (1, 2):
+        (lease,) = await store.lease(RUN, "w")
+        await store.append([call(lease)])
+        line = Line([NamedStage("late", LateStage(fails=True), plugin="p")])
+        found = await report(store, "r0", attempt, Outcome(reward=1.0, seconds=2.0), line)
+        assert (found.status, found.reward) == (Status.PENDING if attempt == 1 else Status.FAILED, None)
+        assert found.fault is Fault.INFRASTRUCTURE
+        assert "the stage 'late' of the plugin 'p' failed on this outcome (ended: KeyError" in found.error
+        assert "password=secret" not in found.error
 
 
 async def test_kill_9_of_a_worker_costs_an_attempt_and_nothing_else(store: MemoryStore, tmp_path: Path) -> None:

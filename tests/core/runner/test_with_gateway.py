@@ -83,7 +83,7 @@ async def test_a_client_that_the_tap_does_not_see_labels_its_calls(agent: Callab
         runner = ProcessRunner(agent, config)
         await runner.start()
         try:
-            await work(store, runner, RUN, gateway.llm, worker="w", config=config)
+            await work(store, runner, RUN, gateway.llm, worker="w", config=config, line=gateway.parts.line)
         finally:
             await runner.close()
             await gateway.close()
@@ -110,7 +110,7 @@ async def test_every_call_lands_in_its_own_rollout_under_its_own_name() -> None:
         runner = ProcessRunner(agent, config)
         await runner.start()
         try:
-            await work(store, runner, RUN, gateway.llm, worker="w", config=config)
+            await work(store, runner, RUN, gateway.llm, worker="w", config=config, line=gateway.parts.line)
         finally:
             await runner.close()
             await gateway.close()

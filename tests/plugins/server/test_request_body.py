@@ -8,7 +8,7 @@ import httpx
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from lightning.config.sections import ProviderConfig
-from lightning.spans.trace import trace_id_of
+from lightning.instrument.trace import trace_id_of
 from lightning_server.serving import Sessions
 
 from tests.core.gateway.conftest import build  # noqa: F401 — a fixture

@@ -1,6 +1,7 @@
-"""The plugin `otel-traces`: the gateway takes spans of other processes at `/v1/traces`, also where OpenTelemetry is absent.
+"""The plugin `otel-traces`: the gateway takes spans of other processes at `/v1/traces`, and outcomes have what they say, also
+where OpenTelemetry is absent; an agent's own spans are children of its attempt.
 
-The invariant: every process loads this, so that nothing is imported before a gateway asks for its routes.
+The invariant: every process loads this, so that nothing is imported before a gateway or a runner asks.
 """
 
 from __future__ import annotations
@@ -11,8 +12,13 @@ from typing import TYPE_CHECKING
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
+    from lightning.config import RunnerConfig
     from lightning.gateway.calls import Parts
+    from lightning.gateway.stages import CallStage
+    from lightning.runner.stages import AttemptStage
     from starlette.types import ASGIApp
+
+TRACES = "traces"
 
 
 @hookimpl
@@ -20,4 +26,20 @@ def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None])
     """`traces`."""
     from lightning_otel.traces.endpoint import TraceEndpoint
 
-    register("traces", TraceEndpoint)
+    register(TRACES, TraceEndpoint)
+
+
+@hookimpl
+def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | None]], None]) -> None:
+    """`traces`."""
+    from lightning_otel.traces.stage import TracesStage
+
+    register(TRACES, TracesStage)
+
+
+@hookimpl
+def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], AttemptStage | None]], None]) -> None:
+    """`traces`."""
+    from lightning_otel.traces.parents import ParentsStage
+
+    register(TRACES, lambda config: ParentsStage())

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Final, cast
 
 import orjson
 from lightning.errors import DataError, MissingExtraError
-from lightning.spans.attributes import ERROR_TYPE, EXCEPTION_MESSAGE, EXCEPTION_TYPE, MAX_NAME, SERVICE_NAME, text
 from lightning.types import Json, Span
+
+from lightning_otel.attributes import ERROR_TYPE, EXCEPTION_MESSAGE, EXCEPTION_TYPE, MAX_NAME, SERVICE_NAME, text
 
 if TYPE_CHECKING:
     from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue

@@ -7,18 +7,29 @@ import logging
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import httpx
 import pytest
-from lightning.instrument import activate, install_tap
-from lightning.spans.trace import root_span_id, trace_id_of, traceparent_of
+from lightning import instrument
+from lightning.instrument import install_tap
+from lightning.instrument.trace import root_span_id, trace_id_of, traceparent_of
 from lightning.testing.chat_server import ChatServer
-from lightning.types import LLM
+from lightning.types import LLM, Task
+from lightning_otel.traces.parents import ParentsStage
 from opentelemetry import baggage, context, propagate, trace
 from opentelemetry.sdk.trace import TracerProvider
 
 ONE = LLM("http://127.0.0.1:8000/v1", "one", "policy")
 TWO = LLM("http://127.0.0.1:8000/v1", "two", "policy")
+
+
+@contextmanager
+def activate(llm: LLM) -> Iterator[instrument.ActiveAttempt]:
+    """An attempt inside what the stage puts around it."""
+    with instrument.activate(llm) as attempt, ParentsStage().around(Task(input=None), llm) or nullcontext():
+        yield attempt
 
 
 def injected() -> str:
@@ -92,11 +103,8 @@ def test_an_exception_leaves_the_context_as_it_was(caplog: pytest.LogCaptureFixt
 
 LATE = """
 import contextvars, sys
-from lightning.instrument import activate
-from lightning.spans.trace import traceparent_of
-from lightning.types import LLM
-
-ONE = LLM("http://127.0.0.1:8000/v1", "one", "policy")
+from lightning_otel.traces.parents import parent_of_spans
+from lightning.instrument.trace import traceparent_of
 
 def agent():
     from opentelemetry import propagate
@@ -105,12 +113,12 @@ def agent():
     return headers.get("traceparent")
 
 meta = list(sys.meta_path)
-with activate(ONE):
+with parent_of_spans("one"):
     assert not any(name.startswith("opentelemetry") for name in sys.modules)
     {call}
 assert sys.meta_path == meta
 assert agent() is None
-with activate(ONE):
+with parent_of_spans("one"):
     assert agent() == traceparent_of("one")
 assert agent() is None
 """
@@ -125,9 +133,8 @@ def test_an_agent_that_imports_it_late_has_the_parent_from_then_on(how: str) -> 
 
 BESIDE = """
 import asyncio
-from lightning.instrument import activate
-from lightning.spans.trace import traceparent_of
-from lightning.types import LLM
+from lightning_otel.traces.parents import parent_of_spans
+from lightning.instrument.trace import traceparent_of
 
 def injected():
     from opentelemetry import propagate
@@ -136,7 +143,7 @@ def injected():
     return headers.get("traceparent")
 
 async def run(key, begun, importing):
-    with activate(LLM("http://127.0.0.1:8000/v1", key, "policy")):
+    with parent_of_spans(key):
         begun.set()
         await importing.wait()
         return injected()

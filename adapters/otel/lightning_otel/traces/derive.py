@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import cast
 
 import orjson
+from lightning.types import UNNAMED, Caller, Json, Outcome, Span, ToolEvent, Transition
 
-from lightning.spans.attributes import (
+from lightning_otel.attributes import (
     AGENT_NAME,
     ERROR_TYPE,
     EXECUTE_TOOL,
@@ -27,7 +28,6 @@ from lightning.spans.attributes import (
     UNKNOWN_TOOL,
     text,
 )
-from lightning.types import UNNAMED, Caller, Json, Outcome, Span, ToolEvent, Transition
 
 FRAMEWORK = "otel"
 MOST_ABOVE = 100

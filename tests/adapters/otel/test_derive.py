@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.spans.derive import with_spans
 from lightning.types import Caller, Json, Outcome, Span, ToolEvent, Transition, logprobs, token_ids
+from lightning_otel.traces.derive import with_spans
 
 DONE = Outcome(reward=1.0)
 NOBODY = Caller("agent")

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from types import ModuleType
 
-from lightning.spans.trace import root_span_id, trace_id_of
+from lightning.instrument.trace import root_span_id, trace_id_of
+from lightning.plugins.importing import on_import
+from lightning.runner.stages import AttemptStage
+from lightning.types import LLM, Task
 
 API = "opentelemetry.trace"
 
@@ -20,14 +23,19 @@ _wanted: ContextVar[_Parent | None] = ContextVar("lightning_otel_parent_wanted",
 _attached: ContextVar[_Parent | None] = ContextVar("lightning_otel_parent", default=None)
 
 
+class ParentsStage(AttemptStage):
+    """Spans that begin in an agent's call are children of its attempt."""
+
+    api, after = 1, ("branches",)
+
+    def around(self, task: Task, llm: LLM) -> AbstractContextManager[None] | None:
+        """Nothing without a key, of which the ids are made."""
+        return parent_of_spans(llm.api_key) if llm.api_key else None
+
+
 @contextmanager
 def parent_of_spans(token: str) -> Iterator[None]:
     """Let spans that begin in the block be children of the attempt with this token: now, or once the API is imported."""
-    if not token:
-        yield
-        return
-    from lightning.plugins.importing import on_import
-
     parent = _Parent(token)
     before = _wanted.set(parent)
     undo = on_import(API, parent.attach)

@@ -4,8 +4,8 @@ The invariant: the user's own provider, set before or after, gets the spans and 
 OpenTelemetry takes one provider for good. While there is none, a stand-in holds the place: it records for our processor,
 exports nothing, and steps aside for the provider that `trace.set_tracer_provider` is given.
 
-Nothing of `lightning` imports this module, which needs OpenTelemetry's API: adapters do, for what reports by its spans. The SDK
-is imported for the first span.
+Adapters of what reports by its spans import this module, which needs OpenTelemetry's API. The SDK is imported for the first
+span.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from opentelemetry import trace
-
 from lightning.errors import LightningError
+from opentelemetry import trace
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -31,13 +30,6 @@ logger = logging.getLogger(__name__)
 def is_sdk_disabled() -> bool:
     """Whether the environment keeps OpenTelemetry's SDK from recording spans."""
     return os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-
-
-def attached_adapters() -> set[str]:
-    """The adapters that are attached to their frameworks: each reports the tools of its framework itself."""
-    from lightning.plugins import plugins
-
-    return plugins().attached()
 
 
 class StandIn(trace.TracerProvider):
