@@ -94,8 +94,11 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("stores", "https"): "server",
     ("runners", "remote"): "server",
     ("servers", ""): "server",
+    ("step_stages", "alerts"): "debug",
+    ("step_stages", "rehearsed"): "debug",
 }
-"""The extras that bring names which the documentation gives to users of the core; for an empty name, any of the kind."""
+"""The extras that bring names which the documentation gives to users of the core; for an empty name, any of the kind. Of stages
+it is a setting that one carries out, or a point where one stands."""
 
 
 class _Isolating(pluggy.PluginManager):
@@ -182,7 +185,7 @@ class Plugins:
             raise PluginError(f"{wanted} needs one server, and there are two: {both}. Set {DISABLE} to one of them.")
         if not known:
             raise PluginError(
-                f"{wanted} needs a plugin that lets clients in, and there is none.{self._cures('servers')}"
+                f"{wanted} needs a plugin that lets clients in, and there is none.{self.cures('servers')}"
             )
         return cast("Callable[[], RunServer]", self.get("servers", known[0]))
 
@@ -411,9 +414,9 @@ class Plugins:
     def _no_such(self, kind: str, name: str) -> str:
         known = self._names.known(kind)
         text = f"there is no {one(kind)} {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
-        return text + self._cures(kind, name)
+        return text + self.cures(kind, name)
 
-    def _cures(self, kind: str, name: str = "") -> str:
+    def cures(self, kind: str, name: str = "") -> str:
         """What brings a name that is not there, or could."""
         text = ""
         if extra := EXTRAS.get((kind, name)):

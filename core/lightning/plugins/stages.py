@@ -33,7 +33,7 @@ class Stage:
 
 
 class StageError(LightningError):
-    """A stage failed on one attempt; the message names its plugin."""
+    """A stage failed; the message names its plugin."""
 
 
 Kind = TypeVar("Kind", bound=Stage)
@@ -119,8 +119,8 @@ class Contract:
             return ""
         return (
             f"{self.where}.{setting} is set, and no plugin is there that carries it out: the stages of {self.of} here are "
-            f"{', '.join(each.name for each in stages) or 'none'}.{plugins().left_out()} Bring the plugin back, or set "
-            f"{self.where}.{setting} = {json.dumps(off)} to go on without it"
+            f"{', '.join(each.name for each in stages) or 'none'}.{plugins().cures(self.asked, setting)} Bring the plugin "
+            f"back, or set {self.where}.{setting} = {json.dumps(off)} to go on without it"
         )
 
     def check(self, each: NamedStage[Kind]) -> None:

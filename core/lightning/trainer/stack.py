@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from lightning.policy_server.protocol import PolicyServer, Probe, Update
 from lightning.policy_server.weight_transfer import Sender
 from lightning.policy_server.weight_transfer.folder import WeightsFolder
 from lightning.runner.lease_loop import Source
-from lightning.runner.protocol import ClientRunner, Runner, StagedRunner
+from lightning.runner.protocol import ClientRunner, Runner
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.store.rollout_state import EXCUSED
@@ -226,13 +226,6 @@ class Stack:
     def upstreams(self) -> list[Upstream]:
         """Where the policy is served."""
         return [upstream_of(self.policy)]
-
-    @property
-    def stages(self) -> dict[str, Mapping[str, str]]:
-        """The stages of plugins, with their versions, by what goes through their line: calls of the trainer's gateway, and
-        attempts, where they are made beside it."""
-        around = {"attempts": self.runner.stages} if isinstance(self.runner, StagedRunner) else {}
-        return {"calls": self.gateway.stages, **around}
 
     async def tell_how_to_call(self) -> None:
         """Tell other servers over the store how this run's agents are to call the model."""
