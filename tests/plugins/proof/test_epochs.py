@@ -104,7 +104,7 @@ async def test_a_record_says_how_its_step_was_computed(bench: Bench, tmp_path: P
     async with bench(tmp_path / "run", trainer__eval_every=0, trainer__steps=2) as run:
         await run.loop.run({})
         first, second = await run.store.steps("run")
-        assert first.context.keys() == {"epoch", "weights", "base", "stages", "step_stages", *NUMERIC}
+        assert first.context.keys() == {"epoch", "weights", "base", "stages", *NUMERIC}
         assert (first.context["base"], first.context["weights"]) == ("the base", "the base")
         assert first.context["versions"]["lightning"]
         assert first.context["path"] == run.loop.stack.config.engine.step
@@ -128,6 +128,19 @@ async def test_a_resume_and_an_audit_name_the_stages_that_are_not_there_any_more
     async with bench(folder, trainer__steps=2, trainer__eval_every=0) as run:
         (warning,) = (await audit(run.store, "run")).warnings
     assert warning.startswith("from step 1 on calls were made with other stages than before: 'texts' (")
+
+
+async def test_a_resume_and_an_audit_name_the_stages_that_are_not_around_attempts_any_more(
+    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    await trained(bench, folder, trainer__steps=1, runner__tool_limits={"browser": 1})
+    await trained(bench, folder, trainer__steps=2)
+    assert "attempts are made with other stages than in step 1: 'tool_limits' (" in caplog.text
+    assert "calls are made with other stages" not in caplog.text
+    async with bench(folder, trainer__steps=2, trainer__eval_every=0) as run:
+        (warning,) = (await audit(run.store, "run")).warnings
+    assert warning.startswith("from step 1 on attempts were made with other stages than before: 'tool_limits' (")
 
 
 async def _answer(records: list[StepRecord]) -> list[StepRecord]:
