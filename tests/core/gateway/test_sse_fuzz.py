@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.gateway import Upstream, http
+from lightning.gateway import call as gateway_call
 from lightning.gateway.call import SHAPE_ERRORS
 from lightning.gateway.dialects import Capture
 from lightning.gateway.http import EventCutter, UpstreamError, data_of
