@@ -49,4 +49,4 @@ async def test_every_other_route_reads_them_too(build):  # noqa: F811 — the fi
         assert await post("/embeddings", {"input": "x"}) == 200
         assert await post("/chat/completions", judged) == 200
     assert asked == [(b'{"input": "x"}', None), (json.dumps(judged).encode(), None)]
-    assert [kept.name for kept in await house.store.spans("rollout-0")] == ["work"]
+    assert [kept.name for kept in await spans(house.store, "rollout-0")] == ["work"]
