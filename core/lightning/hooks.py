@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
     from lightning.trainer.run_server import RunServer
+    from lightning.trainer.stages import StepStage
     from lightning.types import Caller, Rollout, StepRecord, StepState, Task, ToolEvent
 
 hookspec = pluggy.HookspecMarker("lightning")
@@ -196,6 +197,17 @@ def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], At
     The factory makes a `lightning.runner.stages.AttemptStage` of the settings `runner`, once for each runner; None where they
     do not need it. It opens nothing. A stage that raises ends the attempt, which is made again. Which stages stand before or
     after it the stage says itself; what is not said is refused at the start, unless `runner.stage_order` says it.
+    """
+
+
+@hookspec
+def register_step_stages(register: Callable[[str, Callable[[Config], StepStage | None]], None]) -> None:
+    """Where a plugin stands at each step, between its computation and its commit: `register("lengths", make_lengths)`.
+
+    The factory makes a `lightning.trainer.stages.StepStage` of the settings, once for each run; None where they do not need it.
+    It raises `ConfigError` for settings that cannot be met, and opens nothing: before a run starts, a stage that is not used is
+    made to see that. A stage that raises ends the run, and its step is not committed. Which stages stand before or after it the
+    stage says itself; what is not said is refused at the start, unless `trainer.stage_order` says it.
     """
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
     from lightning.trainer.run_server import RunServer
+    from lightning.trainer.stages import StepStage
 
 ALONE = ("lightning_install", "lightning_identify")
 """Hooks that are called plugin by plugin, so that a wrapper around them would never run."""
@@ -96,8 +97,11 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("stores", "https"): "server",
     ("runners", "remote"): "server",
     ("servers", ""): "server",
+    ("step_stages", "alerts"): "debug",
+    ("step_stages", "rehearsed"): "debug",
 }
-"""The extras that bring names which the documentation gives to users of the core; for an empty name, any of the kind."""
+"""The extras that bring names which the documentation gives to users of the core; for an empty name, any of the kind. Of stages
+it is a setting that one carries out, or a point where one stands."""
 
 
 class _Isolating(pluggy.PluginManager):
@@ -184,7 +188,7 @@ class Plugins:
             raise PluginError(f"{wanted} needs one server, and there are two: {both}. Set {DISABLE} to one of them.")
         if not known:
             raise PluginError(
-                f"{wanted} needs a plugin that lets clients in, and there is none.{self._cures('servers')}"
+                f"{wanted} needs a plugin that lets clients in, and there is none.{self.cures('servers')}"
             )
         return cast("Callable[[], RunServer]", self.get("servers", known[0]))
 
@@ -227,6 +231,10 @@ class Plugins:
     def attempt_stage(self, name: str) -> Callable[[RunnerConfig], AttemptStage | None]:
         """The factory of a stage around the attempts of a runner."""
         return cast("Callable[[RunnerConfig], AttemptStage | None]", self.get("attempt_stages", name))
+
+    def step_stage(self, name: str) -> Callable[[Config], StepStage | None]:
+        """The factory of a stage at the steps of a run."""
+        return cast("Callable[[Config], StepStage | None]", self.get("step_stages", name))
 
     def operations(self) -> tuple[Operation, ...]:
         """The operations that plugins bring to every store. Raises `PluginError` for one that two bring, or the store has."""
@@ -421,9 +429,9 @@ class Plugins:
     def _no_such(self, kind: str, name: str) -> str:
         known = self._names.known(kind)
         text = f"there is no {one(kind)} {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
-        return text + self._cures(kind, name)
+        return text + self.cures(kind, name)
 
-    def _cures(self, kind: str, name: str = "") -> str:
+    def cures(self, kind: str, name: str = "") -> str:
         """What brings a name that is not there, or could."""
         text = ""
         if extra := EXTRAS.get((kind, name)):

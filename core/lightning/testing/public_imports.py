@@ -135,6 +135,12 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.policy_server.weight_transfer",
             "lightning.policy_server.weight_transfer.transfer",
         ),
+        "a stage at steps": (
+            "lightning.instrument.frameworks",
+            "lightning.plugins.attached_adapters",
+            "lightning.trainer.algorithm",
+            "lightning.trainer.stages",
+        ),
         "a tracker": ("lightning.instrument.trace", "lightning.store.exchanges"),
         "a search": (
             "lightning.instrument.components",
@@ -171,12 +177,9 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a reader of recorded runs": (
             "lightning.algorithms.presets",
             "lightning.config.fields",
-            "lightning.trainer.diagnosis",
             "lightning.trainer.held_out",
             "lightning.trainer.metrics",
             "lightning.trainer.pacing",
-            "lightning.trainer.rules",
-            "lightning.trainer.trends",
             "lightning.trainer.weight_sync",
         ),
     }

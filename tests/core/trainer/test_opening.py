@@ -32,6 +32,7 @@ from lightning.trainer import opening
 from lightning.trainer import stack as trainer_stack
 from lightning.trainer.how_to_call import HowToCall
 from lightning.trainer.stack import Stack, check_ports, open_stack
+from lightning.trainer.stages import StepLine
 from lightning.trainer.trainer import Trainer
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Run, Status, Task
 
@@ -332,7 +333,7 @@ def test_clients_are_told_how_to_call_before_a_rollout_is_made(
             raise OpenedError
 
     monkeypatch.setattr(trainer_stack, "make_policy_server", lambda *_, **__: Own())
-    monkeypatch.setattr("lightning.trainer.trainer.dry_run", dry_run)
+    monkeypatch.setattr(StepLine, "rehearsal", lambda line: dry_run)
     monkeypatch.setattr(opening, "Loop", Training)
     settings: dict[str, Any] = {"trainer__eval_temperature": 0.25, "runner__prompts": {"greeter": "hello {name}"}}
     made = make_trainer("inline", **settings)
