@@ -158,7 +158,7 @@ async def test_spans_of_nobody_are_counted_and_kept_nowhere(house, post) -> None
     llm = await house.llm()
     expired = house.gateway.issue("rollout-0", 1, ttl=0.0)
     known = trace_id_of(llm.api_key)
-    spans = [
+    sent = [
         span(known, 1),
         span("c" * 32, 2),
         span(trace_id_of(expired), 3),
@@ -166,10 +166,10 @@ async def test_spans_of_nobody_are_counted_and_kept_nowhere(house, post) -> None
         span(known[:30], 4),
         span(known, 5, parentSpanId="xyz"),
     ]
-    reply = await post(request(*spans))
+    reply = await post(request(*sent))
     partial = reply.json()["partialSuccess"]
     assert (reply.status_code, partial["rejectedSpans"]) == (200, "5")
-    assert partial["errorMessage"].startswith("5 of 6 spans were not kept. A span belongs to a rollout by its trace id")
+    assert partial["errorMessage"].startswith("5 of 6 sent were not kept. A span belongs to a rollout by its trace id")
     assert [found.span_id for found in await spans(house.store, "rollout-0")] == [f"{1:016x}"]
 
 

@@ -41,10 +41,10 @@ async def test_every_other_route_reads_them_too(build):  # noqa: F811 — the fi
             ).status_code
 
         span = {"traceId": trace_id_of(llm.api_key), "spanId": "00f067aa0ba902b7", "name": "work"}
-        spans = {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
+        traced = {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
         judged = {"model": "gpt-4o-mini", "messages": HI}
         assert await post("/messages/count_tokens", {"messages": HI}) == 200
-        assert await post("/traces", spans) == 200
+        assert await post("/traces", traced) == 200
         assert await post("/feedback", {"response_id": "x", "reward": 1}, raters) == 404  # no such response
         assert await post("/embeddings", {"input": "x"}) == 200
         assert await post("/chat/completions", judged) == 200
