@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
     from lightning.gateway.calls import Parts
+    from lightning.gateway.connections import PortGuard
     from lightning.gateway.dialects import Dialect
+    from lightning.gateway.policy import Fleet
     from lightning.gateway.stages import CallStage
     from lightning.runner.protocol import Agent, Runner
     from lightning.runner.stages import AttemptStage
@@ -116,6 +118,27 @@ def register_servers(register: Callable[[str, Callable[[], RunServer]], None]) -
 
     Asked where clients are to run agents (`runner="remote"`, `server.port`), for a project but the default one, and for a port
     beyond this machine. One plugin can be it; a training that needs none of this asks nobody.
+    """
+
+
+@hookspec
+def register_fleets(register: Callable[[str, Callable[[], Fleet]], None]) -> None:
+    """Whose servers answer besides a gateway's own, and who else must hold calls while weights change: a function that makes a
+    `lightning.gateway.policy.Fleet`.
+
+    Asked when a trainer opens and when a gateway is made. One plugin can be it; without one a trainer's gateway is the only one
+    before its policy, and keys of other runs are refused.
+    """
+
+
+@hookspec
+def register_ports(register: Callable[[str, PortGuard], None]) -> None:
+    """What stands before every route of a port, and how long its clients may take: a function that makes of the port's
+    application and the settings `gateway.limits` the application that stands before it, and the HTTP protocol that is spoken on
+    the connections, as uvicorn takes it (`lightning.gateway.connections.PortGuard`).
+
+    Asked for each port. One plugin can be it; without one a port listens on loopback alone, and those settings are refused that
+    only a guard carries out.
     """
 
 

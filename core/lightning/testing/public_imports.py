@@ -45,8 +45,8 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a server of runs": (
             "lightning.cli.resources",
             "lightning.engines.logprob_gap",
-            "lightning.gateway.fleet.records",
             "lightning.gateway.gateway",
+            "lightning.gateway.upstream.servers",
             "lightning.policy_server",
             "lightning.policy_server.auto_settings",
             "lightning.runner.attempt_completion",
@@ -86,7 +86,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.store.relational.transaction",
             "lightning.store.sqlite.connection",
         ),
-        "a keeper of databases": ("lightning.gateway.fleet.records",),
         "a stage of attempts": ("lightning.plugins.stages", "lightning.runner.stages"),
         "an API of the gateway": (
             "lightning.gateway.calls",

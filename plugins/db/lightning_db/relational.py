@@ -133,8 +133,6 @@ class RelationalKeeper(ABC):
         await self._write(lambda tx: self._forget_run(tx, run), alone=True)
 
     async def _forget_run(self, transaction: Transaction, run: str) -> None:
-        from lightning.gateway.fleet.records import fleet_state  # it brings the gateway with it
-
         await transaction.alone(f"rollouts {run}")
         # In the order of those who append: nobody does from here on.
         rollouts = {row[0] for row in await transaction.locked(queries.ROLLOUTS, (run,))}
@@ -145,7 +143,7 @@ class RelationalKeeper(ABC):
             if statement.split()[2] in tables:
                 await transaction.run(statement, (run,))
         names = [row[0] for row in await transaction.all(queries.UNNAMED_STATE)]
-        left = [("", name) for name in fleet_state(run, names)]
+        left = [("", name) for name in queries.fleet_state(run, names)]
         traces = [(row[0], row[1]) for row in await transaction.all(queries.TRACES)]
         left += [(TRACES_RUN, name) for name in queries.traces_of(rollouts, traces)]
         await transaction.many(queries.FORGET_STATE, left)
@@ -191,10 +189,8 @@ async def _busy(transaction: Transaction) -> frozenset[str]:
 
 
 async def _clear(transaction: Transaction) -> None:
-    from lightning.gateway.fleet.records import empty_seats  # it brings the gateway with it
-
     # Notices before runs: whoever announces one has put the run before.
     state = {row[0]: row[1] for row in await transaction.all(queries.UNNAMED_STATE)}
     runs = {row[0] for row in await transaction.all(queries.RUNS)}
-    await transaction.many(queries.FORGET_STATE, [("", name) for name in empty_seats(state, runs)])
+    await transaction.many(queries.FORGET_STATE, [("", name) for name in queries.empty_seats(state, runs)])
     await transaction.run(queries.FORGET_OLD_ANSWERS, (await transaction.now(),))

@@ -15,8 +15,7 @@ import pytest
 from lightning.config import Config, KubernetesConfig, RunnerConfig
 from lightning.errors import RunnerError
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.fleet.coordinator import Owner
-from lightning.gateway.fleet.records import gateway_secret
+from lightning.gateway.identity import gateway_secret
 from lightning.runner.protocol import Site
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
@@ -29,6 +28,7 @@ from lightning_k8s.health import Pace
 from lightning_k8s.runner import KubernetesRunner
 from lightning_server.auth import issue_token
 from lightning_server.control import Control
+from lightning_server.fleet.owner import Owner
 from lightning_server.tokens import put_token
 
 pytestmark = pytest.mark.slow

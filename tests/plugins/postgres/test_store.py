@@ -19,9 +19,6 @@ from typing import Any
 import asyncpg
 import pytest
 from lightning.errors import ConflictError, DataError, SchemaError, StoreError, UnavailableError
-from lightning.gateway.fleet.coordinator import Owner
-from lightning.gateway.fleet.member import Member
-from lightning.gateway.fleet.records import Seat, seat_key
 from lightning.gateway.identity import TokenSigner
 from lightning.store import rollout_state
 from lightning.store.relational import rollouts, transitions
@@ -49,6 +46,9 @@ from lightning_postgres import connections
 from lightning_postgres.connection import lock_key
 from lightning_postgres.store import PostgresStore
 from lightning_server import tokens_sql
+from lightning_server.fleet.member import Member
+from lightning_server.fleet.owner import Owner
+from lightning_server.fleet.records import Seat, seat_key
 from lightning_server.tokens import list_tokens, put_token
 
 from tests.servers.postgres import USER, PostgresServer
