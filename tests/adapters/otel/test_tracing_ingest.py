@@ -169,7 +169,7 @@ async def test_spans_of_nobody_are_counted_and_kept_nowhere(house, post) -> None
     reply = await post(request(*sent))
     partial = reply.json()["partialSuccess"]
     assert (reply.status_code, partial["rejectedSpans"]) == (200, "5")
-    assert partial["errorMessage"].startswith("5 of 6 sent were not kept. A span belongs to a rollout by its trace id")
+    assert partial["errorMessage"].startswith("5 of 6 spans were not kept. A span belongs to a rollout by its trace id")
     assert [found.span_id for found in await spans(house.store, "rollout-0")] == [f"{1:016x}"]
 
 
