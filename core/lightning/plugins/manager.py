@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from lightning.gateway.dialects import Dialect
     from lightning.gateway.policy import Fleet
     from lightning.gateway.stages import CallStage
+    from lightning.policy_server.protocol import PolicyServer
+    from lightning.policy_server.weights import WeightTransfer
     from lightning.runner.protocol import Agent, Runner
     from lightning.runner.stages import AttemptStage
     from lightning.store.operation import Operation, OperationGroup
@@ -99,6 +102,10 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("stores", "https"): "server",
     ("runners", "remote"): "server",
     ("servers", ""): "server",
+    ("policy_servers", "http"): "attach",
+    ("policy_servers", "https"): "attach",
+    ("weight_transfers", "gloo"): "attach",
+    ("weight_transfers", "nccl"): "attach",
     ("fleets", ""): "server",
     ("ports", ""): "server",
     ("step_stages", "alerts"): "debug",
@@ -294,13 +301,27 @@ class Plugins:
 
     def store(self, url: str) -> Store:
         """A store, not yet opened, for a URL such as `sqlite:///runs/a/lightning.db`; its scheme names the factory."""
+        return cast("Callable[[str], Store]", self._by_scheme("stores", url))(url)
+
+    def policy_server(self, url: str) -> Callable[[Path, Config, WeightTransfer, bool], PolicyServer]:
+        """The factory of what serves the policy at a URL; its scheme names the factory."""
+        found = self._by_scheme("policy_servers", url)
+        return cast("Callable[[Path, Config, WeightTransfer, bool], PolicyServer]", found)
+
+    def weight_transfer(self, name: str) -> Callable[[Config, object | None], WeightTransfer]:
+        """The factory of a way of new weights to a vLLM."""
+        return cast("Callable[[Config, object | None], WeightTransfer]", self.get("weight_transfers", name))
+
+    def _by_scheme(self, kind: str, url: str) -> object:
+        """The factory of what is at a URL, which is registered by the URL's scheme."""
         scheme, separator, _ = url.partition("://")
         if not separator:
             from lightning.store.url import redacted
 
-            known = ", ".join(f"{name}://" for name in self.names("stores")) or "nothing: no plugin registers a store"
-            raise PluginError(f"{redacted(url)!r} is not a store's URL: it begins with {known}")
-        return cast("Callable[[str], Store]", self.get("stores", scheme.lower()))(url)
+            begins = ", ".join(f"{name}://" for name in self.names(kind))
+            known = begins or f"nothing: no plugin registers a {one(kind)}.{self.cures(kind)}"
+            raise PluginError(f"{redacted(url)!r} is not a {one(kind)}'s URL: it begins with {known}")
+        return self.get(kind, scheme.lower())
 
     # the plugins themselves -------------------------------------------------------------------------------------
     def plugins(self) -> list[PluginInfo]:

@@ -132,8 +132,17 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.engines.rows",
             "lightning.engines.sameness",
             "lightning.engines.step",
-            "lightning.policy_server.weight_transfer",
-            "lightning.policy_server.weight_transfer.transfer",
+        ),
+        "a policy server": (
+            "lightning.policy_server.control",
+            "lightning.policy_server.model_facts",
+            "lightning.policy_server.model_folder",
+            "lightning.policy_server.owner_secret",
+            "lightning.policy_server.parsers",
+            "lightning.policy_server.profiles",
+            "lightning.policy_server.vllm_server",
+            "lightning.policy_server.weights",
+            "lightning.policy_server.worker",
         ),
         "a stage at steps": (
             "lightning.instrument.frameworks",
@@ -163,6 +172,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "a replay of training": (
             "lightning.policy_server.model_folder",
+            "lightning.policy_server.weights",
             "lightning.trainer.checkpoints",
             "lightning.trainer.own_loop",
             "lightning.trainer.context",

@@ -20,7 +20,6 @@ from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.plugins.named import name_of
 from lightning.policy_server.profiles import shares_gpu
-from lightning.policy_server.weight_transfer import Sender
 from lightning.runner.protocol import Agent, Runner
 from lightning.store.epochs import Epoch, keep_epochs, mark_over
 from lightning.store.protocol import Store
@@ -268,7 +267,7 @@ class RunOpening:
         prompts: Prompts,
         *,
         restores: bool = False,
-        sender: Sender | None = None,
+        sender: object | None = None,
     ) -> Stack:
         return await open_stack(
             resources,

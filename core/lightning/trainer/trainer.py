@@ -18,6 +18,7 @@ from lightning.asyncio_utils import run_to_end
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
+from lightning.policy_server import check_policy_server
 from lightning.runner.protocol import Agent
 from lightning.store.epochs import mark_over
 from lightning.store.resource_ref import DATABASE
@@ -106,6 +107,7 @@ class Trainer(RunOpening):
         check_server_settings(self.config)
         self.config.optimizer_model.check()  # settings are kept with the run: none that hold a password get that far
         check_gateway(self.config.gateway)
+        check_policy_server(self.config.policy_server)
         if resume and out is None:
             raise ConfigError("resume needs the run to go on with: give its folder as `out` (--out runs/NAME)")
         self.model = self._base = resolve_model(model)

@@ -7,14 +7,14 @@ transaction with all that refers to it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeVar, cast
 
 from lightning.errors import SchemaError, StoreError
 from lightning.plugins import plugins
 from lightning.store.protocol import TRACES_RUN
 from lightning.store.relational import schema
-from lightning.store.relational.brought import SqlPart, groups_in
+from lightning.store.relational.brought import SqlPart
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.schema_version import SCHEMA
 from lightning.store.url import redacted
@@ -23,6 +23,7 @@ from lightning_db import queries
 from lightning_db.keeper import DatabaseStatus, Weight, count_tokens
 
 T = TypeVar("T")
+SELECT_VERSIONS: Final = "SELECT name, version FROM operation_groups ORDER BY name"
 
 
 class RelationalKeeper(ABC):
@@ -194,3 +195,18 @@ async def _clear(transaction: Transaction) -> None:
     runs = {row[0] for row in await transaction.all(queries.RUNS)}
     await transaction.many(queries.FORGET_STATE, [("", name) for name in queries.empty_seats(state, runs)])
     await transaction.run(queries.FORGET_OLD_ANSWERS, (await transaction.now(),))
+
+
+async def groups_in(transaction: Transaction, groups: Mapping[str, SqlPart], where: object) -> dict[str, SqlPart]:
+    """The groups that a database has tables of, each with the steps that are there; `groups` are those of the plugins that are
+    installed. Raises `StoreError` for tables of a plugin that is not, which nobody here could copy."""
+    found = {}
+    for name, version in await transaction.all(SELECT_VERSIONS):
+        part = groups.get(name)
+        if part is None or version > len(part.tables):
+            raise StoreError(
+                f"{where} has tables that a plugin made for its operations {name!r}, and that plugin, or a release of it that "
+                "knows them, is not installed here: install it, so that they are copied too"
+            )
+        found[name] = SqlPart(tables=part.tables[:version])
+    return found

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.config import Config
 from lightning.config.sections import PolicyServerConfig
 from lightning.errors import ConfigError, PolicyServerError
 from lightning.policy_server import OwnedVLLM, make_policy_server, vllm_server
@@ -78,7 +79,7 @@ async def test_a_data_parallel_one_is_stopped_unless_its_weights_never_change(
     with pytest.raises(PolicyServerError, match=r"2 data-parallel engines.*policy_server\.args"):
         await server(model, tmp_path).start()
     assert processes[0].returncode == -9
-    config = PolicyServerConfig(device="cpu")
+    config = Config(policy_server=PolicyServerConfig(device="cpu"))
     serves = make_policy_server(model, config, log=tmp_path / "vllm.log", claims=False)
     await serves.start()
     assert processes[1].returncode is None

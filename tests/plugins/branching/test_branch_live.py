@@ -123,7 +123,7 @@ def test_the_policy_that_is_trained_answers_and_no_vllm_is_started(runs: Scripte
         assert list(own[0].prompt_ids) == list(theirs[1].prompt_ids)
         assert {run.version for call in own for run in call.versions} == {0}
     assert calls_of(parent) == theirs
-    assert not in_store(lambda store: store.list_rollouts("first", split="branch")).rollouts
+    assert not in_store(lambda store: store.list_rollouts("first", split="branch")).items
 
 
 def test_an_update_meanwhile_makes_branches_void(runs: ScriptedVLLM) -> None:

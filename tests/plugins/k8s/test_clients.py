@@ -149,7 +149,7 @@ async def test_a_job_that_is_killed_is_made_again(cluster: Any, kubelet: Kubelet
         return (tmp_path / "seen").exists()
 
     async def ended() -> bool:
-        return len((await site.store.list_rollouts("run-1", status=Status.SUCCEEDED)).rollouts) == 2
+        return len((await site.store.list_rollouts("run-1", status=Status.SUCCEEDED)).items) == 2
 
     try:
         await until(seen)
@@ -160,7 +160,7 @@ async def test_a_job_that_is_killed_is_made_again(cluster: Any, kubelet: Kubelet
         attending.cancel()
         await asyncio.gather(attending, return_exceptions=True)
         await runner.close()
-    assert max(one.attempt for one in (await site.store.list_rollouts("run-1")).rollouts) > 1
+    assert max(one.attempt for one in (await site.store.list_rollouts("run-1")).items) > 1
     assert sum(body["kind"] == "Job" for body in cluster.made) >= 3  # every rollout once, what was killed again
     assert not any(cluster.objects.values())
 

@@ -132,7 +132,7 @@ class Site:
         return Client(urls, agent, token=token, runner="inline", config=config, **own)  # type: ignore[arg-type]
 
     async def rollouts(self, run: str = RUN) -> dict[str, Rollout]:
-        return {rollout.id: rollout for rollout in (await self.store.list_rollouts(run)).rollouts}
+        return {rollout.id: rollout for rollout in (await self.store.list_rollouts(run)).items}
 
 
 @pytest.fixture
