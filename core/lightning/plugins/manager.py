@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
     from lightning.cli.app import Command
     from lightning.cli.check import Check
-    from lightning.config import Config, RunnerConfig
+    from lightning.config import Config
     from lightning.credit import Credit
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
@@ -40,16 +40,13 @@ if TYPE_CHECKING:
     from lightning.gateway.connections import PortGuard
     from lightning.gateway.dialects import Dialect
     from lightning.gateway.policy import Fleet
-    from lightning.gateway.stages import CallStage
     from lightning.policy_server.protocol import PolicyServer
     from lightning.policy_server.weights import WeightTransfer
     from lightning.runner.protocol import Agent, Runner
-    from lightning.runner.stages import AttemptStage
     from lightning.store.operation import Operation, OperationGroup
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
     from lightning.trainer.run_server import RunServer
-    from lightning.trainer.stages import StepStage
 
 ALONE = ("lightning_install", "lightning_identify")
 """Hooks that are called plugin by plugin, so that a wrapper around them would never run."""
@@ -256,18 +253,6 @@ class Plugins:
     def route(self, name: str) -> Callable[[Parts], ASGIApp]:
         """The factory of what answers a POST to `/v1/NAME` on gateways."""
         return cast("Callable[[Parts], ASGIApp]", self.get("routes", name))
-
-    def call_stage(self, name: str) -> Callable[[Parts], CallStage | None]:
-        """The factory of a stage in the line of calls."""
-        return cast("Callable[[Parts], CallStage | None]", self.get("call_stages", name))
-
-    def attempt_stage(self, name: str) -> Callable[[RunnerConfig], AttemptStage | None]:
-        """The factory of a stage around the attempts of a runner."""
-        return cast("Callable[[RunnerConfig], AttemptStage | None]", self.get("attempt_stages", name))
-
-    def step_stage(self, name: str) -> Callable[[Config], StepStage | None]:
-        """The factory of a stage at the steps of a run."""
-        return cast("Callable[[Config], StepStage | None]", self.get("step_stages", name))
 
     def operations(self) -> tuple[Operation, ...]:
         """The operations that plugins bring to every store. Raises `PluginError` for one that two bring, or the store has."""

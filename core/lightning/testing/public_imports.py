@@ -87,7 +87,14 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.store.relational.transaction",
             "lightning.store.sqlite.connection",
         ),
-        "a stage of attempts": ("lightning.plugins.stages", "lightning.runner.stages"),
+        "a stage of attempts": (
+            "lightning.instrument.context",
+            "lightning.instrument.starters",
+            "lightning.instrument.tool_slots",
+            "lightning.plugins.importing",
+            "lightning.plugins.stages",
+            "lightning.runner.stages",
+        ),
         "an API of the gateway": (
             "lightning.gateway.calls",
             "lightning.gateway.chat_template",
