@@ -112,6 +112,10 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.redaction",
             "lightning.store.conversation",
         ),
+        "a sampler, an order of tasks": (
+            "lightning.trainer.algorithm",
+            "lightning.trainer.samplers",
+        ),
         "a runner": (
             "lightning.instrument.providers",
             "lightning.runner.agent_serialization",
@@ -195,7 +199,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.config.fields",
             "lightning.trainer.held_out",
             "lightning.trainer.metrics",
-            "lightning.trainer.pacing",
             "lightning.trainer.weight_sync",
         ),
     }
