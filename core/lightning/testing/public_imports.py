@@ -105,7 +105,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.gateway.upstream.client",
         ),
         "a stage of calls": (
-            "lightning.gateway.answers",
             "lightning.gateway.call",
             "lightning.gateway.stages",
             "lightning.memory_budget",
