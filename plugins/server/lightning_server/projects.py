@@ -227,11 +227,6 @@ class ProjectStore(Operations):
                 "of their run"
             ) from error
 
-    async def append_spans(self, spans: Sequence[Span]) -> int:
-        """See `Store.append_spans`: those of other projects are refused as those of unknown rollouts are."""
-        seen = {rollout: await self._sees(rollout) for rollout in dict.fromkeys(span.rollout for span in spans)}
-        return await self._store.append_spans([span for span in spans if seen[span.rollout]])
-
     async def set_alias(self, name: str, alias: str, version: int, *, once: str = "") -> Alias:
         """See `Store.set_alias`."""
         await self._check_version(name, version)
