@@ -35,7 +35,6 @@ REFERENCES: Final = {
     "transitions.rollout": "rollouts.n",
     "spans.rollout": "rollouts.n",
     "transitions.parent": "transitions.n",
-    "aliases.name": "resources.name",
 }
 """Which column names a row of which table. The schema declares no foreign keys: events may arrive in any order."""
 
@@ -43,7 +42,7 @@ COLUMNS_OF_TABLES: Final = (
     ("runs", "steps", "metrics", "state"),
     ("rollouts", "attempts"),
     ("transitions", "spans"),
-    ("resources", "aliases", "operation_groups", "answers", "revisions"),
+    ("operation_groups", "answers", "revisions"),
 )
 """The places of the tables, from left to right and from top to bottom."""
 

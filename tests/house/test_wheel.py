@@ -21,8 +21,8 @@ ENTRY_POINTS = [
     "algorithms", "autogen.autogen_core", "branching", "command", "console", "crewai.crewai", "db", "debug", "deploy",
     "dialects", "dspy.dspy", "engines", "examples", "finetuning", "jsonl", "k8s", "langchain.langchain_core",
     "llama-index.llama_index.core", "openai-agents.agents", "otel-traces", "otel.opentelemetry.trace", "planner",
-    "postgres", "prompts", "raw", "ray", "record", "redis", "runners", "sandbox", "server", "smolagents.smolagents", "stores",
-    "trackers", "verl",
+    "postgres", "prompts", "raw", "ray", "record", "redis", "resources", "runners", "sandbox", "server",
+    "smolagents.smolagents", "stores", "trackers", "verl",
 ]  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
     from lightning.trainer.run_server import RunServer
+    from lightning.trainer.run_stages import RunStage
 
 ALONE = ("lightning_install", "lightning_identify")
 """Hooks that are called plugin by plugin, so that a wrapper around them would never run."""
@@ -227,6 +228,10 @@ class Plugins:
     def attempt_stage(self, name: str) -> Callable[[RunnerConfig], AttemptStage | None]:
         """The factory of a stage around the attempts of a runner."""
         return cast("Callable[[RunnerConfig], AttemptStage | None]", self.get("attempt_stages", name))
+
+    def run_stage(self, name: str) -> Callable[[], RunStage]:
+        """The factory of a stage at the beginning and the end of runs."""
+        return cast("Callable[[], RunStage]", self.get("run_stages", name))
 
     def operations(self) -> tuple[Operation, ...]:
         """The operations that plugins bring to every store. Raises `PluginError` for one that two bring, or the store has."""

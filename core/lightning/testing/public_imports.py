@@ -43,7 +43,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.gateway.connections",
         ),
         "a server of runs": (
-            "lightning.cli.resources",
             "lightning.engines.logprob_gap",
             "lightning.gateway.fleet.records",
             "lightning.gateway.gateway",
@@ -134,11 +133,12 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.engines.step",
             "lightning.policy_server.weight_transfer",
             "lightning.policy_server.weight_transfer.transfer",
+            "lightning.printable",
         ),
         "a tracker": ("lightning.instrument.trace", "lightning.store.exchanges"),
         "a search": (
             "lightning.instrument.components",
-            "lightning.store.resource_ref",
+            "lightning.store.places",
             "lightning.tracking.trackers",
             "lightning.trainer.training_data",
             "lightning.trainer.plan",
@@ -165,7 +165,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "an evaluation": (
             "lightning.trainer.agents",
             "lightning.trainer.model",
-            "lightning.trainer.prompts",
+            "lightning.trainer.run_stages",
             "lightning.trainer.runs",
         ),
         "a reader of recorded runs": (

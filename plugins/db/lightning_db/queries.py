@@ -20,8 +20,6 @@ TABLES: Final = (
     "steps",
     "metrics",
     "state",
-    "resources",
-    "aliases",
     "revisions",
     "answers",
 )

@@ -17,9 +17,6 @@ The invariant: every key begins with the store's prefix, and no two things share
     steps:RUN, proofs:RUN, metrics:RUN, state:RUN
                                         hashes; proofs are the digests of steps
     uses                                hash of what rollouts earned under each set of resource versions
-    kinds                               hash of the resources there are
-    versions:NAME, contents:NAME        hashes of a resource: by version; version by digest
-    aliases:NAME, moves:[NAME,ALIAS]    hash of where aliases point; list of an alias' moves
     changes:RUN                         stream of one entry, the last change: what is watched
     once:CALL                           string, for an hour or as long as its leases last: what a call that its caller named
                                         was answered

@@ -21,6 +21,7 @@ from lightning.store.url import sqlite_url
 from lightning.types import Outcome, Rollout, Run, Task, Transition, logprobs, token_ids
 from lightning_db import Weight, keeper, keeper_of, queries
 from lightning_db.keeper import count_tokens
+from lightning_resources import list_resources
 from lightning_server.tokens import list_tokens
 
 from tests.plugins.db.gateways import check_state_of_gateways
@@ -49,7 +50,7 @@ async def content(path: Path) -> dict[str, Any]:
         ],
         "spans": [await store.spans(rollout.id) for rollout in page.rollouts],
         "steps": await store.steps("run"),
-        "resources": await store.list_resources(),
+        "resources": await list_resources(store),
         "tokens": await list_tokens(store),
         "state": await store.get_state("run", "note"),
     }
