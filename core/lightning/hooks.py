@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
     from lightning.gateway.calls import Parts
+    from lightning.gateway.connections import PortGuard
     from lightning.gateway.dialects import Dialect
+    from lightning.gateway.policy import Fleet
     from lightning.gateway.stages import CallStage
     from lightning.runner.protocol import Agent, Runner
     from lightning.runner.stages import AttemptStage
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from lightning.tracking.protocol import Tracker
     from lightning.trainer.run_server import RunServer
     from lightning.trainer.run_stages import RunStage
+    from lightning.trainer.stages import StepStage
     from lightning.types import Caller, Rollout, StepRecord, StepState, Task, ToolEvent
 
 hookspec = pluggy.HookspecMarker("lightning")
@@ -116,6 +119,27 @@ def register_servers(register: Callable[[str, Callable[[], RunServer]], None]) -
 
     Asked where clients are to run agents (`runner="remote"`, `server.port`), for a project but the default one, and for a port
     beyond this machine. One plugin can be it; a training that needs none of this asks nobody.
+    """
+
+
+@hookspec
+def register_fleets(register: Callable[[str, Callable[[], Fleet]], None]) -> None:
+    """Whose servers answer besides a gateway's own, and who else must hold calls while weights change: a function that makes a
+    `lightning.gateway.policy.Fleet`.
+
+    Asked when a trainer opens and when a gateway is made. One plugin can be it; without one a trainer's gateway is the only one
+    before its policy, and keys of other runs are refused.
+    """
+
+
+@hookspec
+def register_ports(register: Callable[[str, PortGuard], None]) -> None:
+    """What stands before every route of a port, and how long its clients may take: a function that makes of the port's
+    application and the settings `gateway.limits` the application that stands before it, and the HTTP protocol that is spoken on
+    the connections, as uvicorn takes it (`lightning.gateway.connections.PortGuard`).
+
+    Asked for each port. One plugin can be it; without one a port listens on loopback alone, and those settings are refused that
+    only a guard carries out.
     """
 
 
@@ -206,6 +230,17 @@ def register_run_stages(register: Callable[[str, Callable[[], RunStage]], None])
 
     The factory makes a `lightning.trainer.run_stages.RunStage`, which finds the prompts that a run's agents are given, or hears
     where the run's model lies when it has ended. A stage that raises ends the run.
+    """
+
+
+@hookspec
+def register_step_stages(register: Callable[[str, Callable[[Config], StepStage | None]], None]) -> None:
+    """Where a plugin stands at each step, between its computation and its commit: `register("lengths", make_lengths)`.
+
+    The factory makes a `lightning.trainer.stages.StepStage` of the settings, once for each run; None where they do not need it.
+    It raises `ConfigError` for settings that cannot be met, and opens nothing: before a run starts, a stage that is not used is
+    made to see that. A stage that raises ends the run, and its step is not committed. Which stages stand before or after it the
+    stage says itself; what is not said is refused at the start, unless `trainer.stage_order` says it.
     """
 
 

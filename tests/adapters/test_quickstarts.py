@@ -224,7 +224,7 @@ async def _run_all(vllm: OwnedVLLM) -> Mapping[str, list[Transition] | str]:
     finally:
         await runner.close()
         await gateway.close()
-    rollouts = (await store.list_rollouts(RUN)).rollouts
+    rollouts = (await store.list_rollouts(RUN)).items
     return {
         rollout.id: await store.transitions(rollout.id, 1) if rollout.status is Status.SUCCEEDED else rollout.error
         for rollout in rollouts

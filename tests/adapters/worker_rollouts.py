@@ -54,7 +54,7 @@ async def run_in_worker(
             await runner.close()
             await gateway.close()
     found = {}
-    for rollout in (await store.list_rollouts(RUN)).rollouts:
+    for rollout in (await store.list_rollouts(RUN)).items:
         calls = await store.transitions(rollout.id, 1)
         (attempt,) = await store.attempts_of([(rollout.id, 1)])
         error = "" if rollout.status is Status.SUCCEEDED else rollout.error

@@ -34,8 +34,8 @@ PAUSE = 0.3
 
 async def gateway(url: str, run: str) -> None:
     """A gateway process: a seat, and a call every few milliseconds that only waits at the gate."""
-    from lightning.gateway.fleet.member import Member
     from lightning.plugins import plugins
+    from lightning_server.fleet.member import Member
 
     store = plugins().store(url)
     await store.open()
@@ -58,10 +58,10 @@ async def gateway(url: str, run: str) -> None:
 
 async def measure(url: str, count: int, updates: int) -> dict[str, float]:
     """One row."""
-    from lightning.gateway.fleet.coordinator import Owner
     from lightning.gateway.upstream.servers import Upstream
     from lightning.plugins import plugins
     from lightning.policy_server.protocol import Update
+    from lightning_server.fleet.owner import Owner
 
     store = plugins().store(url)
     await store.open()

@@ -168,7 +168,7 @@ async def whole_rollouts(store: Store, count: int, callers: int) -> tuple[float,
     groups = [rollouts_of(count, 8)[at : at + 8] for at in range(0, count, 8)]
 
     async def worker(name: str) -> None:
-        while groups or (await store.list_rollouts("run", status=Status.PENDING, limit=1)).rollouts:
+        while groups or (await store.list_rollouts("run", status=Status.PENDING, limit=1)).items:
             if groups:
                 await store.create_rollouts(groups.pop(0))
             for held in await store.lease("run", name, limit=8):
@@ -181,7 +181,7 @@ async def whole_rollouts(store: Store, count: int, callers: int) -> tuple[float,
     await asyncio.gather(*(worker(f"w{i}") for i in range(callers)))
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     done = await store.list_rollouts("run", status=Status.SUCCEEDED, limit=count + 1)
-    assert len(done.rollouts) == count, "every rollout was completed"
+    assert len(done.items) == count, "every rollout was completed"
     await store.close()
     return count / seconds, cpu / count * 1e6
 

@@ -97,8 +97,8 @@ async def line_now(store: Any) -> Any:
 async def step_before(store: Any) -> Any:
     """Tool events and step rewards of each rollout by calls of their own."""
     page = await store.list_rollouts("step", split="train", step=0)
-    await store.transitions_of([(rollout.id, rollout.attempt) for rollout in page.rollouts])
-    for rollout in page.rollouts:
+    await store.transitions_of([(rollout.id, rollout.attempt) for rollout in page.items])
+    for rollout in page.items:
         for _ in ("tool events", "step rewards"):
             await store.attempts_of([(rollout.id, rollout.attempt)])
 
@@ -106,7 +106,7 @@ async def step_before(store: Any) -> Any:
 async def step_now(store: Any) -> Any:
     """As training and audit do it."""
     page = await store.list_rollouts("step", split="train", step=0)
-    return await load_groups(store, page.rollouts, ())
+    return await load_groups(store, page.items, ())
 
 
 async def list_before(store: Any) -> Any:

@@ -18,13 +18,13 @@ import psutil
 import pytest
 from lightning.config import Config
 from lightning.gateway import Upstream
-from lightning.gateway.fleet.coordinator import Owner
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.trainer.agents import Agents
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import LLM, CallStatus, Lease, Rollout, Run, Status, Task
+from lightning_server.fleet.owner import Owner
 from lightning_server.remote_runner import RemoteRunner
 
 from tests.servers.postgres import PostgresServer

@@ -64,7 +64,7 @@ async def play(*replies: Reply, task: Task = TASK) -> Played:
         finally:
             await runner.close()
             await gateway.close()
-        (rollout,) = (await store.list_rollouts("run")).rollouts
+        (rollout,) = (await store.list_rollouts("run")).items
         requests = [dict(request.body) for request in fake.requests]
     played = Played(
         rollout, requests, await store.transitions("r"), list((await store.attempts_of([("r", None)]))[0].tool_events)

@@ -189,7 +189,7 @@ async def play(*replies: str) -> Played:
             await runner.close()
             await gateway.close()
         requests = [dict(request.body) for request in fake.requests]
-    (rollout,) = (await store.list_rollouts("run")).rollouts
+    (rollout,) = (await store.list_rollouts("run")).items
     events = list((await store.attempts_of([("r", None)]))[0].tool_events)
     played = Played(rollout, requests, await store.transitions("r"), events)
     await store.close()

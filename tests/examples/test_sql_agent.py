@@ -144,7 +144,7 @@ async def store() -> AsyncIterator[MemoryStore]:
 
 
 async def recorded(store: MemoryStore) -> list[Rollout]:
-    return (await store.list_rollouts("run", step=0)).rollouts
+    return (await store.list_rollouts("run", step=0)).items
 
 
 async def agents_trained(store: MemoryStore, train_agents: list[str]) -> tuple[set[str], int]:

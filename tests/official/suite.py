@@ -148,7 +148,7 @@ class Suite:
             result.problems.append(f"names: {result.callers} instead of {dict(program.callers)}")
         result.tools = len(outcome.tool_events)
         result.problems += _tools(program, truth, outcome.tool_events)
-        (rollout,) = (await self._store.list_rollouts("official", status=None, limit=10**6)).rollouts[-1:]
+        (rollout,) = (await self._store.list_rollouts("official", status=None, limit=10**6)).items[-1:]
         result.problems += _end(program, rollout.error or outcome.error, rollout.status)
         if self._fake.in_flight():
             result.problems.append(f"end: {len(self._fake.in_flight())} calls are still answered")

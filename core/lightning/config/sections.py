@@ -268,6 +268,9 @@ class TrainerConfig(Section):
     """Who is told of serious findings of the rules, in addition to the log, as JSON (`run`, `step`, `cause`, `text`, `steps`,
     `rollouts`): `webhook:NAME` posts it to the URL in the environment variable NAME, `command:PROGRAM ARGUMENTS` runs a
     program with it as standard input."""
+    stage_order: tuple[str, ...] = ()
+    """The order of plugins' stages at a step, by their names, first to last; needed where two stand at the same point and
+    neither says which comes first."""
     max_logprob_gap: float | None = Field(default=None, gt=0)
     """Warn when |trainer - sampler| (nats) exceeds this on any token of a step without stale tokens. When the probe
     after an update exceeds it, the weights are sent again; the run ends if vLLM still does not serve them. null depends

@@ -40,8 +40,7 @@ from lightning.gateway.http import (
     told_of_length,
 )
 from lightning.gateway.identity import Claims, ExpiredTokenError, Identity, forwarded_headers
-from lightning.gateway.policy import LiveCall
-from lightning.gateway.policy_registry import Policies
+from lightning.gateway.policy import LiveCall, Policies
 from lightning.gateway.recorder import STORE_FAILED, Recorder, described, refuse_unstored
 from lightning.gateway.request_body import beside, read_body
 from lightning.gateway.sampling import (

@@ -1,11 +1,8 @@
-"""uvicorn inside a running event loop, without its grip on signals and logging, and with an end to every client's slowness.
+"""A port: uvicorn inside a running event loop, without its grip on signals and logging, and what stands before every route.
 
 The invariant: the port is bound before anything runs, so a port in use is one clear error, and stopping waits for calls
-in flight before it cuts them off.
-
-A client that sends its headers or its body too slowly, sends headers without end, or leaves answers unread, holds a
-connection for a bounded time and a bounded number of bytes; one that only waits for its answer is left alone. A request that
-arrives in one piece, as most do, costs no timer. Connections that wait for nothing cannot keep others out.
+in flight before it cuts them off. On loopback it answers to loopback's names alone; beyond it a plugin must guard it. The
+bodies of all requests together have a bounded memory, and each token has its share of it.
 """
 
 from __future__ import annotations
@@ -13,260 +10,128 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import http
+import hashlib
 import logging
-import math
 import socket
-import time
-from collections import Counter
-from collections.abc import Iterator
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Final, TypeAlias
 
-import h11
 import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning.addresses import is_loopback
+from lightning.bounded import Bounded
 from lightning.config import LimitsConfig
 from lightning.errors import GatewayError
-from lightning.gateway.access_control import Guard, KeyOf
-from lightning.gateway.http import RefusalError
+from lightning.gateway.http import JSON_TYPE, RefusalError, send_bytes
+from lightning.gateway.identity import KEYS, ROLLOUT_HEADER, bearer, keys_in
+from lightning.gateway.request_body import KEY, RequestBody
+from lightning.memory_budget import Budget, Holder
+from lightning.plugins import plugins
 
 log = logging.getLogger(__name__)
 
-LONGEST_HEAD = 65_536
-"""Bytes of a request's line and headers."""
-FILES_FOR_ONE = 3
-"""Open files for a connection: itself, one to vLLM, and what else the process opens."""
-MOST_IGNORED = 64 << 20
-"""Bytes of a body that are read after its request was refused; then the connection is closed. Common clients read no answer
-before they have sent all, and lose it with the connection."""
-TELL_AGAIN = 60.0
-"""Seconds between two warnings that there are too many connections."""
+PortGuard: TypeAlias = "Callable[[ASGIApp, LimitsConfig], tuple[ASGIApp, type[asyncio.Protocol]]]"
+"""Makes of a port's application the one that stands before it, and the HTTP protocol that its connections speak."""
+KeyOf = Callable[[Sequence[str]], str]
+OF_THE_CORE: Final = frozenset({"hosts", "body_memory", "json_values"})
+"""The settings of `gateway.limits` that need no `PortGuard`."""
+CLIENT: Final = "lightning.client"
+"""Under this name the scope of a request has a word for its token; empty without one."""
+CLIENTS = 16_384
+"""Tokens and addresses whose share of the memory is remembered at most."""
+CREDENTIALS = frozenset({b"authorization", *KEYS, ROLLOUT_HEADER})
 
 
-class Owed(Enum):
-    """What a client must still send before it may wait."""
-
-    HEAD = "headers"
-    BODY = "body"
-    NOTHING = "nothing"
-
-
-if TYPE_CHECKING:
-    _Base = H11Protocol
-else:
-    _Base = object
+def guard_of(limits: LimitsConfig, host: str) -> PortGuard | None:
+    """What guards a port on `host`, if a plugin does. Raises `PluginError` where none does and one is needed: beyond this
+    machine, and for settings that a guard carries out."""
+    plain, wanted = LimitsConfig(), "a port"
+    for name in LimitsConfig.model_fields.keys() - OF_THE_CORE:
+        if (value := getattr(limits, name)) != getattr(plain, name):
+            wanted = f"gateway.limits.{name} = {value!r}"
+    if not is_loopback(host):
+        wanted = f"to listen on {host!r}, beyond this machine,"
+    return plugins().port(wanted) if wanted != "a port" or plugins().names("ports") else None
 
 
-class _Patience(_Base):
-    """What both protocols share. `_owed` says what is owed of which request; a timer runs while something is."""
+class Entrance:
+    """An ASGI application before another one: it answers to its own names alone, and holds the body of each request in its
+    token's share of the memory. `loopback` says that the port is bound to this machine alone, `key_of` which of several API
+    keys in one request the application looks at (the first, unless it says otherwise)."""
 
-    limits: LimitsConfig
-    opened: Connections
-    _owed: tuple[Owed, int] = (Owed.HEAD, 0)
-    _timed: tuple[Owed, int] = (Owed.NOTHING, 0)
-    _timer: asyncio.TimerHandle | None = None
-    _stall: asyncio.TimerHandle | None = None
-    _head_bytes = _ignored = 0
+    def __init__(self, app: ASGIApp, limits: LimitsConfig, *, loopback: bool, key_of: KeyOf | None = None) -> None:
+        self._key_of = key_of or (lambda keys: next(iter(keys), ""))
+        self._app, self._values = app, limits.json_values
+        self._hosts = frozenset(host.lower() for host in limits.hosts)
+        self._loopback, self._checks_host = loopback, loopback or bool(limits.hosts)
+        self._budget = Budget(limits.body_memory)
+        self._holders = Bounded[bytes, Holder](CLIENTS)
+        self._is_ours = lru_cache(256)(self._means_us)
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if why := self.opened.add(self):
-            self._cut(RefusalError(503, "too_many_connections", why, [(b"retry-after", b"1")]))
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or say why not."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
             return
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.opened.remove(self)
-        self._owed = (Owed.NOTHING, 0)
-        self._watch()
-        super().connection_lost(exc)
-        self.resume_writing()
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """The request is answered over HTTP; uvicorn would advise whoever reads the log to install WebSockets."""
-        log.debug("a client asked for another protocol than HTTP/1.1")
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._look()
-        if self._owed[0] is Owed.HEAD:
-            self._head_bytes = len(data) + (self._head_bytes if self._owed == self._timed else 0)
-            if self._head_bytes > LONGEST_HEAD:
-                text = f"The request's headers have more than {LONGEST_HEAD} bytes; send fewer."
-                self._cut(RefusalError(431, "headers_too_large", text))
-        if self._owed[0] is Owed.BODY and self.cycle is not None and self.cycle.response_complete:
-            self._ignored += len(data)
-            if self._ignored > MOST_IGNORED:
-                self.transport.close()
-        else:
-            self._ignored = 0
-        if self._owed != self._timed:
-            self._watch()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stall = self.loop.call_later(self.limits.write_timeout, self._abort)
-
-    def resume_writing(self) -> None:
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
-        super().resume_writing()
-
-    def _look(self) -> None:
-        """Set `_owed`, where the parser has not."""
-
-    def _watch(self) -> None:
-        """Wait for what is owed now, and for nothing else."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._timed = self._owed
-        what = self._owed[0]
-        if what is not Owed.NOTHING and not self.transport.is_closing():
-            seconds = self.limits.header_timeout if what is Owed.HEAD else self.limits.body_timeout
-            self._timer = self.loop.call_later(seconds, self._too_slow, what, seconds)
-
-    def _too_slow(self, what: Owed, seconds: float) -> None:
-        if what is Owed.HEAD and self._answering():  # half a request behind one that is being served
-            self._watch()
+        try:
+            scope[CLIENT] = client = self._client(scope)
+        except RefusalError as refusal:
+            await send_bytes(send, refusal.status, refusal.body, [JSON_TYPE, *refusal.headers])
             return
-        setting = "header_timeout" if what is Owed.HEAD else "body_timeout"
-        text = (
-            f"The request's {what.value} did not come within {seconds:g} s (gateway.limits.{setting}); send it again."
-        )
-        self._cut(RefusalError(408, "request_timeout", text))
+        client = client or (scope["client"] or ("",))[0].encode()
+        holder = self._holders.used(client) or self._holders.keep(client, Holder(self._budget))
+        scope[KEY] = body = RequestBody(self._budget, holder, self._values, receive)
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            body.close()
 
-    @property
-    def address(self) -> str:
-        """Of the client; empty where it has none."""
-        return self.client[0] if self.client else ""
+    def close(self) -> None:
+        """Let go of what it works with, once the last request has been answered."""
+        self._budget.close()
 
-    def make_room(self) -> bool:
-        """Close, if nobody waits for an answer here."""
-        if self._answering() or self.transport.is_closing():
-            return False
-        self.transport.close()
-        return True
+    def _client(self, scope: Scope) -> bytes:
+        """The token's name here, which is none of its secrets; empty without one.
 
-    def _answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _cut(self, refusal: RefusalError) -> None:
-        """Say why, if that can still be said, and close; what serves the request hears that its client has gone."""
-        log.info("a client was cut off: %s", refusal)
-        if self._answering():
-            if self.cycle.response_started:
-                self.transport.abort()
-                return
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        reason = http.HTTPStatus(refusal.status).phrase
-        head = (
-            f"HTTP/1.1 {refusal.status} {reason}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(refusal.body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + refusal.body)
-        self.transport.close()
-
-    def _abort(self) -> None:
-        log.info("a client that left its answer unread for %g s was cut off", self.limits.write_timeout)
-        self.transport.abort()
-
-
-class Connections:
-    """The open connections of one port. `most` at a time (0: any number), and so many from one address that is not loopback."""
-
-    def __init__(self, most: int, most_of_one: int) -> None:
-        self._most, self._most_of_one = most, most_of_one
-        self._open: dict[_Patience, str] = {}
-        self._of_address: Counter[str] = Counter()
-        self._told_at = -math.inf
-
-    def add(self, connection: _Patience) -> str:
-        """Count a connection; or say why there can be no further one. The oldest that waits for nothing makes room."""
-        address = connection.address
-        if self._most_of_one and self._of_address[address] >= self._most_of_one and not is_loopback(address):
-            return (
-                f"{self._most_of_one} connections from your address are open (gateway.limits.connections_per_address)."
+        Raises `RefusalError`: 421 for a wrong name, 400 for two tokens.
+        """
+        host, sent = b"", {}
+        for name, value in scope["headers"]:
+            if name == b"host":
+                host = value
+            elif name in CREDENTIALS:
+                if name in sent:
+                    raise RefusalError(400, "two_tokens", f"The request has two headers {name.decode()}; send one.")
+                sent[name] = value
+        if host and self._checks_host and not self._is_ours(host):
+            text = (
+                f"This server is not called {host.decode('latin-1')[:200]!r}; name it in gateway.limits.hosts if it is."
             )
-        if self._most and len(self._open) >= self._most:
-            self._tell()
-            if not any(other.make_room() for other in self._open):
-                return (
-                    f"{self._most} connections are open, all in use (gateway.limits.connections). Wait and try again."
-                )
-        self._open[connection] = address
-        self._of_address[address] += 1
-        return ""
+            raise RefusalError(421, "wrong_host", text)
+        credential = self._credential(scope["path"], sent)
+        return hashlib.blake2b(credential, digest_size=16).digest() if credential else b""
 
-    def remove(self, connection: _Patience) -> None:
-        """It has ended."""
-        address = self._open.pop(connection, None)
-        if address is not None:
-            self._of_address[address] -= 1
-            if not self._of_address[address]:
-                del self._of_address[address]
+    def _means_us(self, host: bytes) -> bool:
+        """Whether a request may be for this name: one of loopback's, or one that was given. Pages of other sites, whose names
+        were pointed here, are not (DNS rebinding)."""
+        name = host.decode("latin-1").lower()
+        if not name.endswith("]"):
+            before, colon, port = name.rpartition(":")
+            name = before if colon and port.isdecimal() else name
+        return name in self._hosts or (self._loopback and is_loopback(name.strip("[]")))
 
-    def _tell(self) -> None:
-        if time.monotonic() - self._told_at > TELL_AGAIN:
-            self._told_at = time.monotonic()
-            log.warning(
-                "%d connections are open, as many as there may be: idle ones are closed for new ones. Raise "
-                "gateway.limits.connections (and the limit of open files, ulimit -n) if your agents need more",
-                self._most,
-            )
-
-
-class _PatientH11(_Patience, H11Protocol):
-    """Where httptools is not installed."""
-
-    def _look(self) -> None:
-        state = self.conn.their_state
-        if state is h11.SEND_BODY:
-            what = Owed.BODY
-        elif state is h11.IDLE and (self.conn.trailing_data[0] or self.cycle is None):
-            what = Owed.HEAD
-        else:
-            what = Owed.NOTHING
-        self._owed = (what, id(self.cycle))
-
-
-def patient(limits: LimitsConfig, *, pure: bool = False) -> type[asyncio.Protocol]:
-    """The HTTP protocol for `uvicorn.Config(http=...)`: httptools' where it is installed, else (and when `pure`) h11's."""
-    base: type[Any] = _PatientH11 if pure else _fastest()
-    files = open_files()
-    most = min(limits.connections, files // FILES_FOR_ONE) if limits.connections and files else limits.connections
-    opened = Connections(most, limits.connections_per_address)
-    return type(base.__name__.strip("_"), (base,), {"limits": limits, "opened": opened})
-
-
-def _fastest() -> type[Any]:
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError:
-        return _PatientH11
-
-    class PatientHttpTools(_Patience, HttpToolsProtocol):  # type: ignore[misc]
-        """Its parser says what has come."""
-
-        def on_message_begin(self) -> None:
-            self._owed = (Owed.HEAD, self._owed[1] + 1)
-            super().on_message_begin()
-
-        def on_headers_complete(self) -> None:
-            self._owed = (Owed.BODY, self._owed[1])
-            super().on_headers_complete()
-
-        def on_message_complete(self) -> None:
-            self._owed = (Owed.NOTHING, self._owed[1])
-            super().on_message_complete()
-
-    return PatientHttpTools
+    def _credential(self, path: str, sent: Mapping[bytes, bytes]) -> bytes:
+        """The token that the route will look at, in its order and as it reads it: neither a header that it ignores nor a space
+        that it strips must make another client of one. Empty where there is none."""
+        if path.startswith("/api/"):
+            return bearer(sent.get(b"authorization", b"")).encode("latin-1")
+        if ROLLOUT_HEADER in sent:
+            return sent[ROLLOUT_HEADER]
+        if path.startswith("/r/"):
+            return path.split("/", 3)[2].encode("utf-8", "surrogatepass")
+        return self._key_of(keys_in(sent)).encode("latin-1")
 
 
 BACKLOG = 4096
@@ -312,7 +177,8 @@ class _Server(uvicorn.Server):
 
 
 class Serving:
-    """One application on one socket. Every port of lightning is one of these, so that all have the same limits."""
+    """One application on one socket. Every port of lightning is one of these, so that all have the same limits. Raises
+    `PluginError` where a guard is needed and no plugin is one."""
 
     def __init__(
         self, app: ASGIApp, listener: socket.socket, limits: LimitsConfig, key_of: KeyOf | None = None
@@ -321,10 +187,12 @@ class Serving:
         host, port = listener.getsockname()[:2]
         self.url = f"http://{reachable(host)}:{port}"
         allow_many_files()
-        self._guard = Guard(app, limits, loopback=is_loopback(host), key_of=key_of)
+        guard = guard_of(limits, host)
+        guarded, protocol = (app, "h11") if guard is None else guard(app, limits)  # h11 bounds headers by itself
+        self._entrance = Entrance(guarded, limits, loopback=is_loopback(host), key_of=key_of)
         config = uvicorn.Config(
-            self._guard,
-            http=patient(limits),
+            self._entrance,
+            http=protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -353,7 +221,7 @@ class Serving:
             self._server.ended.set()
             await self._task
             self._task = None
-            self._guard.close()
+            self._entrance.close()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -382,16 +250,6 @@ def reachable(host: str) -> str:
     if host == "::":
         return "[::1]"
     return f"[{host}]" if ":" in host else host
-
-
-def open_files() -> int:
-    """How many files this process may have open; 0 for any number."""
-    try:
-        import resource
-    except ImportError:
-        return 0
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 0 if soft == resource.RLIM_INFINITY else soft
 
 
 def allow_many_files() -> None:

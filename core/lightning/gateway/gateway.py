@@ -16,12 +16,11 @@ from lightning.addresses import Allowed
 from lightning.errors import GatewayError
 from lightning.gateway.calls import Parts
 from lightning.gateway.connections import Serving, bind
-from lightning.gateway.identity import Identity, TokenSigner
-from lightning.gateway.policy import Policy
-from lightning.gateway.policy_registry import Policies
+from lightning.gateway.identity import MODEL, Identity, TokenSigner
+from lightning.gateway.policy import Policies, Policy
 from lightning.gateway.recorder import Recorder
 from lightning.gateway.routes import OWN_PATHS, build_front, line_of, why_idle
-from lightning.gateway.upstream.client import MODEL, Forwarder
+from lightning.gateway.upstream.client import Forwarder
 from lightning.gateway.upstream.servers import Upstream
 from lightning.types import LLM, Lease
 
@@ -47,7 +46,7 @@ class Gateway:
     `upstreams` are the policy servers of its own, with `version` as their weights' version now and `run` as the run they are
     for (empty: any run); a gateway that has none gets no `upstreams`. Keys of other runs are answered by those runs' policy
     servers, which their trainers name in the store. `secret` signs the keys (at least 16 bytes): all servers over a store have
-    one, that of `fleet.gateway_secret`. With `shared` other servers answer for the rollouts of this one's keys, so that what
+    one, that of `identity.gateway_secret`. With `shared` other servers answer for the rollouts of this one's keys, so that what
     they must know of them is kept in the store. With a `seed` calls without one are given one (`gateway.seed_calls`). `app` may
     be mounted elsewhere instead of calling `start`; then set `url` to where it can be reached.
     """
@@ -68,7 +67,7 @@ class Gateway:
         self._config = config
         self._signer = TokenSigner(secret)
         own = Policy(upstreams, config.hold_timeout, version=version, seed=seed) if upstreams else None
-        self._policies = Policies(store, own, run, config.hold_timeout, allowed=Allowed(config.allowed_upstreams))
+        self._policies = Policies(store, own, run, config.hold_timeout, Allowed(config.allowed_upstreams))
         self._forwarder = Forwarder()
         self._serving: Serving | None = None
         self._recorder = Recorder(store, config.token_ttl)
@@ -151,7 +150,7 @@ class Gateway:
     async def hold(self) -> AsyncIterator[None]:
         """For the length of the block new requests for its own policy wait; those already at vLLM go on. Blocks may overlap.
 
-        Gateways elsewhere that serve the run, too, are held by `lightning.gateway.fleet.coordinator.Owner`.
+        Gateways elsewhere that serve the run, too, are held by `lightning.gateway.policy.PolicyOwner`.
         """
         with self._own.gate.hold():
             self._own.freeze()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from starlette.types import Scope
 from lightning.bounded import Bounded, Once
 from lightning.errors import ConfigError
 from lightning.gateway.http import Header, RefusalError
+from lightning.store.protocol import Store
 from lightning.types import UNNAMED, Caller, recorded
 
 ALGORITHM = "HS256"
@@ -156,6 +158,14 @@ class TokenSigner:
             raise RefusalError(401, "invalid_token", message) from None
 
 
+async def gateway_secret(store: Store) -> bytes:
+    """The secret that signs the keys of agents: one for all servers over a store, made by the first that asks.
+
+    Raises `StoreError`.
+    """
+    return bytes.fromhex(str(await store.keep_state("", "gateway_secret", secrets.token_hex(32))))
+
+
 def is_canonical(token: str) -> bool:
     """Whether the signature of a token that verified is spelt as base64url has it.
 
@@ -180,7 +190,9 @@ log = logging.getLogger(__name__)
 ROLLOUT_HEADER, CALLER_HEADER = recorded.ROLLOUT_HEADER.encode(), recorded.CALLER_HEADER.encode()
 KEYS = (b"x-api-key", b"api-key")
 """Headers in which Anthropic's and Azure's clients send their key."""
-ALIAS = "policy:"
+MODEL = "policy"
+"""The name that agents know the policy by."""
+ALIAS = f"{MODEL}:"
 LONGEST_CALLER = 8192
 STALE = 4096
 """Tokens of attempts that are over which are remembered at most."""

@@ -1,4 +1,5 @@
-"""One run's policy as a gateway sees it: its policy servers, whether they may be asked now, and which version they have.
+"""One run's policy as a gateway sees it: its policy servers, whether they may be asked now, and which version they have; and
+whose policy a call is for.
 
 The invariant: what is dispatched goes to the run's own servers, while the gate is open, with the version they have then. While
 a hold is active nothing new is sent, and no call that ends meanwhile is recorded before its tokens' versions are known; when
@@ -7,26 +8,41 @@ the last hold ends everything that waited goes on, in the order it came.
 A token belongs to the version that its server had loaded when it sampled the token. A call starts with the version of the
 server that it is sent to; each update of that server splits it at the number of tokens the old weights had sampled when vLLM
 froze. A call of which that cannot be said is never trained on.
+
+A run's calls go to that run's policy servers and to no other's, whatever model they name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Protocol
 
 import aiohttp
 
+from lightning.addresses import Allowed
 from lightning.asyncio_utils import end
+from lightning.bounded import Once
+from lightning.errors import StoreError
 from lightning.gateway.chat_template import ShownTools
 from lightning.gateway.dialects import Capture
 from lightning.gateway.http import RefusalError
+from lightning.gateway.identity import ALIAS, MODEL, NO_RETRY
 from lightning.gateway.upstream.servers import GRACE, Pool, Slot, Upstream
+from lightning.plugins import plugins
 from lightning.policy_server.protocol import Update
+from lightning.store.protocol import Store
 from lightning.types import VersionRun
 
+log = logging.getLogger(__name__)
+
 UPDATING = "The policy's weights are being updated"
+UNKNOWN = -1
+"""The version of weights that nobody can name: an update broke off."""
 
 
 class Gate:
@@ -256,3 +272,186 @@ class Policy:
         if self._health is not None:
             await end(self._health)
             self._health = None
+
+
+@dataclass(slots=True)
+class Hold:
+    """A hold that every gateway keeps. Set `update` when the weights have changed, those of one `server` or of all, and `lost`
+    when nobody knows what they are."""
+
+    update: Update | None = None
+    server: Upstream | None = None
+    lost: bool = False
+
+
+class PolicyOwner:
+    """What owns the policy of one run: it tells those gateways that are not its own where the policy is served, and holds their
+    calls while that changes. This one has none to tell; `Fleet.owner` gives one that has.
+
+    All methods raise `StoreError`; `ConflictError` when another owner has taken over.
+    """
+
+    async def open(self, servers: Sequence[Upstream], version: int) -> None:
+        """Take the run over, serving `version` (`UNKNOWN`: nothing is sent to the servers before the first update).
+
+        Without servers call `serve` when there are some: until then calls wait.
+        """
+
+    async def serve(self, servers: Sequence[Upstream], version: int) -> None:
+        """After `open` without servers, and before the first hold: these serve `version` (`UNKNOWN`, as there)."""
+
+    async def close(self) -> None:
+        """Say that nobody serves the run any more. What the store refuses then is only logged."""
+
+    @contextlib.asynccontextmanager
+    async def hold(self) -> AsyncIterator[Hold]:
+        """For the length of the block no gateway sends anything to the policy servers, and each call in flight is counted.
+
+        When the block ends with a `PolicyServerError` the old version goes on; with any other error, or when it says so, nobody
+        knows what the servers have, and they get no calls before the next update. Raises `GatewayError` for an update of a
+        server that is none of the run's.
+        """
+        yield Hold()
+
+    @contextlib.asynccontextmanager
+    async def moving(self, servers: Callable[[], Sequence[Upstream]]) -> AsyncIterator[None]:
+        """For the length of the block new calls wait, while dead servers are brought back with the weights they had.
+
+        `servers` says where they are then. When the block fails none is left.
+        """
+        yield
+
+
+class OtherPolicies(Protocol):
+    """The policies of the runs that one gateway answers calls of, and whose trainers are elsewhere."""
+
+    @property
+    def known(self) -> Sequence[Policy]:
+        """Those that it answers calls of now."""
+
+    def of(self, run: str) -> Policy:
+        """The policy of a run; of one that is not known, one whose calls wait until its trainer is found."""
+
+    async def close(self) -> None:
+        """Leave every run."""
+
+
+class Fleet(Protocol):
+    """What a plugin registers with `register_fleets`: several gateways before one policy. It keeps nothing itself."""
+
+    def owner(self, store: Store, run: str, seed: int | None) -> PolicyOwner:
+        """The trainer's end, for a run whose calls are seeded with `seed` (None: they are not)."""
+
+    def others(self, store: Store, hold_timeout: float, allowed: Allowed) -> OtherPolicies:
+        """A gateway's end: what it knows of runs that are not its own. Servers must be `allowed`."""
+
+    async def served_version(self, store: Store, run: str) -> int | None:
+        """The version of a run's policy that its owner says to serve; None where it serves none, or nobody can name it. Raises
+        `StoreError`."""
+
+
+def fleet_of(wanted: str) -> Fleet:
+    """What is registered. Raises `PluginError`, which says what `wanted` it, where there is none or several."""
+    return plugins().fleet(wanted)()
+
+
+def owner_of(store: Store, run: str, seed: int | None) -> PolicyOwner:
+    """What owns the policy of a run, by the plugin that knows of other gateways, if there is one."""
+    return fleet_of("a trainer").owner(store, run, seed) if plugins().names("fleets") else PolicyOwner()
+
+
+class Policies:
+    """`own` is the policy of `run` (empty: of all), served by whoever made this gateway; None where it has only joined ones."""
+
+    def __init__(self, store: Store, own: Policy | None, run: str, hold_timeout: float, allowed: Allowed) -> None:
+        self.own, self._run = own, run
+        self.asked = AskedModels(store)
+        """The models that calls have asked for by name."""
+        self.others: OtherPolicies | None = None
+        """Those of runs whose trainers are elsewhere, where a plugin knows of them."""
+        if plugins().names("fleets"):
+            self.others = fleet_of("a gateway").others(store, hold_timeout, allowed)
+
+    @property
+    def known(self) -> list[Policy]:
+        """The own policy and those of the runs that were joined."""
+        return [*([self.own] if self.own else []), *(self.others.known if self.others else ())]
+
+    def of(self, run: str) -> Policy:
+        """The policy for keys of this run; of an unknown run, one whose calls wait until its trainer is found.
+
+        Raises `RefusalError`: 401 for a key that names no run where there is no policy of the gateway's own, 501 for one of
+        another run where no plugin knows of those.
+        """
+        if self.own is not None and (not run or self._run in ("", run)):
+            return self.own
+        if not run:
+            message = (
+                "This server has no policy of its own, and the API key does not say which run it is of: get a new key."
+            )
+            raise RefusalError(401, "key_without_run", message)
+        if self.others is None:
+            why = plugins().missing(
+                "fleets", f"a key of the run {run!r}, which is not served by this gateway's trainer,"
+            )
+            raise RefusalError(501, "run_elsewhere", why, [NO_RETRY])
+        return self.others.of(run)
+
+    async def close(self) -> None:
+        """Leave the runs of others; look after the own servers no longer."""
+        if self.others is not None:
+            await self.others.close()
+        if self.own is not None:
+            await self.own.close()
+
+
+NAMES = 256
+"""Names that are looked at in all; agents choose them."""
+LONGEST_NAME = 100
+"""Characters of a name that are looked at."""
+
+
+class AskedModels:
+    """The models' names that agents ask for. Whatever the name, the run's policy answers: one that is not the policy's may be
+    meant for another model, such as a judge in the reward, and is said in the log, once. A name changes nothing of its
+    call."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._seen: set[tuple[str, str]] = set()
+        self._limit = Once()
+
+    async def look(self, run: str, policy: Policy, model: object) -> None:
+        """Warn when a call asks for a model that is not called as the run's policy is; once for each run and name."""
+        if not isinstance(model, str) or not model or model == MODEL or model.startswith(ALIAS):
+            return
+        name = model[:LONGEST_NAME]
+        if (run, name) in self._seen:
+            return
+        if len(self._seen) >= NAMES:
+            if self._limit.first():
+                log.warning(
+                    "agents have asked for %d models' names: from here on none is looked at, nor said here", NAMES
+                )
+            return
+        self._seen.add((run, name))
+        if any(slot.upstream.model == model for slot in policy.pool.slots) or await self._is_trained(run, model):
+            return
+        log.warning(
+            "%r was asked for%s, and the policy answers, as it does under any name: such calls are recorded as the agent's "
+            "own, and trained on where a trainer works. A judge or another model that is not to be trained needs a client "
+            "with a base_url and an API key of its own, read before the rollout (in it OPENAI_BASE_URL and OPENAI_API_KEY "
+            "are the policy's), or its name in the models of gateway.providers; or name its calls and leave that name out of "
+            "train_agents (said once for each name)",
+            name,
+            f" in run {run}" if run else "",
+        )
+
+    async def _is_trained(self, run: str, model: str) -> bool:
+        """Whether it is the model that the run was started with, by its whole name or the last part of it."""
+        try:
+            found = await self._store.get_run(run) if run else None
+        except StoreError:
+            return False
+        name = str(found.config.get("model", "")) if found is not None else ""
+        return model in (name, PurePath(name).name)

@@ -2,7 +2,7 @@
 
 The invariant: a body is counted as it arrives and as it is unpacked, by its bytes and by the values that it would be parsed
 into, and nothing of it is parsed before that was granted; what was granted is given back when the request has been answered.
-Every route of every port that takes a body reads it here, behind `access_control.Guard`.
+Every route of every port that takes a body reads it here, behind `connections.Entrance`.
 """
 
 from __future__ import annotations

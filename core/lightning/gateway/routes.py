@@ -31,7 +31,7 @@ from lightning.gateway.http import (
     send_bytes,
 )
 from lightning.gateway.identity import Identity
-from lightning.gateway.policy_registry import Policies
+from lightning.gateway.policy import Policies
 from lightning.gateway.request_body import beside, read_body
 from lightning.gateway.stages import Line, NamedStage, recording_refusals
 from lightning.gateway.upstream.client import UNANSWERED, Forwarder

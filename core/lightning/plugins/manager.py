@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
     from lightning.gateway.calls import Parts
+    from lightning.gateway.connections import PortGuard
     from lightning.gateway.dialects import Dialect
+    from lightning.gateway.policy import Fleet
     from lightning.gateway.stages import CallStage
     from lightning.runner.protocol import Agent, Runner
     from lightning.runner.stages import AttemptStage
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from lightning.tracking.protocol import Tracker
     from lightning.trainer.run_server import RunServer
     from lightning.trainer.run_stages import RunStage
+    from lightning.trainer.stages import StepStage
 
 ALONE = ("lightning_install", "lightning_identify")
 """Hooks that are called plugin by plugin, so that a wrapper around them would never run."""
@@ -97,8 +100,19 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("stores", "https"): "server",
     ("runners", "remote"): "server",
     ("servers", ""): "server",
+    ("fleets", ""): "server",
+    ("ports", ""): "server",
+    ("step_stages", "alerts"): "debug",
+    ("step_stages", "rehearsed"): "debug",
 }
-"""The extras that bring names which the documentation gives to users of the core; for an empty name, any of the kind."""
+"""The extras that bring names which the documentation gives to users of the core; for an empty name, any of the kind. Of stages
+it is a setting that one carries out, or a point where one stands."""
+SOLE: Mapping[str, str] = {
+    "servers": "lets clients in",
+    "fleets": "knows of gateways elsewhere",
+    "ports": "guards ports",
+}
+"""Kinds of which one plugin at most registers one, and what it does."""
 
 
 class _Isolating(pluggy.PluginManager):
@@ -177,17 +191,33 @@ class Plugins:
         """The factory of a runner."""
         return cast("Callable[[Agent, Config], Runner]", self.get("runners", name))
 
-    def server(self, wanted: str) -> Callable[[], RunServer]:
-        """The factory of what lets clients in. Raises `PluginError`, which says what `wanted` it, unless there is one."""
-        known = self.names("servers")
+    def sole(self, kind: str, wanted: str) -> object:
+        """What was registered of a kind of `SOLE`. Raises `PluginError`, which says what `wanted` it, unless there is one."""
+        known = self.names(kind)
         if len(known) > 1:
-            both = " and ".join(str(self.owner("servers", name)) for name in known)
-            raise PluginError(f"{wanted} needs one server, and there are two: {both}. Set {DISABLE} to one of them.")
-        if not known:
+            both = " and ".join(str(self.owner(kind, name)) for name in known)
             raise PluginError(
-                f"{wanted} needs a plugin that lets clients in, and there is none.{self._cures('servers')}"
+                f"{wanted} needs one {one(kind)}, and there are two: {both}. Set {DISABLE} to one of them."
             )
-        return cast("Callable[[], RunServer]", self.get("servers", known[0]))
+        if not known:
+            raise PluginError(self.missing(kind, wanted))
+        return self.get(kind, known[0])
+
+    def missing(self, kind: str, wanted: str) -> str:
+        """That `wanted` needs what no plugin registers, and what brings it."""
+        return f"{wanted} needs a plugin that {SOLE[kind]}, and there is none.{self.cures(kind)}"
+
+    def server(self, wanted: str) -> Callable[[], RunServer]:
+        """The factory of what lets clients in. Raises `PluginError`, as `sole` does."""
+        return cast("Callable[[], RunServer]", self.sole("servers", wanted))
+
+    def fleet(self, wanted: str) -> Callable[[], Fleet]:
+        """The factory of what knows of gateways elsewhere. Raises `PluginError`, as `sole` does."""
+        return cast("Callable[[], Fleet]", self.sole("fleets", wanted))
+
+    def port(self, wanted: str) -> PortGuard:
+        """What guards ports. Raises `PluginError`, as `sole` does."""
+        return cast("PortGuard", self.sole("ports", wanted))
 
     def agent(self, name: str) -> Callable[[str], Agent]:
         """What makes an agent of the text after its name."""
@@ -232,6 +262,10 @@ class Plugins:
     def run_stage(self, name: str) -> Callable[[], RunStage]:
         """The factory of a stage at the beginning and the end of runs."""
         return cast("Callable[[], RunStage]", self.get("run_stages", name))
+
+    def step_stage(self, name: str) -> Callable[[Config], StepStage | None]:
+        """The factory of a stage at the steps of a run."""
+        return cast("Callable[[Config], StepStage | None]", self.get("step_stages", name))
 
     def operations(self) -> tuple[Operation, ...]:
         """The operations that plugins bring to every store. Raises `PluginError` for one that two bring, or the store has."""
@@ -426,9 +460,9 @@ class Plugins:
     def _no_such(self, kind: str, name: str) -> str:
         known = self._names.known(kind)
         text = f"there is no {one(kind)} {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
-        return text + self._cures(kind, name)
+        return text + self.cures(kind, name)
 
-    def _cures(self, kind: str, name: str = "") -> str:
+    def cures(self, kind: str, name: str = "") -> str:
         """What brings a name that is not there, or could."""
         text = ""
         if extra := EXTRAS.get((kind, name)):

@@ -30,7 +30,7 @@ class Stage:
 
 
 class StageError(LightningError):
-    """A stage failed on one attempt; the message names its plugin."""
+    """A stage failed; the message names its plugin."""
 
 
 Kind = TypeVar("Kind", bound=Stage)

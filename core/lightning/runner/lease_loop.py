@@ -159,7 +159,7 @@ class _FromStore:
             return True
         for status in (Status.PENDING, Status.RUNNING):
             page = await self._store.list_rollouts(self._run, status=status, limit=1)
-            if page.rollouts:
+            if page.items:
                 return True
         return False
 

@@ -19,7 +19,7 @@ async def each_rollout(
     cursor = ""
     while True:
         page = await store.list_rollouts(run, split=split, step=step, cursor=cursor)
-        for rollout in page.rollouts:
+        for rollout in page.items:
             yield rollout
         cursor = page.cursor
         if not cursor:

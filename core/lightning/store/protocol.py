@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from lightning.types import (
     Json,
@@ -30,6 +30,7 @@ from lightning.types import (
 if TYPE_CHECKING:
     from lightning.store.operation import Operation
 
+T = TypeVar("T")
 
 PRUNED: Final = "pruned"
 """The key of a run's state that says that calls were removed: `at` (Unix seconds), `rollouts` (how many lost theirs), `trained`
@@ -47,10 +48,10 @@ KNOWN_SECONDS: Final = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """Some rollouts and the cursor of the next page (empty when this was the last)."""
+class Page(Generic[T]):
+    """Some items of a list, and the cursor of the next page; an empty one says that this was the last."""
 
-    rollouts: tuple[Rollout, ...]
+    items: tuple[T, ...]
     cursor: str = ""
 
 
@@ -159,7 +160,7 @@ class Store(Protocol):
         status: Status | None = None,
         cursor: str = "",
         limit: int = 1000,
-    ) -> Page:
+    ) -> Page[Rollout]:
         """Rollouts of a run in creation order, filtered; `cursor` continues where a page ended."""
 
     async def count_rollouts(self, run: str) -> list[RolloutCount]:

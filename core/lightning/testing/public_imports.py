@@ -44,8 +44,8 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "a server of runs": (
             "lightning.engines.logprob_gap",
-            "lightning.gateway.fleet.records",
             "lightning.gateway.gateway",
+            "lightning.gateway.upstream.servers",
             "lightning.policy_server",
             "lightning.policy_server.auto_settings",
             "lightning.runner.attempt_completion",
@@ -85,7 +85,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.store.relational.transaction",
             "lightning.store.sqlite.connection",
         ),
-        "a keeper of databases": ("lightning.gateway.fleet.records",),
         "a stage of attempts": ("lightning.plugins.stages", "lightning.runner.stages"),
         "an API of the gateway": (
             "lightning.gateway.calls",
@@ -135,6 +134,12 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.policy_server.weight_transfer.transfer",
             "lightning.printable",
         ),
+        "a stage at steps": (
+            "lightning.instrument.frameworks",
+            "lightning.plugins.attached_adapters",
+            "lightning.trainer.algorithm",
+            "lightning.trainer.stages",
+        ),
         "a tracker": ("lightning.instrument.trace", "lightning.store.exchanges"),
         "a search": (
             "lightning.instrument.components",
@@ -171,12 +176,9 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a reader of recorded runs": (
             "lightning.algorithms.presets",
             "lightning.config.fields",
-            "lightning.trainer.diagnosis",
             "lightning.trainer.held_out",
             "lightning.trainer.metrics",
             "lightning.trainer.pacing",
-            "lightning.trainer.rules",
-            "lightning.trainer.trends",
             "lightning.trainer.weight_sync",
         ),
     }

@@ -141,7 +141,7 @@ class Agents:
 
         Where agents run is not known here, so one group is ahead of them: it begins when the one before was taken.
         """
-        if (await self._store.list_rollouts(self._run, status=Status.PENDING, limit=1)).rollouts:
+        if (await self._store.list_rollouts(self._run, status=Status.PENDING, limit=1)).items:
             return True
         return await source.refill()
 
@@ -167,7 +167,7 @@ class Agents:
         if not self._open or time.monotonic() - self._silent_since < SILENCE_SECONDS:
             return
         self._silent_since = time.monotonic()
-        if (await self._store.list_rollouts(self._run, status=Status.RUNNING, limit=1)).rollouts:
+        if (await self._store.list_rollouts(self._run, status=Status.RUNNING, limit=1)).items:
             return
         logger.warning(
             "%d rollouts of run %s wait, and no client has taken one for %.0f s. %s",

@@ -1,29 +1,21 @@
-"""The algorithms of a run: what cannot be one is refused at once, a dry run tries it on what was recorded, and a schedule says
-which trains which step (`sft:2,grpo:20`).
+"""The algorithms of a run: what cannot be one is refused at once, and a schedule says which trains which step
+(`sft:2,grpo:20`).
 
-The invariants: what a user wrote (an algorithm, a credit function, a loss) is called before anything is trained, not first
-after the policy server's start, an evaluation and a step of rollouts; the algorithm of a step follows from its number alone, so
-that a resumed run and an audit find the same.
+The invariant: the algorithm of a step follows from its number alone, so that a resumed run and an audit find the same.
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
-import sys
-import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, Protocol, SupportsIndex, TypeGuard
+from typing import Protocol, SupportsIndex, TypeGuard
 
-import lightning
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm, needs_critic
 from lightning.algorithms.spec import make_algorithm, parse_algorithms
 from lightning.batch.trajectory import Group
 from lightning.errors import ConfigError
-from lightning.losses.protocol import Loss, StepLoss, needs_reference
 from lightning.plugins import plugins
 
 
@@ -51,7 +43,6 @@ class AlgorithmSchedule:
 
 
 NEEDED = ("name", "group_size", "batch", "loss")
-_HERE = Path(lightning.__file__).parent
 
 
 class DynamicAlgorithm(Algorithm, Protocol):
@@ -66,13 +57,6 @@ class DynamicAlgorithm(Algorithm, Protocol):
 def samples_dynamically(algorithm: Algorithm) -> TypeGuard[DynamicAlgorithm]:
     """Whether groups that teach nothing are to be replaced: it has `dynamic_sampling = True`."""
     return bool(getattr(algorithm, "dynamic_sampling", False))
-
-
-class Tried(NamedTuple):
-    """What came of trying an algorithm, in words: `problems` would end a run, `hints` would not."""
-
-    problems: list[str]
-    hints: list[str]
 
 
 def resolve_algorithm(algorithm: Algorithm | SearchAlgorithm | str) -> Algorithm | SearchAlgorithm:
@@ -105,7 +89,7 @@ def resolve_algorithm(algorithm: Algorithm | SearchAlgorithm | str) -> Algorithm
             "method teaches(group) that says which do: add it, or call the argument otherwise"
         )
     if isinstance(made, LightningRL):
-        _credit_of(made)
+        credit_of(made)
     return made
 
 
@@ -150,7 +134,7 @@ def _has(algorithm: object, name: str) -> bool:
     return inspect.getattr_static(algorithm, name, None) is not None or hasattr(algorithm, name)
 
 
-def _credit_of(algorithm: object) -> object:
+def credit_of(algorithm: object) -> object:
     """The credit function of a `LightningRL`; None for others."""
     if not isinstance(algorithm, LightningRL):
         return None
@@ -158,102 +142,3 @@ def _credit_of(algorithm: object) -> object:
     if isinstance(credit, type):
         raise ConfigError(f"credit={credit.__name__} is a class, not a credit function: give {credit.__name__}(...)")
     return plugins().credit(credit) if isinstance(credit, str) else credit
-
-
-def needs_pair(algorithm: Algorithm | SearchAlgorithm) -> bool:
-    """Whether a dry run should have two rollouts of one task: a function that is not lightning's compares them."""
-    return not isinstance(algorithm, SearchAlgorithm) and algorithm.group_size > 1 and _is_own(algorithm)
-
-
-def try_algorithm(algorithm: Algorithm | SearchAlgorithm, groups: Sequence[Group]) -> Tried:
-    """Make a batch of a dry run's groups, and call a loss that is not lightning's on two tokens, if torch is loaded anyway.
-
-    A dry run has most tasks once: what fails only on single rollouts, where several are compared, is a hint.
-    """
-    recorded = [group for group in groups if group.trajectories]
-    if isinstance(algorithm, SearchAlgorithm) or not recorded:
-        return Tried([], [])
-    if needs_critic(algorithm):
-        untried = f"{_name(algorithm)} was not tried: it uses a critic's values, which come with training"
-        return Tried([], [untried] if _is_own(algorithm) else [])
-    compared = [group for group in recorded if algorithm.group_size == 1 or len(group.trajectories) > 1]
-    batch, hints = None, []
-    if compared:
-        try:
-            batch = algorithm.batch(compared)
-        except Exception as error:  # noqa: BLE001 — a user's code: whatever it raises is what is to be reported
-            return Tried([_problem(f"{_name(algorithm)} cannot make a batch of these rollouts", error)], [])
-    if len(compared) < len(recorded):
-        try:
-            single = algorithm.batch(recorded)
-        except Exception as error:  # noqa: BLE001 — as above
-            hints.append(
-                f"{_name(algorithm)} fails on a group of which only one rollout succeeded, and a run would end at the first: "
-                f"leave such groups out ({_told(error)})"
-            )
-        else:
-            batch = batch or single
-    if batch and "torch" in sys.modules and _is_foreign(type(algorithm)):
-        try:
-            _call(batch.loss_for(algorithm))
-        except Exception as error:  # noqa: BLE001 — as above
-            return Tried([_problem(f"the loss of {_name(algorithm)} fails on two tokens", error)], hints)
-    if needs_pair(algorithm) and not compared:
-        hints.append(f"{_name(algorithm)} was tried on single rollouts only: no two of one task succeeded")
-    return Tried([], hints)
-
-
-def _call(loss: Loss) -> None:
-    """Call a loss as an engine does. One that has to be prepared for the step is left alone: it sees more than tokens."""
-    if isinstance(loss, StepLoss):
-        return
-    import torch
-
-    from lightning.losses.protocol import TokenBatch
-
-    logprobs, ones = torch.tensor([-1.0, -2.0], requires_grad=True), torch.ones(2)
-    made = loss(
-        TokenBatch(
-            logprobs,
-            old_logprobs=logprobs.detach().clone(),
-            advantages=torch.tensor([1.0, -1.0]),
-            weights=ones / 2,
-            entropy=logprobs * -0.5,
-            has_old=ones.bool(),
-            versions=torch.zeros(2, dtype=torch.long),
-            reference=logprobs.detach().clone() if needs_reference(loss) else None,
-        )
-    )
-    if not made.loss.requires_grad:
-        raise ConfigError("it has no gradient: it has to be made of tokens.logprobs, not detached")
-    made.loss.backward()  # type: ignore[no-untyped-call]
-
-
-def _is_own(algorithm: Algorithm) -> bool:
-    """Whether what makes batches, or credit in them, is a function that is not lightning's."""
-    return _is_foreign(type(algorithm)) or _is_foreign(_credit_of(algorithm))
-
-
-def _is_foreign(value: object) -> bool:
-    return value is not None and not str(getattr(value, "__module__", "")).startswith("lightning.")
-
-
-def _name(algorithm: Algorithm) -> str:
-    credit = _credit_of(algorithm)
-    if not _is_foreign(credit):
-        return f"the algorithm {algorithm.name}"
-    return f"the algorithm {algorithm.name} with the credit function {getattr(credit, '__name__', repr(credit))}"
-
-
-def _problem(what: str, error: Exception) -> str:
-    return f"{what}, and a run would end at its first step: {_told(error)}"
-
-
-def _told(error: Exception) -> str:
-    """In words, with the user's own line: the last of the file that lightning called."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _HERE not in Path(frame.filename).parents]
-    where = ""
-    if frames:
-        last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
-        where = f" ({last.filename}:{last.lineno}, in {last.name}: {last.line})"
-    return f"{type(error).__name__}: {error}{where}"

@@ -8,7 +8,8 @@ taken, which are those of version `step` (of the adapters, where these were hand
 `base`, `base_digest` of the model's folder · `teacher`, where there is one: its `name` as it was asked for, its folder
 (`model`) and that one's `base_digest` (`sha256`) · `own_loop`, where a loop of somebody's own took it: its updates
 (`lightning.trainer.own_loop`) · `stages`, the plugins' stages that stood in the line of calls of the trainer's gateway, in
-their order, each with the version of its distribution · and the numeric context, `NUMERIC`.
+their order, each with the version of its distribution · `step_stages`, in the same way those that stood
+at the step · `added`, what these add, by their names · and the numeric context, `NUMERIC`.
 """
 
 from __future__ import annotations
@@ -30,15 +31,19 @@ NUMERIC: Final = ("dtype", "device", "threads", "tokens_per_microbatch", "path",
 path taken (`tree` or `rows`), the CPU's vector instructions, and the versions of what computes."""
 
 STAGES: Final = "stages"
-"""The key of the stages."""
+"""The key of the stages of calls."""
+STEP_STAGES: Final = "step_stages"
+"""The key of the stages of steps."""
+ADDED: Final = "added"
+"""The key of what the stages of steps add."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _PACKAGES = ("lightning", "torch", "transformers", "vllm")
 _FLAGS = ("sse4_2", "avx", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 
 
-def stages_of(context: Mapping[str, Json]) -> dict[str, str]:
-    """The stages that a step's context says, with their versions."""
-    said = context.get(STAGES)
+def stages_of(context: Mapping[str, Json], line: str = STAGES) -> dict[str, str]:
+    """The stages of a line (`STAGES`, `STEP_STAGES`) that a step's context says, with their versions."""
+    said = context.get(line)
     return {str(each[0]): str(each[1]) for each in said if _is_pair(each)} if isinstance(said, Sequence) else {}
 
 
@@ -46,11 +51,11 @@ def _is_pair(said: Json) -> TypeGuard[Sequence[Json]]:
     return isinstance(said, Sequence) and not isinstance(said, str) and len(said) == 2
 
 
-def other_stages(context: Mapping[str, Json], now: Mapping[str, str]) -> str:
+def other_stages(context: Mapping[str, Json], now: Mapping[str, str], line: str = STAGES) -> str:
     """How the stages of a later time differ from those that a step's context says; empty where they are the same ones."""
-    if STAGES not in context:
+    if line not in context:
         return ""  # a step that does not say which there were
-    then = stages_of(context)
+    then = stages_of(context, line)
     told = [
         *(f"{name!r} ({then[name] or 'no version'}) is missing" for name in then if name not in now),
         *(f"{name!r} ({now[name] or 'no version'}) is new" for name in now if name not in then),

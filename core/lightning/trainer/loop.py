@@ -21,13 +21,11 @@ from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, epoch_at
 from lightning.store.rollout_state import REUSE
-from lightning.tracking.alerts import Alerts
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.async_collection import Pipeline
 from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
-from lightning.trainer.context import STAGES, numeric_context, other_stages
-from lightning.trainer.diagnosis import Diagnosis
+from lightning.trainer.context import ADDED, STAGES, STEP_STAGES, numeric_context, other_stages
 from lightning.trainer.held_out import HeldOut, compared_since
 from lightning.trainer.lr_schedule import earlier_steps, rate_of
 from lightning.trainer.metrics import Remarks, UsageMeter, sampled_tokens, staleness, step_metrics
@@ -37,17 +35,18 @@ from lightning.trainer.recorded import Record, RecordedSampler
 from lightning.trainer.replay import take_again
 from lightning.trainer.rollout_collection import Sampled, Sampler, TurnSampler
 from lightning.trainer.stack import Stack
+from lightning.trainer.stages import Alarm, StepLine, StepTaken
 from lightning.trainer.summary import NAMED, Evaluation, Reporter, evaluate_rollouts, evaluations
 from lightning.trainer.teacher import TEACHER, Teacher
 from lightning.trainer.training_data import all_rollouts, count_drift, fresh_values, record_step
 from lightning.trainer.weight_sync import HELD_SECONDS, Publisher, bound_of
-from lightning.types import Json, Rollout, Status, Task
+from lightning.types import Json, Rollout, Task
 
 logger = logging.getLogger(__name__)
 
 OTHER_STAGES = (
-    "calls are made with other stages than in step %d: %s. For the same ones install the plugins that brought them, and look "
-    "at LIGHTNING_DISABLE_PLUGINS and the settings of the section `gateway`"
+    "%s are made with other stages than in step %d: %s. For the same ones install the plugins that brought them, and look "
+    "at LIGHTNING_DISABLE_PLUGINS and the settings of the section `%s`"
 )
 
 DIFFER = (
@@ -81,6 +80,7 @@ class Loop:
     """Whether steps are taken by a loop of somebody's own (`Session`), which only its own code can take again."""
     teacher: Teacher | None = None
     """What the engine has for a reference model, where that is another one than the run began with."""
+    stages: StepLine = field(default_factory=StepLine)
     done: int = 0
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -94,11 +94,8 @@ class Loop:
         )
         self.publisher = Publisher(self.stack, self.engine)
         self.writer = CheckpointWriter(self.checkpoints, self.engine.save, every)
-        self.remarks, self.usage = Remarks(bound_of(config), config.trainer.order), UsageMeter(self.stack.policy)
-        self.held_out, self.alerts = (
-            HeldOut(self.stack.folder, compared_since(self.epochs)),
-            Alerts(config.trainer.alerts),
-        )
+        self.remarks, self.usage = Remarks(), UsageMeter(self.stack.policy)
+        self.held_out = HeldOut(self.stack.folder, compared_since(self.epochs))
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -118,7 +115,7 @@ class Loop:
         await self.restore()
         await self.stack.store.log_metrics(self.stack.run.id, self.done, started)
         self.reporter.begin(self.done, config.steps)
-        async with self.writer, self.alerts, self.sampling() as self.sampler:
+        async with self.writer, self.stages, self.sampling() as self.sampler:
             due = await self.evaluation_begun()
             for step in range(self.done, config.steps):
                 if due or step == 0 or (config.eval_every and step % config.eval_every == 0):
@@ -208,12 +205,15 @@ class Loop:
         if fresh and (gap := bound_of(self.stack.config).problem_of_step(metrics)):
             computed = self.stack.config
             logger.warning(DIFFER, step + 1, gap, computed.engine.dtype, computed.policy_server.dtype)
-        failures = [rollout.error for rollout in sampled.rollouts if rollout.status is Status.FAILED]
-        found = await asyncio.to_thread(self.remarks.step, step, groups, batch, metrics, self.train_agents, failures)
-        self.alert(step, found)
+        await asyncio.to_thread(self.remarks.step, step, groups, batch, metrics, self.train_agents)
+        taken = StepTaken(step, sampled.rollouts, groups, batch, metrics, self.train_agents)
+        added = await self.stages.taken(taken)
+        metrics |= added.metrics
+        self.alarm(f"step {step + 1}", step, added.alarms)
         taught = bool(result.metrics.get("stepped", 1.0))
         with self.timed("checkpoint"):
             context = await self.context(step, result)
+            context |= {ADDED: added.context} if added.context else {}
             context |= {OWN_LOOP: own.to_json()} if own else {}
             if reused:
                 context[REUSE] = {"limit": self.stack.config.trainer.max_reuse, "rollouts": [*reused]}
@@ -233,12 +233,14 @@ class Loop:
         """Count the seconds of a step from here on."""
         self._seconds = {}
 
-    def alert(self, step: int, found: Sequence[Diagnosis]) -> None:
-        """Tell who wants to know of what is serious."""
-        for alarm in (each for each in found if each.serious):
-            told: dict[str, Json] = {"run": self.stack.run.id, "step": step, **alarm.to_json()}
-            self.alerts.send(told)
-            self.trackers.alert(told)
+    def alarm(self, when: str, step: int, alarms: Sequence[Alarm]) -> None:
+        """Say what the stages found, and tell who wants to know of what is serious."""
+        for alarm in alarms:
+            logger.warning("%s: %s", when, alarm.text)
+            if alarm.serious:
+                told: dict[str, Json] = {"run": self.stack.run.id, "step": step, **alarm.to_json()}
+                self.stages.alarmed(told)
+                self.trackers.alert(told)
 
     async def context(self, step: int, result: StepResult) -> dict[str, Json]:
         """How the step was computed, for its record."""
@@ -248,6 +250,7 @@ class Loop:
         named: dict[str, Json] = {"epoch": epoch, "weights": served, "base": self.base}
         named |= {TEACHER: self.teacher.described()} if self.teacher else {}
         named[STAGES] = [[name, version] for name, version in self.stack.gateway.stages.items()]
+        named[STEP_STAGES] = [[name, version] for name, version in self.stages.versions.items()]
         return named | numeric
 
     def finished(self, rollout: Rollout) -> None:
@@ -331,7 +334,7 @@ class Loop:
         self.trackers.log(self.done, values)
         self.reporter.evaluated(result)
         self.held_out.add([result], fresh=fresh)
-        self.alert(step, self.remarks.evaluated(self.held_out.results))
+        self.alarm(f"after {step} steps", step, await self.stages.evaluated(self.held_out.results))
         if self.stack.config.trainer.keep == "best" and result in self.held_out.results:
             await asyncio.to_thread(self.held_out.keep, result, self.engine.export)
         return result
@@ -349,7 +352,7 @@ class Loop:
                 f"held-out tasks, or how they are sampled, changed at step {self.held_out.since}: evaluations before it are "
                 "not compared with later ones"
             )
-        self.remarks.restored((record.metrics for record in records), self.held_out.results)
+        await self.stages.begin([record.metrics for record in records], self.held_out.results)
         committed = records[-1].step + 1 if records else 0
         if not records:
             self._refuse_foreign_checkpoints()
@@ -363,7 +366,9 @@ class Loop:
                 await self.publish()  # an attached server serves whatever it was given last
             return
         if other := other_stages(records[-1].context, self.stack.gateway.stages):
-            logger.warning(OTHER_STAGES, committed, other)
+            logger.warning(OTHER_STAGES, "calls", committed, other, "gateway")
+        if other := other_stages(records[-1].context, self.stages.versions, STEP_STAGES):
+            logger.warning(OTHER_STAGES, "steps", committed, other, "trainer")
         given = [algorithm for _, algorithm in self.schedule.phases]
         if start < committed:
             async with self.stack.resting():  # as when they were taken: with less memory they would be cut otherwise

@@ -1,9 +1,9 @@
 """The numbers of a step, besides its times: what was sampled and trained, and what its requests needed of the policy
-server; and what a person should hear of a step in words, with the cure (`Remarks`).
+server; and which of its calls and groups were not trained, in words, with the cure (`Remarks`).
 
 The invariant: what was not measured is absent, and never 0: a mean of no rollouts, a share of no tokens, the counts of a server
 that does not count. One that was started again meanwhile gives the counts of what came since. Each remark is made once in a
-process, or at growing distances; a step that teaches gives none, and what is said changes nothing.
+process, or at growing distances, and what is said changes nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from difflib import get_close_matches
+from typing import Final
 
 import numpy as np
 
@@ -19,19 +20,14 @@ from lightning.algorithms.intake import trains
 from lightning.algorithms.protocol import Batch
 from lightning.batch.trajectory import Group, is_trained
 from lightning.bounded import Once
-from lightning.engines.logprob_gap import FLOAT32, GapBound
 from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.policy_server.protocol import PolicyServer, Usage
 from lightning.runner.policy_faults import read_cause
 from lightning.store.exchanges import why_not_replayable
-from lightning.trainer.diagnosis import Attempted, Course, Diagnosis
-from lightning.trainer.rules import diagnose, nothing_trained
-from lightning.trainer.summary import NAMED, POLICY_FAULT, Evaluation, mean_parts
+from lightning.trainer.summary import NAMED, POLICY_FAULT, mean_parts
+from lightning.trainer.training_data import NOT, OF_MODEL, is_trainable
 from lightning.types import GREEDY_BELOW, TOO_LONG, Caller, CallStatus, Fault, Rollout, Status, Transition
-
-if TYPE_CHECKING:
-    from lightning.config.sections import TaskOrder
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +125,8 @@ def policy_faults(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def count_not_replayable(groups: Sequence[Group]) -> int:
     """How many rollouts of the groups cannot be run again from their record."""
-    members = [Attempted.of(member) for group in groups for member in group.trajectories]
-    return sum(bool(why_not_replayable(member.calls, member.tool_events)) for member in members)
+    members = [member for group in groups for member in group.trajectories]
+    return sum(bool(why_not_replayable((*each.transitions, *each.refused), each.tool_events)) for each in members)
 
 
 def trained_calls(groups: Sequence[Group]) -> list[Transition]:
@@ -200,6 +196,8 @@ REASONS: Mapping[str, str] = {
 """Why groups are left out, in words, by the reason they are counted under."""
 ORDINARY = frozenset({"all_rewards_equal", "too_few_succeeded", "margin_too_small", "below_threshold"})
 """Reasons that some groups of a healthy run have."""
+MOST_NAMES: Final = 20
+"""Callers that a sentence names at most."""
 CURE_OF_GREEDY = (
     "the rollouts of a task are then alike, and comparing them teaches nothing. Set a temperature above 0 in the agent, or on "
     "all its calls with --set gateway.override_sampling.temperature=1"
@@ -211,37 +209,12 @@ CURE_OF_MEDIA = (
 
 
 class Remarks:
-    """Looks at each step of a run and logs what is worth a word. `gap` bounds what trainer and sampler may differ by, `order`
-    is that of the tasks."""
+    """Looks at each step of a run and logs why groups or calls of it are not trained."""
 
-    def __init__(self, gap: GapBound = FLOAT32, order: TaskOrder = "shuffled") -> None:
-        self._gap, self._order = gap, order
-        self._course: list[Mapping[str, float]] = []
-        self._evaluations: Sequence[Evaluation] = ()
+    def __init__(self) -> None:
         self._reasons: set[str] = set()
         self._said = Once()
         self._steps = self._idle = 0
-
-    def restored(self, course: Iterable[Mapping[str, float]], evaluations: Sequence[Evaluation]) -> None:
-        """The metrics of the steps that were taken before this process, and the evaluations: what they say was said then."""
-        self._course, self._evaluations = list(course), evaluations
-        for found in diagnose(course=self._now):
-            self._said.first(found.cause)
-
-    def evaluated(self, evaluations: Sequence[Evaluation]) -> list[Diagnosis]:
-        """All held-out evaluations so far that can be compared. Returns what the rules found and had not found before."""
-        self._evaluations = evaluations
-        return self._say(f"after {len(self._course)} steps", diagnose(course=self._now))
-
-    @property
-    def _now(self) -> Course:
-        return Course(self._course, self._evaluations, self._gap, self._order)
-
-    def _say(self, when: str, found: Iterable[Diagnosis]) -> list[Diagnosis]:
-        new = [diagnosis for diagnosis in found if not diagnosis.minor and self._said.first(diagnosis.cause)]
-        for diagnosis in new:
-            logger.warning("%s: %s", when, diagnosis.text)
-        return new
 
     def step(
         self,
@@ -250,10 +223,8 @@ class Remarks:
         batch: Batch,
         metrics: Mapping[str, float],
         train_agents: Sequence[str],
-        failures: Sequence[str] = (),
-    ) -> list[Diagnosis]:
-        """A step has been trained; `metrics` are its own, with the engine's `stepped` where it says that. `failures` are the
-        errors of its rollouts that failed. Returns what the rules found and had not found before."""
+    ) -> None:
+        """A step has been trained; `metrics` are its own, with the engine's `stepped` where it says that."""
         self._steps += 1
         calls = trained_calls(groups)
         # Of a step that was skipped for its numbers the engine has spoken.
@@ -270,9 +241,6 @@ class Remarks:
             logger.warning("step %d: %s", step + 1, are_media(media, media + len(calls)))
         if metrics.get("too_long") and self._said.first("too_long"):
             logger.warning("step %d: %s", step + 1, are_too_long(int(metrics["too_long"])))
-        self._course.append(metrics)
-        attempts = [Attempted.of(member) for group in groups for member in group.trajectories]
-        return self._say(f"step {step + 1}", diagnose(attempts, train_agents, failures, self._now))
 
     def _say_idle(
         self,
@@ -312,6 +280,46 @@ def _why(
 def _nothing_trained(groups: Sequence[Group], train_agents: Sequence[str]) -> str:
     media = len(media_calls(groups))
     return are_media(media, media) if media else nothing_trained(callers_of(groups), train_agents)
+
+
+def nothing_trained(callers: Iterable[Caller], train_agents: Sequence[str]) -> str:
+    """Why none of the calls of these callers is trained, with the cure."""
+    known = list(callers)
+    if not known:
+        return "no model call was recorded. Give the agent's client llm.base_url and llm.api_key"
+    if not train_agents:
+        return f"no call of {names_of(known)} has tokens to train on"
+    meant = [f"did you mean {cure!r} for {glob!r}?" for glob, cure in unmatched(train_agents, known).items() if cure]
+    return f"train_agents {list(train_agents)} matches none of the agents seen: {names_of(known)}. " + (
+        " ".join(meant) or "A glob has to match a whole path or its last name; '*/planner/*' is all inside planner"
+    )
+
+
+def unmatched(train_agents: Sequence[str], callers: Iterable[Caller]) -> dict[str, str]:
+    """The globs that match none of the callers, each with the glob that was probably meant, empty where none comes near.
+
+    Only callers that are not trained are candidates: an agent that is called now and then is no misspelling of another.
+    """
+    known = list(callers)
+    globs: dict[str, str] = {}
+    for name in sorted({caller.name for caller in known if not is_trainable(caller, train_agents)}):
+        *outer, last = name.split("/")
+        globs.setdefault(last, last)
+        for place, part in enumerate(outer):
+            globs.setdefault(part, f"*/{part}/*" if place else f"{part}/*")
+    found = {}
+    for glob in train_agents:
+        if not glob.startswith((OF_MODEL, NOT)) and not any(is_trainable(caller, (glob,)) for caller in known):
+            near = get_close_matches(glob.strip("*/").rpartition("/")[2], globs, n=1)
+            found[glob] = globs[near[0]] if near else ""
+    return found
+
+
+def names_of(callers: Iterable[Caller | str]) -> str:
+    """The names of callers, each once, and how many more there are."""
+    names = sorted({caller if isinstance(caller, str) else caller.name for caller in callers})
+    rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + rest
 
 
 def callers_of(groups: Sequence[Group]) -> set[Caller]:

@@ -39,6 +39,7 @@ from lightning.trainer.replay import optimizer_of
 from lightning.trainer.run_stages import PROBE, Prompts, check_prompts, prompts_of, tell_exported
 from lightning.trainer.runs import AGENT, check_run, claim_folder, describe_algorithm, name_folder
 from lightning.trainer.stack import Stack, open_stack
+from lightning.trainer.stages import step_line
 from lightning.trainer.summary import Evaluation, Reporter, Summary, summarize
 from lightning.trainer.teacher import Teacher, check_teacher, reference_of
 from lightning.types import Json, Run, Task
@@ -204,6 +205,7 @@ class RunOpening:
             made.record,
             own_loop,
             made.teacher,
+            step_line(made.computed),
         )
 
     async def _finished(self, made: Prepared, loop: Loop, kept: Evaluation | None) -> Summary:

@@ -14,6 +14,7 @@ from lightning.addresses import is_loopback
 from lightning.config import Config
 from lightning.errors import ConfigError, DataError
 from lightning.gateway import Gateway
+from lightning.gateway.connections import guard_of
 from lightning.plugins import plugins
 from lightning.runner.protocol import Site
 from lightning.store.protocol import ShowsProject, Store
@@ -63,11 +64,12 @@ def run_server(wanted: str) -> RunServer:
 
 
 def check_server_settings(config: Config) -> None:
-    """Raise `PluginError` for settings that open a port to others and cannot be met."""
+    """Raise `PluginError` for settings that open a port to others, or guard it, and cannot be met."""
     if config.server.port:
         run_server(f"server.port = {config.server.port}")
     if not is_loopback(config.gateway.host):
         run_server(f"gateway.host = {config.gateway.host!r}, beyond this machine,")
+    guard_of(config.gateway.limits, "localhost")
 
 
 async def check_exposure(store: Store, host: str) -> None:

@@ -102,7 +102,7 @@ class Session:
         async with AsyncExitStack() as opened:
             await loop.restore()
             await opened.enter_async_context(loop.writer)
-            await opened.enter_async_context(loop.alerts)
+            await opened.enter_async_context(loop.stages)
             loop.sampler = await opened.enter_async_context(loop.sampling())
             loop.reporter.begin(loop.done, loop.stack.config.trainer.steps)
             self._resources = opened.pop_all()

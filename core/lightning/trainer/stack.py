@@ -21,9 +21,10 @@ from lightning.config.sections import GatewayConfig, PolicyServerConfig
 from lightning.errors import ConfigError, PolicyServerError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.connections import bind
-from lightning.gateway.fleet.coordinator import Owner
-from lightning.gateway.fleet.records import UNKNOWN, gateway_secret, served_version
+from lightning.gateway.identity import gateway_secret
+from lightning.gateway.policy import UNKNOWN, fleet_of, owner_of
 from lightning.gateway.stages import Line
+from lightning.plugins import plugins
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.auto_settings import Demand
 from lightning.policy_server.process import reserved_port
@@ -85,7 +86,7 @@ class Stack:
     _serving: asyncio.Event = field(default_factory=_set_event, repr=False)
 
     def __post_init__(self) -> None:
-        self.owner = Owner(self.store, self.run.id, seed=seed_of(self.config))
+        self.owner = owner_of(self.store, self.run.id, seed_of(self.config))
         self.agents = Agents(
             self.store, self.run.id, self.runner, self.config.runner, self.llm, self.gateway.parts.line
         )
@@ -287,7 +288,8 @@ async def open_gateway(
 
 async def join_gateway(resources: AsyncExitStack, store: Store, config: Config) -> Gateway:
     """A gateway without a policy server of its own, started: keys of a run are answered by those that its trainer serves.
-    `resources` closes it."""
+    `resources` closes it. Raises `PluginError` where no plugin finds them."""
+    fleet_of("a gateway before the policies that trainers serve")
     gateway = Gateway(store, (), config.gateway, secret=await gateway_secret(store))
     resources.push_async_callback(gateway.close)
     await gateway.start()
@@ -299,7 +301,10 @@ async def why_not_served(store: Store, run: str, version: int, config: Config) -
     that it does. One that was killed has said nothing: whether its servers answer is for `Gateway.served` to say."""
     if shares_gpu(config) and not config.trainer.max_staleness:
         return f"the vLLM of run {run} gives its GPU to the trainer in each step, and answers nobody else meanwhile"
-    served = await served_version(store, run)
+    wanted = f"the policy of run {run}, which its trainer serves,"
+    if not plugins().names("fleets"):
+        return plugins().missing("fleets", wanted)
+    served = await fleet_of(wanted).served_version(store, run)
     if served is None:
         return f"nobody serves the policy of run {run} now"
     return "" if served == version else f"the policy of run {run} has version {served} now, not version {version}"
@@ -355,7 +360,7 @@ async def open_stack(
     resources.push_async_callback(policy.close)
     resources.push_async_callback(runner.close)
     await check_exposure(store, settings.host)
-    owner = Owner(store, run.id, seed=seed_of(config))
+    owner = owner_of(store, run.id, seed_of(config))
     await owner.open((), UNKNOWN)  # whatever answers now where a dead trainer's server did is not this run's policy
     await together(policy.start(), runner.start())
     waiting = AsyncExitStack()

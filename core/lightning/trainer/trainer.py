@@ -22,9 +22,7 @@ from lightning.runner.protocol import Agent
 from lightning.store.epochs import mark_over
 from lightning.store.places import DATABASE
 from lightning.store.url import redacted, sqlite_url
-from lightning.tracking.alerts import read_alerts
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
-from lightning.trainer.dev import DevReport, dry_run
 from lightning.trainer.held_out import check_held_out
 from lightning.trainer.learning_rate import default_rate
 from lightning.trainer.model import resolve_model
@@ -35,6 +33,7 @@ from lightning.trainer.run_stages import check_prompts, prompts_of
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.session import Session
 from lightning.trainer.stack import check_gateway
+from lightning.trainer.stages import DryRun, step_line
 from lightning.trainer.summary import Reporter, Summary, summarize
 from lightning.trainer.tree_sampling import check_tree, warn_of_credit
 from lightning.types import Json, Run, Task
@@ -126,7 +125,7 @@ class Trainer(RunOpening):
         self._make_engine, self._make_runner = plugins().engine(engine), plugins().runner(runner)
         for tracker in self.config.trainer.trackers:
             plugins().tracker(tracker)
-        read_alerts(self.config.trainer.alerts)
+        step_line(self.config)
         if store is not None and store.partition("://")[0] in ("http", "https"):
             raise ConfigError(
                 f"{redacted(store)} is a server: a trainer needs the database itself, as postgresql://, redis:// or sqlite:///"
@@ -147,7 +146,7 @@ class Trainer(RunOpening):
         """
         return run_to_end(self._fit(agent, as_tasks(train, "train"), as_tasks(val, "val")))
 
-    def dev(self, agent: Agent | None, tasks: Sequence[Task | Json], *, count: int = 4) -> DevReport:
+    def dev(self, agent: Agent | None, tasks: Sequence[Task | Json], *, count: int = 4) -> DryRun:
         """Run the agent on a few tasks against the untrained model, without training, and report what was recorded.
 
         Use it to see that calls arrive, which agents they come from, and what the reward says, before a long run. An algorithm,
@@ -241,8 +240,9 @@ class Trainer(RunOpening):
         if said := [name for name in unused if getattr(trainer, name) != getattr(plain.trainer, name)]:
             logger.warning("a loop of your own does not look at trainer.%s: leave it out", ", trainer.".join(said))
 
-    async def _dev(self, agent: Agent | None, tasks: list[Task]) -> DevReport:
+    async def _dev(self, agent: Agent | None, tasks: list[Task]) -> DryRun:
         check_prompts(self.config.runner.prompts)
+        rehearse = step_line(self.config).rehearsal()
         runner = self._runner_of(agent)
         async with AsyncExitStack() as resources:
             folder = self.out / "dev"
@@ -261,7 +261,7 @@ class Trainer(RunOpening):
             stack = await self._open_stack(resources, folder, run, store, runner, prompts)
             await stack.tell_how_to_call()
             say_how_to_join(stack, reporter)
-            report = await dry_run(stack, tasks, self.train_agents, self.algorithm, reporter)
+            report = await rehearse(stack, tasks, self.train_agents, self.algorithm, reporter)
             said = f"what was recorded: `lightning runs show {run.id} --runs {folder}`"
             reporter.console.print(said, markup=False, highlight=False, soft_wrap=True)
             return report

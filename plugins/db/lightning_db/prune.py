@@ -152,7 +152,7 @@ async def _branches_left(store: Store, known: Sequence[Run], plans: Mapping[str,
     if not any(item.whole or item.groups for item in plans.values()):
         return left
     for run in known:
-        first = (await store.list_rollouts(run.id, limit=1)).rollouts
+        first = (await store.list_rollouts(run.id, limit=1)).items
         if not first or first[0].parent is None:  # not a run of `lightning branch`
             continue
         kept: Counter[str] = Counter()

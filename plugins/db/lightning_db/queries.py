@@ -6,7 +6,7 @@ The invariant: nothing here is particular to one database; parameters are `?`.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from lightning.store.protocol import TRACES_RUN
@@ -80,6 +80,34 @@ FORGET_OLD_ANSWERS: Final = "DELETE FROM answers WHERE until < ?"
 def traces_of(rollouts: Collection[str], traces: Iterable[tuple[str, str]]) -> list[str]:
     """The names of those entries of `TRACES` that are of one of the rollouts."""
     return [name for name, value in traces if trace_of(value)[0] in rollouts]
+
+
+def fleet_state(run: str, names: Iterable[str]) -> list[str]:
+    """Those of the names in the state of the empty run that are of one run: what its trainer says to the gateways that serve it
+    (`policy/RUN`), the trainer's heartbeat (`policy/RUN/alive`), and the gateways' seats (`gateway/RUN/NUMBER`)."""
+    notice, seats = f"policy/{run}", f"gateway/{run}/"
+    return [
+        name
+        for name in names
+        if name in (notice, f"{notice}/alive") or (name.startswith(seats) and name[len(seats) :].isdecimal())
+    ]
+
+
+def empty_seats(state: Mapping[str, str], runs: Collection[str]) -> list[str]:
+    """Of the state of the empty run (JSON by name), what no trainer and no gateway needs: notices and seats of runs that are
+    gone, and seats below the notice's `first`."""
+    gone = []
+    for name in state:
+        place, _, rest = name.partition("/")
+        if place == "policy" and rest not in runs and rest.removesuffix("/alive") not in runs:
+            gone.append(name)
+        run, _, number = rest.rpartition("/")
+        if place == "gateway" and number.isdecimal():
+            notice = json.loads(state.get(f"policy/{run}", "{}"))
+            first = notice.get("first", 0) if isinstance(notice, dict) else 0
+            if run not in runs or int(number) < first:
+                gone.append(name)
+    return gone
 
 
 def which_are_there(rollouts: Collection[str]) -> str:

@@ -7,14 +7,14 @@ transaction with all that refers to it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeVar, cast
 
 from lightning.errors import SchemaError, StoreError
 from lightning.plugins import plugins
 from lightning.store.protocol import TRACES_RUN
 from lightning.store.relational import schema
-from lightning.store.relational.brought import SqlPart, groups_in
+from lightning.store.relational.brought import SqlPart
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.schema_version import SCHEMA
 from lightning.store.url import redacted
@@ -23,6 +23,7 @@ from lightning_db import queries
 from lightning_db.keeper import DatabaseStatus, Weight, count_tokens
 
 T = TypeVar("T")
+SELECT_VERSIONS: Final = "SELECT name, version FROM operation_groups ORDER BY name"
 
 
 class RelationalKeeper(ABC):
@@ -123,8 +124,6 @@ class RelationalKeeper(ABC):
         await self._write(lambda tx: self._forget_run(tx, run), alone=True)
 
     async def _forget_run(self, transaction: Transaction, run: str) -> None:
-        from lightning.gateway.fleet.records import fleet_state  # it brings the gateway with it
-
         await transaction.alone(f"rollouts {run}")
         # In the order of those who append: nobody does from here on.
         rollouts = {row[0] for row in await transaction.locked(queries.ROLLOUTS, (run,))}
@@ -135,7 +134,7 @@ class RelationalKeeper(ABC):
             if statement.split()[2] in tables:
                 await transaction.run(statement, (run,))
         names = [row[0] for row in await transaction.all(queries.UNNAMED_STATE)]
-        left = [("", name) for name in fleet_state(run, names)]
+        left = [("", name) for name in queries.fleet_state(run, names)]
         traces = [(row[0], row[1]) for row in await transaction.all(queries.TRACES)]
         left += [(TRACES_RUN, name) for name in queries.traces_of(rollouts, traces)]
         await transaction.many(queries.FORGET_STATE, left)
@@ -189,10 +188,23 @@ async def _forget_calls(transaction: Transaction, run: str, group: str) -> None:
 
 
 async def _clear(transaction: Transaction) -> None:
-    from lightning.gateway.fleet.records import empty_seats  # it brings the gateway with it
-
     # Notices before runs: whoever announces one has put the run before.
     state = {row[0]: row[1] for row in await transaction.all(queries.UNNAMED_STATE)}
     runs = {row[0] for row in await transaction.all(queries.RUNS)}
-    await transaction.many(queries.FORGET_STATE, [("", name) for name in empty_seats(state, runs)])
+    await transaction.many(queries.FORGET_STATE, [("", name) for name in queries.empty_seats(state, runs)])
     await transaction.run(queries.FORGET_OLD_ANSWERS, (await transaction.now(),))
+
+
+async def groups_in(transaction: Transaction, groups: Mapping[str, SqlPart], where: object) -> dict[str, SqlPart]:
+    """The groups that a database has tables of, each with the steps that are there; `groups` are those of the plugins that are
+    installed. Raises `StoreError` for tables of a plugin that is not, which nobody here could copy."""
+    found = {}
+    for name, version in await transaction.all(SELECT_VERSIONS):
+        part = groups.get(name)
+        if part is None or version > len(part.tables):
+            raise StoreError(
+                f"{where} has tables that a plugin made for its operations {name!r}, and that plugin, or a release of it that "
+                "knows them, is not installed here: install it, so that they are copied too"
+            )
+        found[name] = SqlPart(tables=part.tables[:version])
+    return found

@@ -19,15 +19,16 @@ from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import PRUNED, Store
-from lightning.trainer.diagnosis import Attempted, Course, Diagnosis
 from lightning.trainer.held_out import compared_since
 from lightning.trainer.plan import TRAIN, VAL, newest_generation, of_generation
 from lightning.trainer.replay import policy_fault_of, train_agents_of
-from lightning.trainer.rules import diagnose
 from lightning.trainer.summary import Evaluation, evaluations
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.trainer.weight_sync import bound_of
 from lightning.types import Fault, Json, Rollout, Run, Status
+
+from lightning_debug.diagnosis import Attempted, Course, Diagnosis
+from lightning_debug.rules import diagnose
 
 LOOKS: Final = 400
 """Steps of a long run after which the rules are asked, at most."""
@@ -43,7 +44,8 @@ FIRST: Final = (
 )
 """Causes that stand before others: those that make the rest doubtful, then those by which what was learned is lost."""
 NO_LEARNING: Final = (
-    "trainer.seed", "trainer.project", "trainer.trackers", "trainer.alerts", "trainer.keep", "trainer.patience",
+    "trainer.seed", "trainer.project", "trainer.trackers", "trainer.alerts", "trainer.stage_order", "trainer.keep",
+    "trainer.patience",
     "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.max_logprob_gap", "engine.threads", "engine.device",
     "policy_server.", "gateway.host", "gateway.port", "gateway.limits.", "gateway.providers", "server.", "runner.preload",
     "runner.sandbox", "runner.ray.", "runner.k8s.", "runner.concurrency", "runner.lease_ttl", "runner.drain",

@@ -1,4 +1,5 @@
-"""The commands that look into recorded runs or measure a policy, and the credit `judge`, as a plugin."""
+"""The commands that look into recorded runs or measure a policy, what looks at each step of a run, and the credit `judge`, as a
+plugin."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from typing import TYPE_CHECKING
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
+    from lightning.config import Config
     from lightning.credit import Credit
+    from lightning.trainer.stages import StepStage
 
 
 @hookimpl
@@ -19,6 +22,19 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]
     register("profile", profile_command)
     register("eval", eval_command)
     register("ab", ab_command)
+
+
+@hookimpl
+def register_step_stages(register: Callable[[str, Callable[[Config], StepStage | None]], None]) -> None:
+    """The rules that look at each step, `trainer.alerts` and dry runs."""
+    register("advice", advice)
+
+
+def advice(config: Config) -> StepStage:
+    """The stage, whose rules are imported when a run is made."""
+    from lightning_debug.stage import Advice
+
+    return Advice(config)
 
 
 @hookimpl

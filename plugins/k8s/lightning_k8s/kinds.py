@@ -106,5 +106,5 @@ class Jobs:
         site, found = self._manifests.site, set[str]()  # by id: one may be leased between the two questions
         for status in (Status.PENDING, Status.RUNNING):
             page = await site.store.list_rollouts(site.run, status=status, limit=self._limit)
-            found |= {rollout.id for rollout in page.rollouts}
+            found |= {rollout.id for rollout in page.items}
         return min(len(found), self._limit)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from lightning.errors import DataError, StoreError
-from lightning.store.relational.brought import SqlPart, groups_in, make_tables
+from lightning.store.relational.brought import SqlPart, make_tables
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.sqlite.connection import Settings as SqliteSettings
 from lightning.store.sqlite.connection import SqliteTransaction, refuse_foreign
@@ -25,7 +25,7 @@ from lightning.store.sqlite.connection import translate as translate_sqlite
 from lightning.store.url import redacted
 from lightning_db import queries
 from lightning_db.export_files import new_file
-from lightning_db.relational import RelationalKeeper, parts
+from lightning_db.relational import RelationalKeeper, groups_in, parts
 
 from lightning_postgres import failures
 from lightning_postgres.connection import PostgresTransaction, connect

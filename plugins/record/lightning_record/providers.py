@@ -23,9 +23,8 @@ from lightning.bounded import Once
 from lightning.config import ProviderConfig, check_endpoint
 from lightning.errors import ConfigError
 from lightning.gateway.http import JSON_TYPE, Header, RefusalError, send_bytes
-from lightning.gateway.identity import ALIAS
+from lightning.gateway.identity import ALIAS, MODEL
 from lightning.gateway.stages import CallStage, PassOn
-from lightning.gateway.upstream.client import MODEL
 from lightning.instrument.providers import is_policys
 from lightning.memory_budget import bounded
 from starlette.types import ASGIApp, Receive, Scope, Send

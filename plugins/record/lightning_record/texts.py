@@ -11,11 +11,11 @@ import asyncio
 import json
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from lightning.gateway.answers import well_shaped
@@ -24,7 +24,7 @@ from lightning.gateway.request_body import beside
 from lightning.gateway.stages import CallStage
 from lightning.redaction import has_many_texts, may_be_redacted, redacted_json
 from lightning.store import exchanges
-from lightning.store.exchanges import NOBODY, TEXTS, WHOLE, Flag, Piece, Said
+from lightning.store.exchanges import NOBODY, TEXTS, WHOLE, Flag, Said, canonical, written
 from lightning.types import CallStatus, Transition, shared_prefix
 
 if TYPE_CHECKING:
@@ -41,7 +41,76 @@ PIECE = 64
 SHORT = 16 * 1024
 """Bytes of new text up to which it is looked through where the calls are answered, since that takes less than a thread."""
 
+SMALLEST: Final = 1024
+"""Bytes of a piece of a request, but for the last ones of a list."""
+NESTED: Final = frozenset((dict, list))
 Attempt = tuple[str, int]
+
+
+class Piece(NamedTuple):
+    """What stands side by side in a canonical request and comes again in later ones, from byte `start` to `stop`: items of the
+    list `name`, or fields where that is None. `key` is equal for equal ones."""
+
+    name: str | None
+    start: int
+    stop: int
+    key: int
+
+
+class _Cutter:
+    """Joins a request's text and cuts it into pieces."""
+
+    def __init__(self) -> None:
+        self.text, self.pieces, self._start = bytearray(), list[Piece](), 0
+
+    def add(self, name: str | None, part: bytes) -> None:
+        """A part of the piece that is being made."""
+        self.text += part
+        if len(self.text) - self._start >= SMALLEST:
+            self.close(name)
+
+    def add_all(self, name: str, items: Iterable[Any]) -> None:
+        """The items of a list."""
+        parts, size = list[bytes](), 0
+        for item in items:
+            parts.append(part := canonical(item))
+            if (size := size + len(part)) >= SMALLEST:
+                self.add(name, b",".join(parts))
+                parts, size = [b""], 0  # the next piece begins with a comma
+        if size:
+            self.add(name, b",".join(parts))
+        self.close(name)
+
+    def close(self, name: str | None, then: bytes = b"") -> None:
+        """The piece ends here. What is written `then` belongs to none."""
+        if (stop := len(self.text)) > self._start:
+            key = hash((name, bytes(self.text[self._start : stop])))
+            self.pieces.append(Piece(name, self._start, stop, key))
+        self.text += then
+        self._start = len(self.text)
+
+
+def cut(body: Mapping[str, Any]) -> tuple[bytes, tuple[Piece, ...]]:
+    """The canonical JSON of a request, and its pieces: one for each list of numbers or texts, and few for many small items,
+    since each costs memory of its own. Raises `RecursionError` for what is nested too deep."""
+    made = _Cutter()
+    made.close(None, b"{")
+    for place, name in enumerate(sorted(body)):
+        value, before = body[name], b"%b%b:" % (b"," if place else b"", canonical(name))
+        if not isinstance(value, list) or NESTED.isdisjoint(map(type, value)):
+            made.add(None, before + canonical(value))
+            continue
+        made.close(None, before + b"[")
+        made.add_all(name, value)
+        made.close(None, b"]")
+    made.close(None, b"}")
+    return bytes(made.text), tuple(made.pieces)
+
+
+def as_object(request: bytes, piece: Piece) -> bytes:
+    """A piece of a canonical request as a JSON object."""
+    text = request[piece.start : piece.stop].removeprefix(b",")
+    return b"{%b}" % text if piece.name is None else b"{%b:[%b]}" % (written(piece.name), text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +172,7 @@ class Exchanges:
         if not self._wanted:
             return None
         try:
-            return Asked(path) if size > exchanges.LARGEST else Asked(path, *exchanges.cut(body))
+            return Asked(path) if size > exchanges.LARGEST else Asked(path, *cut(body))
         except RecursionError:  # whoever passes it on refuses it
             return None
 
@@ -161,13 +230,13 @@ def _pack(asked: Asked, new: Sequence[Piece], shown: Shown, bodies: Sequence[Sai
     flags, request, reply = WHOLE, asked.request, shown.reply
     if not request:
         return _left_out(asked, shown)
-    unlike = {piece.key: text for piece in new if may_be_redacted(text := exchanges.whole(request, piece))}
+    unlike = {piece.key: text for piece in new if may_be_redacted(text := as_object(request, piece))}
     if unlike and has_many_texts(json.loads(request)):
         return _left_out(asked, shown, Flag.REDACTED)
     dirty = {key for key, text in unlike.items() if not _is_clean(text)}
     if dirty:
         flags |= Flag.REDACTED
-        request = exchanges.canonical(_object(redacted_json(json.loads(request), "request")))
+        request, _ = cut(_object(redacted_json(json.loads(request), "request")))
     unsure = bool(reply) and may_be_redacted(reply)
     if shown.has_ids or unsure:
         whole = json.loads(reply)

@@ -197,8 +197,6 @@ class RedisKeeper:
     async def vacuum(self) -> str:
         """See `Keeper.vacuum`. Redis gives space back by itself, memory at once and its append-only file at the next rewrite,
         and removes old answers by itself."""
-        from lightning.gateway.fleet.records import empty_seats  # it brings the gateway with it
-
         async with self._connected() as wire:
             traces = {name: queries.trace_of(value) for name, value in await self._state(wire, TRACES_RUN)}
             there = [(b"HEXISTS", self._keys("standing"), encoded(rollout)) for rollout, _ in traces.values()]
@@ -212,7 +210,7 @@ class RedisKeeper:
             # Notices before runs: whoever announces one has put the run before.
             state = dict(await self._state(wire, ""))
             (runs,) = await self._ask(wire, [(b"HKEYS", self._keys("runs"))])
-            await self._forget_state(wire, "", empty_seats(state, {name.decode() for name in runs}))
+            await self._forget_state(wire, "", queries.empty_seats(state, {name.decode() for name in runs}))
         return ""
 
     # keys -------------------------------------------------------------------------------------------------------
@@ -278,10 +276,8 @@ class RedisKeeper:
 
     async def _forget_servers_state(self, wire: Wire, run: str, rollouts: Collection[str]) -> None:
         """Remove what gateways and trainers keep of a run in the state of the whole store."""
-        from lightning.gateway.fleet.records import fleet_state  # it brings the gateway with it
-
         names = [name for name, _ in await self._state(wire, "")]
-        await self._forget_state(wire, "", fleet_state(run, names))
+        await self._forget_state(wire, "", queries.fleet_state(run, names))
         traces = await self._state(wire, TRACES_RUN)
         await self._forget_state(wire, TRACES_RUN, queries.traces_of(rollouts, traces))
 

@@ -94,7 +94,7 @@ async def page(
     status: Status | None,
     cursor: str,
     limit: int,
-) -> Page:
+) -> Page[Rollout]:
     """See `Store.list_rollouts`. The cursor is the number of the last rollout of the page before."""
     rollout_state.check_page(limit)
     if cursor and not cursor.isdecimal():
@@ -136,7 +136,7 @@ async def count(link: Link, run: str) -> list[RolloutCount]:
     cursor = ""
     while True:
         found = await page(link, run, None, None, None, cursor, LARGEST_LOOK)
-        counts.update((rollout.split, rollout.status) for rollout in found.rollouts)
+        counts.update((rollout.split, rollout.status) for rollout in found.items)
         cursor = found.cursor
         if not cursor:
             return [RolloutCount(split, status, number) for (split, status), number in sorted(counts.items())]

@@ -14,7 +14,6 @@ from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from lightning.store.operation import HttpLine, Operation
 from lightning.store.protocol import Page
-from lightning.types import Rollout
 
 from lightning_server import json_codec
 
@@ -66,7 +65,8 @@ class HttpOperation:
         }
         self.once = found.get("once")
         lists = get_origin(self.result) is list and not line.answer and self.method == "GET"
-        self.item = Rollout if self.result is Page else get_args(self.result)[0] if lists else None
+        self.is_page = get_origin(self.result) is Page
+        self.item = get_args(self.result)[0] if lists or self.is_page else None
         self.pages_itself = self.item is not None and not found.keys().isdisjoint(PAGING)
         left_out = {"once", *line.unsent, *(PAGING if self.item is not None else ())}
         in_path = re.findall(r"{(\w+)}", self.path)
@@ -100,7 +100,7 @@ class HttpOperation:
 
     def nothing(self) -> Any:
         """What is answered of what is not there."""
-        if self.result is Page:
+        if self.is_page:
             return Page(())
         return [] if get_origin(self.result) is list else 0 if self.result is int else None
 
@@ -117,7 +117,7 @@ class HttpOperation:
             return _record(f"{_camel(self.name)}Answer", f"What `{self.name}` answers.", told)
         if self.item is not None:
             item: Any = self.item
-            return json_codec.Slice[item]
+            return Page[item]
         if self.is_optional:
             return next(part for part in get_args(self.result) if part is not type(None))
         return self.sent if self.result is type(None) else self.result

@@ -26,6 +26,7 @@ from typing import Any, Final, Generic, TypeVar, Union, cast, get_args, get_orig
 
 from lightning.errors import DataError
 from lightning.store import codec as arrays
+from lightning.store.protocol import Page
 from lightning.types import Json
 
 T = TypeVar("T")
@@ -48,14 +49,6 @@ class Codec(Generic[T]):
     schema: Schema
     uses: tuple[type, ...] = ()
     """The classes that `schema` refers to by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slice(Generic[T]):
-    """Some items of a list, and the cursor of the next page; an empty one says that this was the last."""
-
-    items: tuple[T, ...]
-    cursor: str = ""
 
 
 class _Ids:
@@ -238,8 +231,8 @@ def _codec_of(hint: Any) -> Codec[Any]:
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType) and len(parts) == 2 and type(None) in parts:
         return _optional(codec_of(next(part for part in parts if part is not type(None))))
-    if origin is Slice:
-        return _slice(codec_of(parts[0]))
+    if origin is Page:
+        return _page(codec_of(parts[0]))
     if origin is tuple:
         return _list(codec_of(parts[0])) if parts[-1] is ... else _fixed([codec_of(part) for part in parts])
     if isinstance(origin, type) and issubclass(origin, Sequence):
@@ -276,14 +269,14 @@ def _list(inner: Codec[Any], kind: type[Sequence[Any]] = tuple) -> Codec[Any]:
     return Codec(encode, decode, {"type": "array", "items": inner.schema}, inner.uses)
 
 
-def _slice(inner: Codec[Any]) -> Codec[Any]:
+def _page(inner: Codec[Any]) -> Codec[Any]:
     items = _list(inner)
 
-    def decode(value: object, where: str, strict: bool) -> Slice[Any]:
+    def decode(value: object, where: str, strict: bool) -> Page[Any]:
         if not isinstance(value, dict):
             raise wrong(value, where, "a page")
         cursor = _decode_text(value.get("cursor", ""), f"{where}.cursor", strict)
-        return Slice(items.decode(value.get("items"), f"{where}.items", strict), cursor)
+        return Page(items.decode(value.get("items"), f"{where}.items", strict), cursor)
 
     cursor = {"type": "string", "description": "Asks for the next page; empty when this is the last."}
     schema = {

@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING
 from lightning.hooks import hookimpl, hookspec
 
 if TYPE_CHECKING:
+    import asyncio
+
     import typer
-    from lightning.config import Config
+    from lightning.config import Config, LimitsConfig
+    from lightning.gateway.connections import PortGuard
+    from lightning.gateway.policy import Fleet
     from lightning.runner.protocol import Agent, Runner
     from lightning.store.operation import OperationGroup
     from lightning.store.protocol import Store
     from lightning.trainer.run_server import RunServer
+    from starlette.types import ASGIApp
 
     from lightning_server.protocol import Host, WebApp
 
@@ -31,6 +36,18 @@ def register_web_apps(register: Callable[[str, Callable[[Host], WebApp]], None])
 def register_servers(register: Callable[[str, Callable[[], RunServer]], None]) -> None:
     """`lightning`."""
     register("lightning", _server)
+
+
+@hookimpl
+def register_fleets(register: Callable[[str, Callable[[], Fleet]], None]) -> None:
+    """`store`: gateways and trainers that meet in the store."""
+    register("store", _fleet)
+
+
+@hookimpl
+def register_ports(register: Callable[[str, PortGuard], None]) -> None:
+    """`server`: shares of requests, patience and numbers of connections."""
+    register("server", _guarded)
 
 
 @hookimpl
@@ -65,6 +82,18 @@ def _server() -> RunServer:
     from lightning_server.run_server import LightningServer
 
     return LightningServer()
+
+
+def _fleet() -> Fleet:
+    from lightning_server.fleet.joined import ServerFleet
+
+    return ServerFleet()
+
+
+def _guarded(app: ASGIApp, limits: LimitsConfig) -> tuple[ASGIApp, type[asyncio.Protocol]]:
+    from lightning_server.port import Guard, patient
+
+    return Guard(app, limits), patient(limits)
 
 
 def _remote(agent: Agent, config: Config) -> Runner:

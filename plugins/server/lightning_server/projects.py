@@ -149,8 +149,8 @@ class ProjectStore(Operations):
                 return [await self._out(item) for item in value if self._owns(item)]
             case Page():
                 if self._project is not None:
-                    self._known.add("rollout", [rollout.id for rollout in value.rollouts])
-                return replace(value, rollouts=tuple(map(self._names.rollout_out, value.rollouts)))
+                    self._known.add("rollout", [rollout.id for rollout in value.items])
+                return replace(value, items=tuple(map(self._names.rollout_out, value.items)))
             case Rollout():
                 return self._names.rollout_out(value)
             case Lease():

@@ -20,9 +20,9 @@ from lightning.asyncio_utils import end
 from lightning.config import Config
 from lightning.errors import ConfigError, PluginError, PolicyServerError
 from lightning.gateway.calls import AdminOf
-from lightning.gateway.fleet.records import gateway_secret
 from lightning.gateway.gateway import Gateway
 from lightning.gateway.http import RefusalError
+from lightning.gateway.identity import gateway_secret
 from lightning.plugins import plugins
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.auto_settings import Demand

@@ -120,7 +120,7 @@ async def test_a_service_joins_the_rollout_by_its_traceparent(shop) -> None:
             await runner.close()
             await gateway.close()
 
-    rollouts = (await store.list_rollouts("run")).rollouts
+    rollouts = (await store.list_rollouts("run")).items
     assert [(rollout.status, rollout.error) for rollout in rollouts] == [(Status.SUCCEEDED, "")] * 3
     for item, rollout in enumerate(rollouts):
         tool, clerk, chat = await store.spans(rollout.id)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import zstandard
-from lightning.gateway.access_control import Guard
+from lightning.gateway.connections import Entrance
 from lightning.gateway.http import RefusalError
 from lightning.gateway.request_body import read_body
 from lightning.types import CallStatus
@@ -132,6 +132,6 @@ async def test_what_a_packed_body_becomes_is_counted_and_given_back(build):
         "/chat/completions", content=gzip.compress(json.dumps(long).encode()), headers={"content-encoding": "gzip"}
     )
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
-    guard: Guard = house.gateway._serving._guard
+    entrance: Entrance = house.gateway._serving._entrance
     await asyncio.sleep(0)
-    assert guard._budget.held == 0
+    assert entrance._budget.held == 0

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 from lightning.errors import StoreError
-from lightning.gateway import policy_registry
+from lightning.gateway import policy as gateway_policy
 from lightning.store.memory import MemoryStore
 from lightning.types import Rollout, Run, Task
 
@@ -34,7 +34,7 @@ async def ask_for(house, *names: object, run: str = "trained") -> None:
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == policy_registry.log.name]
+    return [record.getMessage() for record in caplog.records if record.name == gateway_policy.log.name]
 
 
 async def test_another_models_name_is_said_once_for_each_run(house, caplog):
@@ -57,7 +57,7 @@ async def test_the_policys_own_names_are_as_expected(house, caplog, name):
 
 
 async def test_a_name_costs_no_call_and_little_memory(build, caplog, monkeypatch):
-    monkeypatch.setattr(policy_registry, "NAMES", 2)
+    monkeypatch.setattr(gateway_policy, "NAMES", 2)
     house = await build(store=DeafStore())
     with caplog.at_level(logging.WARNING):
         await ask_for(house, "x" * 100_000, "b", "c", "d")

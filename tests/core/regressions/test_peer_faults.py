@@ -144,7 +144,7 @@ async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     await store.close()
     again = SqliteStore(tmp_path / "s.db")
     await again.open()
-    found = (await again.list_rollouts("run")).rollouts
+    found = (await again.list_rollouts("run")).items
     assert [(r.id, r.status, r.reward) for r in found] == [
         ("r0", Status.RUNNING, None),
         ("r1", Status.SUCCEEDED, 0.999),

@@ -104,7 +104,7 @@ def rollouts(count: int, **fields: object) -> list[Rollout]:
 
 
 async def everything(store: Store) -> dict[str, Rollout]:
-    return {rollout.id: rollout for rollout in (await store.list_rollouts(RUN)).rollouts}
+    return {rollout.id: rollout for rollout in (await store.list_rollouts(RUN)).items}
 
 
 CONFIG = RunnerConfig(concurrency=3, timeout=30)

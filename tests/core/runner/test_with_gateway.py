@@ -87,7 +87,7 @@ async def test_a_client_that_the_tap_does_not_see_labels_its_calls(agent: Callab
         finally:
             await runner.close()
             await gateway.close()
-    for rollout in (await store.list_rollouts(RUN)).rollouts:
+    for rollout in (await store.list_rollouts(RUN)).items:
         assert (rollout.status, rollout.error) == (Status.SUCCEEDED, "")
         calls = await store.transitions(rollout.id)
         assert [(call.status, call.choice) for call in calls] == [(CallStatus.OK, 0), (CallStatus.OK, 1)] * 2
@@ -114,7 +114,7 @@ async def test_every_call_lands_in_its_own_rollout_under_its_own_name() -> None:
         finally:
             await runner.close()
             await gateway.close()
-    rollouts = (await store.list_rollouts(RUN)).rollouts
+    rollouts = (await store.list_rollouts(RUN)).items
     assert [(rollout.status, rollout.error) for rollout in rollouts] == [(Status.SUCCEEDED, "")] * 8
     for rollout in rollouts:
         calls = await store.transitions(rollout.id)

@@ -14,8 +14,6 @@ from lightning.addresses import Allowed
 from lightning.config import GatewayConfig
 from lightning.errors import ConfigError, GatewayError
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.fleet.member import Member
-from lightning.gateway.fleet.records import Notice, Stance
 from lightning.gateway.upstream import servers
 from lightning.gateway.upstream.servers import Found, Pool
 from lightning.store import Store
@@ -81,28 +79,6 @@ def test_what_is_named_is_allowed_and_nothing_near_it() -> None:
 def test_what_allows_everything_or_nothing_is_refused(pattern: str) -> None:
     with pytest.raises(ConfigError, match="allowed_upstreams"):
         Allowed([pattern])
-
-
-async def test_an_address_in_the_store_that_is_not_allowed_is_never_connected_to(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked: list[str] = []
-
-    async def hear(request: web.Request) -> web.Response:
-        asked.append(request.path)
-        return web.Response()
-
-    async with listening(hear) as url:
-        notice = Notice("owner", 1, Stance.OPEN, 1, 1, (Upstream(url, "m"), Upstream("http://8.8.8.8", "m")))
-        strict = Member(store, "run", 1.0, allowed=Allowed(["gpu-7"]))
-        for _ in range(3):
-            strict._serve(notice)
-        assert strict.policy.pool.slots == []
-        assert asked == []
-        member = Member(store, "run", 1.0, allowed=Allowed(["loopback", "8.8.8.8"]))
-        member._serve(notice)
-        assert [slot.upstream for slot in member.policy.pool.slots] == list(notice.servers)
-    assert caplog.text.count("gateway.allowed_upstreams") == 1, "said once"
 
 
 @asynccontextmanager

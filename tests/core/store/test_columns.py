@@ -69,7 +69,7 @@ ADDED = """
         await store.create_rollouts([first, Rollout("b", "run", Task("q"), "g")])
         for lease in await store.lease("run", "w", limit=2):
             await store.complete(lease.rollout.id, 1, Outcome(reward=1.0))
-        a, b = (await store.list_rollouts("run")).rollouts
+        a, b = (await store.list_rollouts("run")).items
         assert (a.ancestor, b.ancestor, a.reward) == ("first", "", 1.0)
         await store.close()
         print("kept")

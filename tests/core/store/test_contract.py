@@ -98,7 +98,7 @@ async def test_any_loop_of_any_thread_may_await(store: Store, rollout: RolloutOf
         thread.start()
     await asyncio.to_thread(lambda: [thread.join() for thread in threads])
     assert created == [1] * 4
-    assert len((await store.list_rollouts("run")).rollouts) == 4
+    assert len((await store.list_rollouts("run")).items) == 4
 
 
 async def test_a_caller_that_gives_up_disturbs_nobody(store: Store, rollout: RolloutOf) -> None:
@@ -107,7 +107,7 @@ async def test_a_caller_that_gives_up_disturbs_nobody(store: Store, rollout: Rol
     for task in tasks[::2]:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    stored = {r.id for r in (await store.list_rollouts("run")).rollouts}
+    stored = {r.id for r in (await store.list_rollouts("run")).items}
     assert {str(i) for i in range(1, 40, 2)} <= stored
 
 
@@ -206,7 +206,7 @@ async def test_pages_run_through_everything_in_creation_order(store: Store, roll
     seen, cursor, pages = [], "", 0
     while True:
         page = await store.list_rollouts("run", cursor=cursor, limit=3)
-        seen += [r.id for r in page.rollouts]
+        seen += [r.id for r in page.items]
         pages += 1
         cursor = page.cursor
         if not cursor:
@@ -223,7 +223,7 @@ async def test_lists_are_filtered(store: Store, rollout: RolloutOf) -> None:
     await store.lease("run", "w", limit=2)
 
     async def ids(**filters: object) -> list[str]:
-        return [r.id for r in (await store.list_rollouts("run", **filters)).rollouts]  # type: ignore[arg-type]
+        return [r.id for r in (await store.list_rollouts("run", **filters)).items]  # type: ignore[arg-type]
 
     assert await ids(step=1) == ["t1", "v1", "t2"]
     assert await ids(split="val") == ["v1"]
@@ -311,7 +311,7 @@ async def test_a_lease_of_nothing_ends_what_was_lost_and_takes_nothing(store: St
     await store.create_rollouts([rollout(max_attempts=1), rollout("b"), rollout("c")])
     await store.lease("run", "w1", limit=2, ttl=0)
     assert await store.lease("run", "w2", limit=0) == []
-    found = {one.id: (one.status, one.attempt) for one in (await store.list_rollouts("run")).rollouts}
+    found = {one.id: (one.status, one.attempt) for one in (await store.list_rollouts("run")).items}
     assert found == {"a": (Status.FAILED, 1), "b": (Status.RUNNING, 1), "c": (Status.PENDING, 0)}
 
 
@@ -638,7 +638,7 @@ async def test_extras_that_are_too_large_are_refused_by_name_and_nothing_is_kept
     with pytest.raises(DataError, match=f"the extras of step 0 of run 'run' are too large: {why}"):
         await trained.commit_step(record(extras=large))
     assert await trained.steps("run") == []
-    assert [each.trained_at_step for each in (await trained.list_rollouts("run")).rollouts] == [None] * 4
+    assert [each.trained_at_step for each in (await trained.list_rollouts("run")).items] == [None] * 4
     assert await trained.transitions("p") == []
     await trained.commit_step(record())
     assert await trained.append([call(1, rollout="p", extras={"masks": b"\1"})]) == 1
@@ -894,7 +894,7 @@ async def test_a_step_is_committed_once_with_its_rollouts(trained: Store) -> Non
     await trained.commit_step(record())
     await trained.commit_step(record())
     assert await trained.steps("run") == [record()]
-    marks = [(r.id, r.trained_at_step) for r in (await trained.list_rollouts("run")).rollouts]
+    marks = [(r.id, r.trained_at_step) for r in (await trained.list_rollouts("run")).items]
     assert marks == [("a", 0), ("b", 0), ("f", None), ("p", None)]
     with pytest.raises(ConflictError, match="step 0"):
         await trained.commit_step(record(digest="other"))
@@ -936,7 +936,7 @@ async def test_a_declared_reuse_enters_as_many_steps_as_its_limit_says(trained: 
     await trained.commit_step(both)
     await trained.commit_step(both)
     assert (await trained.steps("run"))[1] == both
-    marks = [(r.id, r.trained_at_step) for r in (await trained.list_rollouts("run")).rollouts]
+    marks = [(r.id, r.trained_at_step) for r in (await trained.list_rollouts("run")).items]
     assert marks == [("a", 0), ("b", 1), ("f", None), ("p", None)]  # the first step of each
     with pytest.raises(ConflictError, match=r"it was in 2 steps already, and trainer.max_reuse = 1"):
         await trained.commit_step(reusing(2, "a", "b"))
@@ -1013,7 +1013,7 @@ async def test_rollouts_are_counted_by_split_and_status(trained: Store, rollout:
     await trained.create_rollouts([replace(rollout("held-out"), split="val")])
     counted = {(each.split, each.status): each.rollouts for each in await trained.count_rollouts("run")}
     pages = await trained.list_rollouts("run")
-    assert counted == Counter((each.split, each.status) for each in pages.rollouts)
+    assert counted == Counter((each.split, each.status) for each in pages.items)
     assert len(counted) == 4
     assert await trained.count_rollouts("nobody's") == []
 
@@ -1036,7 +1036,7 @@ async def test_a_step_of_many_rollouts_is_committed_and_loaded_in_few_calls(stor
     for lease in leases:
         await store.complete(lease.rollout.id, 1, Outcome(reward=1.0))
     await store.commit_step(record(0, tuple((name, 1) for name in names), digests=("d",) * len(names)))
-    found = (await store.list_rollouts("run", limit=2000)).rollouts
+    found = (await store.list_rollouts("run", limit=2000)).items
     assert {each.trained_at_step for each in found} == {0}
     with pytest.raises(ConflictError, match="step 0 trained it"):
         await store.commit_step(record(1, ((names[-1], 1),)))
@@ -1185,7 +1185,7 @@ async def test_a_lease_of_nothing_under_an_id_gives_what_was_given_and_changes_n
     for _ in range(2):
         (again,) = await store.lease("run", "w", limit=0, ttl=100, once="1")
         assert (again.rollout.id, again.attempt) == ("a", 1)
-    found = {one.id: (one.status, one.attempt) for one in (await store.list_rollouts("run")).rollouts}
+    found = {one.id: (one.status, one.attempt) for one in (await store.list_rollouts("run")).items}
     assert found == {"a": (Status.RUNNING, 1), "b": (Status.RUNNING, 1), "c": (Status.PENDING, 0)}
 
 

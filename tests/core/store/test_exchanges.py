@@ -192,43 +192,6 @@ def test_equal_requests_have_one_canonical_form(body: Any) -> None:
     assert as_text(json.loads(exchanges.canonical(body))) == as_text(body)
 
 
-@given(BODY)
-def test_the_pieces_of_a_request_have_all_of_its_values(body: Any) -> None:
-    request, pieces = exchanges.cut(body)
-    found: dict[str, Any] = {}
-    for piece in pieces:
-        for name, value in json.loads(exchanges.whole(request, piece)).items():
-            found[name] = found.get(name, []) + value if piece.name is not None else value
-    assert as_text(found) == as_text(body)
-
-
-CHAT = {"role": "user", "content": "hi"}
-
-
-@pytest.mark.parametrize(
-    ("body", "most"),
-    [
-        ({"prompt": list(range(32_000))}, 1),
-        ({"prompt": ["a text"] * 32_000}, 1),
-        ({"messages": [[]] * 50_000}, 100_000 // exchanges.SMALLEST + 3),
-        ({"messages": [CHAT] * 10_000}, 350_000 // exchanges.SMALLEST + 3),
-        ({"messages": [CHAT, []] * 5_000}, 350_000 // exchanges.SMALLEST + 3),
-        ({f"field {n}": n for n in range(10_000)}, 220_000 // exchanges.SMALLEST + 3),
-        ({"messages": [{"content": "x" * 2000}] * 20}, 20),
-    ],
-    ids=["ids", "texts", "lists", "messages", "mixed", "fields", "long messages"],
-)
-def test_a_request_has_few_pieces_however_many_values(body: Any, most: int) -> None:
-    assert len(exchanges.cut(body)[1]) <= most
-
-
-def test_what_a_later_request_repeats_has_the_same_pieces() -> None:
-    messages = [{"content": f"{n} " * (n % 40 * 20 + 1)} for n in range(60)]
-    before, after = (exchanges.cut({"messages": messages[:n], "model": "m"})[1] for n in (50, 60))
-    known = {piece.key for piece in before}
-    assert sum(piece.key not in known for piece in before + after) <= 12
-
-
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 

@@ -260,7 +260,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_store_is_the_model(self) -> None:
-        found = self.runner.run(self.store.list_rollouts("run")).rollouts if self.models else ()
+        found = self.runner.run(self.store.list_rollouts("run")).items if self.models else ()
         assert [(r.id, r.status, r.attempt, r.reward, r.trained_at_step, r.max_attempts, r.group) for r in found] == [
             (m.id, m.status, m.attempt, m.reward, m.trained, m.max_attempts, m.group) for m in self.models.values()
         ]

@@ -109,7 +109,7 @@ async def test_many_processes_never_hold_one_attempt_twice(store_url: str) -> No
     done = {name for event, name, _ in events if event == "done"}
     unfinished = sum([await store.release(f"w{i}") for i in range(4)])
     assert unfinished == len(names) - len(done)
-    rollouts = (await store.list_rollouts("run")).rollouts
+    rollouts = (await store.list_rollouts("run")).items
     assert {r.id for r in rollouts if r.status is Status.SUCCEEDED} == done
     assert {r.id for r in rollouts if r.status is Status.PENDING} == set(names) - done
     await store.close()
@@ -127,7 +127,7 @@ EXPIRE = """
         rng = random.Random(name)
 
         async def work(worker):
-            while (await store.list_rollouts("run", status=Status.PENDING, limit=1)).rollouts or rng.random() < 0.97:
+            while (await store.list_rollouts("run", status=Status.PENDING, limit=1)).items or rng.random() < 0.97:
                 for lease in await store.lease("run", worker, limit=rng.randint(1, 3), ttl=rng.choice((0, 0.02, 5))):
                     key = (lease.rollout.id, lease.attempt)
                     print("leased", *key)
@@ -164,7 +164,7 @@ async def test_leases_that_expire_under_everybodys_hands_end_once(store_url: str
     done = {name: int(attempt) for event, name, attempt in events if event == "done"}
     assert len(done) == sum(event == "done" for event, _, _ in events)
     assert any(event == "late" for event, _, _ in events)
-    for rollout in (await store.list_rollouts("run")).rollouts:
+    for rollout in (await store.list_rollouts("run")).items:
         leased = sorted(int(attempt) for event, name, attempt in events if event == "leased" and name == rollout.id)
         assert leased == list(range(1, rollout.attempt + 1))
         assert (rollout.status is Status.SUCCEEDED) == (rollout.id in done)

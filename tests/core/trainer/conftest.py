@@ -39,6 +39,7 @@ from lightning.trainer.recorded import RECORDED, Record
 from lightning.trainer.replay import optimizer_of
 from lightning.trainer.runs import check_run, describe_algorithm, name_folder
 from lightning.trainer.stack import Stack
+from lightning.trainer.stages import StepLine
 from lightning.trainer.summary import Reporter
 from lightning.types import Json, Task, token_ids
 
@@ -238,6 +239,7 @@ async def open_bench(
     script: Callable[[Any], Reply] | None = None,
     record: Record | None = None,
     own_loop: bool = False,
+    stages: Callable[[Config], StepLine] = lambda config: StepLine(),
     **settings: Any,
 ) -> AsyncIterator[Bench]:
     config = with_settings(
@@ -292,6 +294,7 @@ async def open_bench(
             loop = Loop(
                 stack, engine, schedule, train, VAL, (), reporter, trackers, epochs, "the base", record, own_loop
             )
+            loop.stages = stages(config)
             yield Bench(loop, engine, policy, store)
 
 
@@ -303,7 +306,7 @@ def without_settling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def bench() -> Callable[..., AbstractAsyncContextManager[Bench]]:
-    """`bench(folder, agent, algorithm=..., script=..., trainer__steps=...)`: one process of a run."""
+    """`bench(folder, agent, algorithm=..., script=..., trainer__steps=...)`: one process of a run, without plugins' stages."""
     return open_bench
 
 

@@ -92,7 +92,7 @@ class Tampered:
 
     async def list_rollouts(self, run: str, **filters: Any) -> Any:
         page = await self.store.list_rollouts(run, **filters)
-        return replace(page, rollouts=tuple(self.rollout(rollout) for rollout in page.rollouts))
+        return replace(page, items=tuple(self.rollout(rollout) for rollout in page.items))
 
     async def steps(self, run: str) -> list[StepRecord]:
         return [self.record(record) for record in await self.store.steps(run)]

@@ -69,9 +69,7 @@ async def test_an_audit_derives_each_step_by_the_algorithm_of_its_epoch(bench: B
         await run.loop.run({})
         second = (await run.store.steps("run"))[1]
         assert (await audit(run.store, "run")).ok
-        assert (
-            len(second.rollouts) <= 4 < 8 == len((await run.store.list_rollouts("run", split="train", step=0)).rollouts)
-        )
+        assert len(second.rollouts) <= 4 < 8 == len((await run.store.list_rollouts("run", split="train", step=0)).items)
         await run.store.put_state("run", "epochs", [])  # as if nobody had noted the change
         report = await audit(run.store, "run")
     assert {finding.step for finding in report.findings} == {second.step}
@@ -96,7 +94,7 @@ async def test_a_schedule_trains_each_phase_with_its_algorithm(bench: Bench, tmp
     async with bench(folder, trainer__eval_every=0, algorithm=SCHEDULE) as run:
         await run.loop.run({})
         records = await run.store.steps("run")
-        sizes = [len((await run.store.list_rollouts("run", step=step, split="train")).rollouts) for step in range(3)]
+        sizes = [len((await run.store.list_rollouts("run", step=step, split="train")).items) for step in range(3)]
         assert sizes == [4, 4, 6]
         names = [
             epoch.config["algorithm"]["arguments"]["low_level"]

@@ -150,7 +150,7 @@ async def test_failed_rollouts_are_counted_and_the_rest_is_trained(bench: Any, a
         assert 0 < summary.failed < summary.rollouts
         trained = {name for record in await made.store.steps("run") for name, _ in record.rollouts}
         page = await made.store.list_rollouts("run", split="train")
-        assert all(rollout.reward is not None for rollout in page.rollouts if rollout.id in trained)
+        assert all(rollout.reward is not None for rollout in page.items if rollout.id in trained)
 
 
 async def test_when_every_rollout_fails_the_first_error_is_shown(bench: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Opening: nothing but the run's policy answers its agents, at any server, also before the trainer has restored it."""
+"""Opening: nothing but the run's policy answers its agents, also before the trainer has restored it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
-from aiohttp import ClientSession
 from lightning.asyncio_utils import one_by_one
 from lightning.config import Config, with_settings
 from lightning.config.sections import GatewayConfig, PolicyServerConfig
 from lightning.errors import ConfigError, GatewayError, PolicyServerError
-from lightning.gateway import Gateway, Upstream
-from lightning.gateway.fleet.coordinator import Owner
-from lightning.gateway.fleet.records import gateway_secret
-from lightning.gateway.upstream.servers import Found, Pool, Slot
 from lightning.policy_server.protocol import Probe, Update
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
@@ -32,6 +27,7 @@ from lightning.trainer import opening
 from lightning.trainer import stack as trainer_stack
 from lightning.trainer.how_to_call import HowToCall
 from lightning.trainer.stack import Stack, check_ports, open_stack
+from lightning.trainer.stages import StepLine
 from lightning.trainer.trainer import Trainer
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Run, Status, Task
 
@@ -80,10 +76,10 @@ class Idle:
 
 
 class House:
-    """A trainer that was killed, and what outlived it: an agent, and a server that has only the store."""
+    """A trainer that was killed, and what outlived it: an agent."""
 
-    def __init__(self, resources: AsyncExitStack, fake: FakeVLLM, store: MemoryStore, server: Gateway) -> None:
-        self._resources, self.store, self.server = resources, store, server
+    def __init__(self, resources: AsyncExitStack, fake: FakeVLLM, store: MemoryStore) -> None:
+        self._resources, self.store = resources, store
         self.fake, self.policy = fake, Policy(fake, store)
 
     async def lease(self) -> Lease:
@@ -116,11 +112,7 @@ async def house(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
         await store.open()
         resources.push_async_callback(store.close)
         await store.put_run(Run("run", "run"))
-        await Owner(store, "run").open([Upstream(fake.url, fake.model)], 7)
-        server = Gateway(store, [], Config().gateway, secret=await gateway_secret(store), shared=True)
-        await server.start()
-        resources.push_async_callback(server.close)
-        made = House(resources, fake, store, server)
+        made = House(resources, fake, store)
         monkeypatch.setattr(trainer_stack, "make_policy_server", lambda *_, **__: made.policy)
         yield made
 
@@ -130,33 +122,6 @@ async def ask(llm: LLM) -> int:
     headers = {"authorization": f"Bearer {llm.api_key}"}
     async with httpx.AsyncClient(timeout=30) as http:
         return (await http.post(f"{llm.base_url}/chat/completions", json=body, headers=headers)).status_code
-
-
-async def test_calls_wait_at_every_server_until_the_run_is_restored(house: House, tmp_path: Path) -> None:
-    lease = await house.lease()
-    assert await ask(house.server.llm(lease)) == 200
-    stack = await house.open(tmp_path, restores=True)
-    assert house.policy.notice["servers"] == [], "taken over before anything new can answer at a known address"
-    asking = [asyncio.create_task(ask(gateway.llm(lease))) for gateway in (house.server, stack.gateway)]
-    with pytest.raises(PolicyServerError, match="does not fit"):
-        await stack._update(Path("bad"), 7, None)
-    house.policy.died.set()  # and is restarted, with the weights that are not the run's
-    await house.policy.restarted.wait()
-    await stack._serving.wait()
-    await asyncio.sleep(0.2)
-    assert not any(one.done() for one in asking)
-    assert await house.versions() == [7]
-    await stack.update(Path("good"), 8, None)
-    assert await asyncio.gather(*asking) == [200, 200]
-    assert await house.versions() == [7, 8, 8]
-
-
-async def test_a_run_without_steps_is_served_at_once(house: House, tmp_path: Path) -> None:
-    lease = await house.lease()
-    stack = await house.open(tmp_path, restores=False)
-    async with asyncio.timeout(25):
-        assert [await ask(gateway.llm(lease)) for gateway in (house.server, stack.gateway)] == [200, 200]
-    assert await house.versions() == [0, 0]
 
 
 @pytest.mark.parametrize(("attempts", "restarts"), [(1, 5), (4, 7)])
@@ -203,48 +168,6 @@ async def test_deaths_before_a_step_are_no_reason_to_end_a_run(house: House, tmp
             await asyncio.wait_for(stack._serving.wait(), 60)
         await stack.update(Path("good"), step, None)
     assert (stack.restarts, stack._supervisor.done()) == (2 * limit, False)
-
-
-async def test_a_server_that_is_started_again_is_taken_for_no_other_ones(
-    house: House, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It answers at its address, under its new name, long before it has the run's weights and is named."""
-    lease, fake = await house.lease(), house.fake
-    stack = await house.open(tmp_path, restores=False)
-    both = (house.server, stack.gateway)
-    assert [await ask(gateway.llm(lease)) for gateway in both] == [200, 200]
-    pools, looked = [gateway._policies.of("run").pool for gateway in both], [0, 0]
-
-    async def restart(weights: Path | None, version: int) -> None:
-        async with asyncio.timeout(20):
-            while not all(gateway._policies.of("run").gate.closed for gateway in both):
-                await asyncio.sleep(0.005)
-            fake.model = house.policy.alias = "started-again"
-            await fake.start()
-            for number, pool in enumerate(pools):
-                _count(pool, looked, number)
-                pool.check_every = 0.01
-                pool._assigned.set()
-            while min(looked) < 3:
-                await asyncio.sleep(0.005)
-        assert [pool.healthy for pool in pools] == [0, 0]
-        house.policy.died.clear()
-
-    house.policy.restart = restart  # type: ignore[method-assign]
-    await fake.close()
-    house.policy.died.set()
-    assert await asyncio.gather(*(ask(gateway.llm(lease)) for gateway in both)) == [200, 200]
-    assert "another server answers" not in caplog.text
-
-
-def _count(pool: Pool, looked: list[int], number: int) -> None:
-    check = pool.check
-
-    async def counted(slot: Slot, session: ClientSession) -> Found:
-        looked[number] += 1
-        return await check(slot, session)
-
-    pool.check = counted  # type: ignore[method-assign]
 
 
 # what the trainer asks for ------------------------------------------------------------------------------------------
@@ -332,7 +255,7 @@ def test_clients_are_told_how_to_call_before_a_rollout_is_made(
             raise OpenedError
 
     monkeypatch.setattr(trainer_stack, "make_policy_server", lambda *_, **__: Own())
-    monkeypatch.setattr("lightning.trainer.trainer.dry_run", dry_run)
+    monkeypatch.setattr(StepLine, "rehearsal", lambda line: dry_run)
     monkeypatch.setattr(opening, "Loop", Training)
     settings: dict[str, Any] = {"trainer__eval_temperature": 0.25, "runner__prompts": {"greeter": "hello {name}"}}
     made = make_trainer("inline", **settings)

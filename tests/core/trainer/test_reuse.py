@@ -143,7 +143,7 @@ class Tampered:
 
     async def list_rollouts(self, run: str, **filters: Any) -> Any:
         page = await self.store.list_rollouts(run, **filters)
-        return replace(page, rollouts=tuple(map(self.rollout, page.rollouts)))
+        return replace(page, items=tuple(map(self.rollout, page.items)))
 
     async def get_run(self, run: str) -> Run:
         stored: Any = await self.store.get_run(run)

@@ -98,7 +98,7 @@ class Pages(MemoryStore):
         super().__init__()
         self._given: list[weakref.ref[Rollout]] = []
 
-    async def list_rollouts(self, run: str, *, cursor: str = "", **_: Any) -> Page:
+    async def list_rollouts(self, run: str, *, cursor: str = "", **_: Any) -> Page[Rollout]:
         number = int(cursor or 0)
         made = {"reward": 0.5, "status": Status.SUCCEEDED, "split": "val", "step": 0 if number < 9 else 9}
         page = [Kept(f"{number}/{place}", run, Task("q"), "g", **made) for place in range(self.size)]

@@ -481,7 +481,7 @@ def test_ctrl_c_leaves_nothing_running(runs: ScriptedVLLM, capsys: Any) -> None:
     command = ["branch", parent, "wandering:agent", "--at", "2", "-n", "4", *INLINE, "--set", "runner.concurrency=1"]
     assert said(command) == 130
     assert "branches that had ended are kept" in words(capsys.readouterr().err)
-    rollouts = in_store(lambda store: store.list_rollouts("first.0.0.0-call2")).rollouts
+    rollouts = in_store(lambda store: store.list_rollouts("first.0.0.0-call2")).items
     states = {rollout.status for rollout in rollouts}
     assert Status.PENDING in states
     assert Status.RUNNING not in states, "leases were returned"
@@ -501,7 +501,7 @@ def test_a_run_at_work_in_the_same_store_is_not_disturbed(runs: ScriptedVLLM) ->
         report, ended = in_store(with_work)
     assert report.valid == 4
     assert (ended.status, ended.attempt, ended.reward) == (Status.SUCCEEDED, 1, 0.5)
-    assert not in_store(lambda store: store.list_rollouts("first", split="branch")).rollouts
+    assert not in_store(lambda store: store.list_rollouts("first", split="branch")).items
 
 
 def weights_of(folder: Path, step: int, into: Path) -> tuple[EvaluatedModel, str]:

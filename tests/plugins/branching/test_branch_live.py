@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
-from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.upstream.servers import Upstream
 from lightning.policy_server.protocol import Update
 from lightning.store.memory import MemoryStore
@@ -23,6 +22,7 @@ from lightning.trainer.runs import claim_folder
 from lightning.trainer.stack import why_not_served
 from lightning.types import Rollout
 from lightning_branching.branching import BranchReport, branch
+from lightning_server.fleet.owner import Owner
 
 from tests.plugins.debug.evaluating import ScriptedVLLM, said
 from tests.plugins.debug.evaluating import vllm as vllm
@@ -123,7 +123,7 @@ def test_the_policy_that_is_trained_answers_and_no_vllm_is_started(runs: Scripte
         assert list(own[0].prompt_ids) == list(theirs[1].prompt_ids)
         assert {run.version for call in own for run in call.versions} == {0}
     assert calls_of(parent) == theirs
-    assert not in_store(lambda store: store.list_rollouts("first", split="branch")).rollouts
+    assert not in_store(lambda store: store.list_rollouts("first", split="branch")).items
 
 
 def test_an_update_meanwhile_makes_branches_void(runs: ScriptedVLLM) -> None:

@@ -27,7 +27,7 @@ async def run(places: Places, address: Address) -> Page:
     located = await places.find(address.about[0])
     rows = [
         [Cell(rollout.id, str(Address("rollout", (located.key, rollout.id))))]
-        for rollout in (await located.store.list_rollouts(located.run.id)).rollouts
+        for rollout in (await located.store.list_rollouts(located.run.id)).items
     ]
     blocks = [
         Notices([Notice(MARKUP)]),

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from lightning.config import GatewayConfig
 from lightning.gateway import Gateway
-from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.upstream.servers import Upstream
 from lightning.store.memory import MemoryStore
 from lightning.testing import FakeVLLM, Reply
@@ -21,6 +20,7 @@ from lightning_console.web.chat import NAME, RUNS, TURNS, Chat
 from lightning_console.web.desk import Desk
 from lightning_console.web.visitors import VISITOR, Visitor
 from lightning_server.auth import Authenticator
+from lightning_server.fleet.owner import Owner
 from lightning_server.projects import Projects
 from lightning_server.protocol import SESSION_OF, Host
 from lightning_server.serving import Sessions

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from lightning.gateway.fleet.records import Notice, Stance, alive_key, notice_key, seat_key
 from lightning.store.protocol import TRACES_RUN, Store
 from lightning.types import Json, Rollout, Run, Task
 from lightning_db import keeper_of
+from lightning_server.fleet.records import Notice, Stance, alive_key, notice_key, seat_key
 
 
 async def check_state_of_gateways(store: Store, url: str) -> None:

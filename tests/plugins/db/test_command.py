@@ -86,7 +86,7 @@ def test_backup_and_restore(lightning: Command, runs: Path, tmp_path: Path) -> N
 async def branch_elsewhere(database: Path) -> None:
     store = SqliteStore(database)
     await store.open()
-    (parent,) = (await store.list_rollouts("small", limit=1)).rollouts
+    (parent,) = (await store.list_rollouts("small", limit=1)).items
     await store.put_run(Run("branches", "branches"))
     await store.create_rollouts([Rollout("b", "branches", parent.task, "g", parent=(parent.id, 1, 0))])
     await store.close()

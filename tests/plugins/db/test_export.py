@@ -68,7 +68,7 @@ def read(file: Path, kind: Format) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", list(Format))
 async def test_calls_are_exported_bit_for_bit(store: Store, tmp_path: Path, kind: Format) -> None:
     found = (await exported(store, kind, tmp_path))["transitions"]
-    rollouts = (await store.list_rollouts("run")).rollouts
+    rollouts = (await store.list_rollouts("run")).items
     calls = [call for rollout in rollouts for call in await store.transitions(rollout.id)]
     assert len(found) == len(calls) == 20
     for row, call in zip(found, calls, strict=True):

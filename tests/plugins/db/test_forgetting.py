@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.gateway.fleet.records import alive_key, notice_key, seat_key
 from lightning.plugins import plugins
 from lightning.store.protocol import TRACES_RUN, Store
 from lightning.store.url import sqlite_url
 from lightning.types import Rollout, Task
 from lightning_db import keeper_of
+from lightning_server.fleet.records import alive_key, notice_key, seat_key
 
 from tests.servers.postgres import PostgresServer
 from tests.servers.redis import RedisServer

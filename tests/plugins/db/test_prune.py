@@ -83,12 +83,12 @@ async def test_a_group_that_has_not_ended_stays(database: Path) -> None:
 
 async def test_pruning_says_so_keeps_rewards_and_is_done_once(database: Path) -> None:
     async with Opened(database) as (store, keeper):
-        before = (await store.list_rollouts("run")).rollouts
+        before = (await store.list_rollouts("run")).items
         kept = {r.id: await store.transitions(r.id) for r in before if r.trained_at_step is not None}
         plans = await plan(store, keeper, PruneRequest())
         assert (plans[0].rollouts, plans[0].trained, plans[0].weight.calls, plans[0].weight.spans) == (6, 0, 12, 6)
         await carry_out(store, keeper, plans)
-        assert (await store.list_rollouts("run")).rollouts == before
+        assert (await store.list_rollouts("run")).items == before
         assert {name: await store.transitions(name) for name in kept} == kept
         assert await store.transitions("run/val/0/0") == []
         said: Any = await store.get_state("run", PRUNED)
@@ -179,7 +179,7 @@ async def test_whatever_is_pruned_the_rest_is_read_as_it_was(tmp_path: Path) -> 
                     await store.release("w")
                     break
                 await store.complete(lease.rollout.id, lease.attempt, Outcome(reward=1.0))
-        attempts = [(r.id, a) for r in (await store.list_rollouts("run")).rollouts for a in range(1, r.attempt + 1)]
+        attempts = [(r.id, a) for r in (await store.list_rollouts("run")).items for a in range(1, r.attempt + 1)]
         before = dict(zip(attempts, await store.transitions_of(attempts), strict=True))
         gone: set[str] = set()
         for group in rng.sample([f"g{n}" for n in range(6)], 4):

@@ -42,13 +42,11 @@ async def content(path: Path) -> dict[str, Any]:
     page = await store.list_rollouts("run")
     found = {
         "runs": await store.list_runs(),
-        "rollouts": page.rollouts,
-        "calls": [await store.transitions(rollout.id) for rollout in page.rollouts],
-        "events": [list((await store.attempts_of([(rollout.id, None)]))[0].tool_events) for rollout in page.rollouts],
-        "extras": [
-            list((await store.attempts_of([(rollout.id, None)]))[0].extras.items()) for rollout in page.rollouts
-        ],
-        "spans": [await store.spans(rollout.id) for rollout in page.rollouts],
+        "rollouts": page.items,
+        "calls": [await store.transitions(rollout.id) for rollout in page.items],
+        "events": [list((await store.attempts_of([(rollout.id, None)]))[0].tool_events) for rollout in page.items],
+        "extras": [list((await store.attempts_of([(rollout.id, None)]))[0].extras.items()) for rollout in page.items],
+        "spans": [await store.spans(rollout.id) for rollout in page.items],
         "steps": await store.steps("run"),
         "resources": await list_resources(store),
         "tokens": await list_tokens(store),

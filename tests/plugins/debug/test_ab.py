@@ -93,7 +93,7 @@ def test_pairs_have_the_same_tasks_and_seeds_and_replays_would_have_them_too(vll
         for run in ("ab.a", "ab.b"):
             how = await HowToCall.of_run(store, run)
             page = await store.list_rollouts(run)
-            found.append([(each.task.id, how.agent_seed(each)) for each in page.rollouts])
+            found.append([(each.task.id, how.agent_seed(each)) for each in page.items])
         return found
 
     a, b = asyncio.run(with_store(existing_store("runs/ab"), seeds))

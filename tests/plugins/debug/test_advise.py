@@ -15,7 +15,6 @@ from lightning.engines.logprob_gap import BFLOAT16, FLOAT32
 from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, keep_epochs
 from lightning.store.protocol import Store
-from lightning.trainer.diagnosis import Diagnosis
 from lightning.trainer.plan import VAL
 from lightning.types import Fault, Json, Rollout, Run, StepRecord, Task
 from lightning.types import Outcome as Ended
@@ -33,6 +32,7 @@ from lightning_debug.advise import (
     settings_of,
 )
 from lightning_debug.advise_command import show
+from lightning_debug.diagnosis import Diagnosis
 
 from tests.core.trainer.test_fork import train as train
 

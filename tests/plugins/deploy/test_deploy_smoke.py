@@ -66,7 +66,7 @@ def test_a_step_is_trained_though_a_client_is_killed(small: Path, tmp_path: Path
     done = {name: int(last[1]) for name, text in logs.items() if (last := re.search(r"(\d+) succeeded", text))}
     assert done.keys() == {"client-2.log", "client-3.log"}  # the killed one had no last words
     assert sum(done.values()) == 16  # what it had under way was done by the others
-    ended = {one.status for one in rollouts(found.folder).rollouts}
+    ended = {one.status for one in rollouts(found.folder).items}
     assert ended == {Status.SUCCEEDED}
 
 

@@ -15,7 +15,6 @@ import pytest
 import yaml
 from lightning.cli.app import main
 from lightning.errors import ConfigError
-from lightning.gateway.access_control import OPEN
 from lightning.installation import Origin
 from lightning_deploy import deploy_command, validators
 from lightning_deploy import render as rendering
@@ -24,6 +23,7 @@ from lightning_deploy.files import write
 from lightning_deploy.locked import lock
 from lightning_deploy.render import TARGETS, Cloud, render
 from lightning_deploy.validators import check
+from lightning_server.port import OPEN
 
 from tests.plugins.deploy.conftest import TRAIN
 

@@ -15,8 +15,7 @@ import pytest
 from lightning.config import Config, KubernetesConfig, RunnerConfig
 from lightning.errors import RunnerError
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.fleet.coordinator import Owner
-from lightning.gateway.fleet.records import gateway_secret
+from lightning.gateway.identity import gateway_secret
 from lightning.runner.protocol import Site
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
@@ -29,6 +28,7 @@ from lightning_k8s.health import Pace
 from lightning_k8s.runner import KubernetesRunner
 from lightning_server.auth import issue_token
 from lightning_server.control import Control
+from lightning_server.fleet.owner import Owner
 from lightning_server.tokens import put_token
 
 pytestmark = pytest.mark.slow
@@ -149,7 +149,7 @@ async def test_a_job_that_is_killed_is_made_again(cluster: Any, kubelet: Kubelet
         return (tmp_path / "seen").exists()
 
     async def ended() -> bool:
-        return len((await site.store.list_rollouts("run-1", status=Status.SUCCEEDED)).rollouts) == 2
+        return len((await site.store.list_rollouts("run-1", status=Status.SUCCEEDED)).items) == 2
 
     try:
         await until(seen)
@@ -160,7 +160,7 @@ async def test_a_job_that_is_killed_is_made_again(cluster: Any, kubelet: Kubelet
         attending.cancel()
         await asyncio.gather(attending, return_exceptions=True)
         await runner.close()
-    assert max(one.attempt for one in (await site.store.list_rollouts("run-1")).rollouts) > 1
+    assert max(one.attempt for one in (await site.store.list_rollouts("run-1")).items) > 1
     assert sum(body["kind"] == "Job" for body in cluster.made) >= 3  # every rollout once, what was killed again
     assert not any(cluster.objects.values())
 

@@ -57,7 +57,7 @@ async def store(url: str, filled: Callable[..., Any]) -> AsyncIterator[PostgresS
 
 async def content(store: Store) -> dict[str, Any]:
     """All that a store says of its run, but for numbers that are not equal to themselves."""
-    rollouts = (await store.list_rollouts("run")).rollouts
+    rollouts = (await store.list_rollouts("run")).items
     return {
         "runs": await store.list_runs(),
         "rollouts": rollouts,
@@ -168,7 +168,7 @@ async def test_old_traces_go_a_few_at_a_time(
     store: PostgresStore, url: str, postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queries, "TRACES_AT_ONCE", 2)
-    kept = (await store.list_rollouts("run")).rollouts[0].id
+    kept = (await store.list_rollouts("run")).items[0].id
     for number in range(5):
         await store.put_state(TRACES_RUN, f"{number:032x}", [kept if number == 2 else f"gone-{number}", 1, 2e9])
     left = []

@@ -19,9 +19,6 @@ from typing import Any
 import asyncpg
 import pytest
 from lightning.errors import ConflictError, DataError, SchemaError, StoreError, UnavailableError
-from lightning.gateway.fleet.coordinator import Owner
-from lightning.gateway.fleet.member import Member
-from lightning.gateway.fleet.records import Seat, seat_key
 from lightning.gateway.identity import TokenSigner
 from lightning.store import rollout_state
 from lightning.store.relational import rollouts, transitions
@@ -38,6 +35,9 @@ from lightning_postgres.connection import lock_key
 from lightning_postgres.store import PostgresStore
 from lightning_resources import Resource, alias_history, put_resource, roll_back_alias, set_alias
 from lightning_server import tokens_sql
+from lightning_server.fleet.member import Member
+from lightning_server.fleet.owner import Owner
+from lightning_server.fleet.records import Seat, seat_key
 from lightning_server.tokens import list_tokens, put_token
 
 from tests.servers.postgres import USER, PostgresServer
@@ -124,7 +124,7 @@ async def test_a_lease_whose_answer_was_lost_is_given_once(
         ("b", 1),
     ]
     assert lost.lost == 1
-    assert [(r.id, r.status, r.attempt) for r in (await store.list_rollouts("run")).rollouts] == [
+    assert [(r.id, r.status, r.attempt) for r in (await store.list_rollouts("run")).items] == [
         ("a", Status.RUNNING, 1),
         ("b", Status.RUNNING, 1),
         ("c", Status.PENDING, 0),
@@ -219,7 +219,7 @@ async def test_a_call_whose_first_try_is_still_on_its_way_is_waited_for(
     stored, (lease,) = await asyncio.gather(*again)
     assert (stored.id, lease.rollout.id, lease.attempt) == ("t", "a", 1)
     await asyncio.gather(trying, return_exceptions=True)
-    assert [r.status for r in (await store.list_rollouts("run")).rollouts] == [Status.RUNNING, Status.PENDING]
+    assert [r.status for r in (await store.list_rollouts("run")).items] == [Status.RUNNING, Status.PENDING]
     await other.close()
 
 
@@ -342,7 +342,7 @@ async def test_nothing_acknowledged_is_lost_when_the_server_is_killed_under_load
 
     await asyncio.gather(murderer(), *(agent(f"w{i}") for i in range(8)))
     assert sorted(leased) == [(name, 1) for name in names]  # no attempt twice, and none wasted
-    rollouts = (await store.list_rollouts("run", status=Status.SUCCEEDED)).rollouts
+    rollouts = (await store.list_rollouts("run", status=Status.SUCCEEDED)).items
     assert {r.id: r.reward for r in rollouts} == done
     assert len(done) == len(names)
     stored = await store.transitions_of([(name, 1) for name in names])
@@ -460,7 +460,7 @@ async def test_connections_on_which_nothing_is_answered_are_given_up_for_new_one
             os.kill(process, signal.SIGCONT)
     assert len(old) == 2
     assert made[:3] == [1, 1, 1]
-    assert sorted(found.id for found in (await store.list_rollouts("run")).rollouts) == ["a", "b", "c"]
+    assert sorted(found.id for found in (await store.list_rollouts("run")).items) == ["a", "b", "c"]
     await store.close()
 
 
@@ -614,10 +614,10 @@ async def test_a_page_after_a_cursor_misses_nothing_that_was_created_meanwhile(s
         cursor = ""
         while len(seen) < 360:
             page = await store.list_rollouts("run", cursor=cursor, limit=7)
-            seen.extend(r.id for r in page.rollouts)
+            seen.extend(r.id for r in page.items)
             if page.cursor:
                 cursor = page.cursor
-            elif page.rollouts:  # the last page so far: go on after it, as its cursor would
+            elif page.items:  # the last page so far: go on after it, as its cursor would
                 connection = await store._read(lambda tx: tx.one("SELECT n FROM rollouts WHERE id = ?", (seen[-1],)))
                 assert connection is not None
                 cursor = str(connection[0])
@@ -734,7 +734,7 @@ async def test_values_that_it_cannot_hold_are_refused(store: PostgresStore, roll
             await store.create_rollouts([rollout(name)])
     with pytest.raises(DataError):
         await store.create_rollouts([rollout("big", step=2**63)])
-    assert (await store.list_rollouts("run")).rollouts == ()
+    assert (await store.list_rollouts("run")).items == ()
 
 
 async def test_processes_that_open_a_new_schema_together_make_its_tables_once(postgres_server: PostgresServer) -> None:

@@ -152,7 +152,7 @@ def look(folder: Path, read: Callable[[Store], Any]) -> Any:
 def everything(folder: Path) -> tuple[list[Resource], dict[str, int], list[Rollout]]:
     async def read(store: Store) -> Any:
         aliases = {alias.alias: alias.version for alias in await list_aliases(store, "greeter")}
-        return await list_resources(store, "greeter"), aliases, (await store.list_rollouts("run")).rollouts
+        return await list_resources(store, "greeter"), aliases, (await store.list_rollouts("run")).items
 
     found: tuple[list[Resource], dict[str, int], list[Rollout]] = look(folder, read)
     return found
@@ -267,7 +267,7 @@ def test_a_prompt_is_tuned_in_a_project(tmp_path: Path, writer: ChatServer) -> N
     async def read(store: Store) -> Any:
         run = await store.get_run("run")
         assert run is not None
-        rollouts = (await store.list_rollouts("run")).rollouts
+        rollouts = (await store.list_rollouts("run")).items
         return run.project, {item.name for item in await list_resources(store)}, {*rollouts[0].resources}
 
     assert look(tmp_path / "run", read) == ("team-a", {"project::team-a::greeter"}, {"project::team-a::greeter"})
@@ -693,6 +693,6 @@ def test_a_dry_run_has_the_prompts_of_the_run(tmp_path: Path, house: FakePolicy)
 
     async def kept(store: Store) -> list[tuple[str, float | None]]:
         runs = [run.id for run in await store.list_runs()]
-        return [(run, item.reward) for run in runs for item in (await store.list_rollouts(run)).rollouts]
+        return [(run, item.reward) for run in runs for item in (await store.list_rollouts(run)).items]
 
     assert look(made.out / "dev", kept) == [("dev-2", 1.0)]  # the first found no prompts and ran nothing

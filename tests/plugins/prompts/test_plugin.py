@@ -14,7 +14,8 @@ from lightning.errors import ConfigError, PluginError
 from lightning.installation import install_command
 from lightning.plugins.manager import Plugins
 from lightning.trainer import Trainer
-from lightning.trainer.algorithm import resolve_algorithm, try_algorithm
+from lightning.trainer.algorithm import resolve_algorithm
+from lightning_debug.dev import try_algorithm
 
 PIP = install_command("prompts")
 

@@ -34,7 +34,7 @@ async def rate(http: httpx.AsyncClient, response: object, reward: object = 1.0, 
 
 async def served(house) -> list:
     runs = [run for run in await house.store.list_runs() if run.name == "shell"]
-    found = [(await house.store.list_rollouts(run.id)).rollouts for run in runs]
+    found = [(await house.store.list_rollouts(run.id)).items for run in runs]
     return [rollout for rollouts in found for rollout in rollouts if not rollout.id.endswith("/0")]
 
 

@@ -349,7 +349,7 @@ async def test_a_large_body_is_worked_on_beside_the_calls(house, path, monkeypat
     """Parsed, cut and made ready for the policy server in a thread: `/health` is answered meanwhile."""
     worked = {}
     dialect = type(next(each for each in spoken() if each.path == f"/{path}"))
-    for owner, name in ((calls, "read_object"), (exchanges, "cut"), (dialect, "translate"), (dialect, "plan")):
+    for owner, name in ((calls, "read_object"), (recorded, "cut"), (dialect, "translate"), (dialect, "plan")):
         do = getattr(owner, name)
 
         def noted(*given, name=name, do=do):

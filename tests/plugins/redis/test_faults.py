@@ -87,7 +87,7 @@ async def test_each_change_takes_effect_once_when_answers_are_lost(
         await store.close()
     assert proxy.lost > 3
     again = await opened(redis_server.url("prefix=half"))
-    found = (await again.list_rollouts("run")).rollouts
+    found = (await again.list_rollouts("run")).items
     assert [(r.status, r.attempt) for r in found] == [
         (Status.SUCCEEDED, 1),
         (Status.RUNNING, 2),
@@ -399,7 +399,7 @@ async def test_many_processes_never_hold_one_attempt_twice(redis_server: RedisSe
     assert set(leased.values()) == {1}
     done = {name for event, name, _ in events if event == "done"}
     assert sum([await store.release(f"w{i}") for i in range(3)]) == len(wanted) - len(done)
-    rollouts = (await store.list_rollouts("run")).rollouts
+    rollouts = (await store.list_rollouts("run")).items
     assert {r.id for r in rollouts if r.status is Status.SUCCEEDED} == done
     assert {r.id for r in rollouts if r.status is Status.PENDING} == set(wanted) - done
     await store.close()

@@ -43,7 +43,7 @@ async def store(url: str, filled: Callable[..., Any]) -> AsyncIterator[RedisStor
 
 
 async def content(store: RedisStore, run: str = "run") -> dict[str, Any]:
-    rollouts = (await store.list_rollouts(run)).rollouts
+    rollouts = (await store.list_rollouts(run)).items
     return {
         "runs": await store.list_runs(),
         "rollouts": rollouts,

@@ -118,7 +118,7 @@ async def test_a_lease_that_arrives_late_takes_nothing(store: RedisStore, proxy:
     (held,) = await store.lease("run", "late-worker")
     await store.put_state("run", "k", 1)
     assert b"late" in await proxy.deliver()
-    running = (await store.list_rollouts("run", status=Status.RUNNING)).rollouts
+    running = (await store.list_rollouts("run", status=Status.RUNNING)).items
     assert [rollout.id for rollout in running] == [held.rollout.id]
 
 

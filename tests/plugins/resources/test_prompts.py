@@ -194,7 +194,7 @@ async def test_rollouts_of_training_run_with_the_live_prompt_and_say_so(
         await set_alias(made.store, "writer", "production", 2)
         made.loop.stack.prompts = await resolve_prompts(made.store, "run", {"writer": "resource:writer@production"})
         await made.loop.run({})
-        rollouts = (await made.store.list_rollouts("run")).rollouts
+        rollouts = (await made.store.list_rollouts("run")).items
         uses = await resource_uses(made.store, "writer")
     assert set(seen) == {"tuned"}
     assert {tuple(rollout.resources.items()) for rollout in rollouts} == {(("writer", 2),)}

@@ -342,7 +342,7 @@ async def test_nothing_is_done_twice_when_an_answer_is_lost(control: ControlServ
         assert [lease.rollout.id for lease in await store.lease("run", "w", limit=2)] == ["a", "b"]
         loses.between = lambda: other.lease("run", "w")
         assert await store.release("w") == 2
-        assert [r.id for r in (await store.list_rollouts("run", status=Status.PENDING)).rollouts] == ["b", "d"]
+        assert [r.id for r in (await store.list_rollouts("run", status=Status.PENDING)).items] == ["b", "d"]
         loses.between = lambda: set_alias(other, "w", "production", 2)
         assert (await set_alias(store, "w", "production", 1)).version == 1
         loses.between = lambda: set_alias(other, "w", "production", 3)
@@ -408,7 +408,7 @@ async def test_work_goes_on_when_one_of_two_servers_over_one_database_ends(tmp_p
     done = SqliteStore(tmp_path / "store.db")
     await done.open()
     page = await done.list_rollouts("run")
-    assert [(r.reward, r.attempt) for r in page.rollouts] == [(float(i), 1) for i in range(12)]
+    assert [(r.reward, r.attempt) for r in page.items] == [(float(i), 1) for i in range(12)]
     for opened_store in (store, admin, done):
         await opened_store.close()
 
@@ -609,8 +609,8 @@ async def test_long_lists_travel_in_pieces(control: ControlServer, monkeypatch: 
     assert await store.create_rollouts(rollouts) == 40
     page = await store.list_rollouts("run", limit=20)
     rest = await store.list_rollouts("run", cursor=page.cursor, limit=100)
-    assert [item.id for item in page.rollouts + rest.rollouts] == [item.id for item in rollouts]
-    assert (len(page.rollouts), rest.cursor) == (20, "")
+    assert [item.id for item in page.items + rest.items] == [item.id for item in rollouts]
+    assert (len(page.items), rest.cursor) == (20, "")
     await store.lease("run", "w", limit=2)
     calls = [
         Transition(f"r0{i % 2}", 1, i // 2, f"c{i}", token_ids(range(100 * i)), token_ids([1]), logprobs([-1.0]))

@@ -13,7 +13,6 @@ import pytest
 from lightning.config import GatewayConfig
 from lightning.errors import ConfigError, GatewayError
 from lightning.gateway import Gateway
-from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.upstream.servers import Upstream
 from lightning.store.memory import MemoryStore
 from lightning.testing import FakeVLLM
@@ -21,6 +20,7 @@ from lightning.types import Run, Scope
 from lightning_server import web_apps
 from lightning_server.auth import Authenticator, issue_token
 from lightning_server.errors import ApiError
+from lightning_server.fleet.owner import Owner
 from lightning_server.protocol import Host
 from lightning_server.serving import Sessions
 from lightning_server.tokens import put_token, revoke_token

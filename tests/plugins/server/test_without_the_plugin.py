@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 from lightning import Trainer
 from lightning.cli import app
-from lightning.config import Config, with_settings
-from lightning.errors import PluginError
+from lightning.config import Config, LimitsConfig, with_settings
+from lightning.errors import PluginError, PolicyServerError
+from lightning.gateway import connections
+from lightning.gateway import policy as gateway_policy
+from lightning.gateway.connections import Serving, bind
+from lightning.gateway.http import RefusalError, send_bytes
+from lightning.gateway.request_body import read_body
 from lightning.plugins import Plugins
 from lightning.store.memory import MemoryStore
 from lightning.trainer import run_server, trainer
+from lightning.trainer import stack as trainer_stack
+from lightning.trainer.stack import join_gateway, why_not_served
+from starlette.types import Receive, Scope, Send
 
-from tests.core.trainer.test_opening import House, house  # noqa: F401 — a fixture
+from tests.core.trainer.test_opening import House, ask, house  # noqa: F401 — a fixture
 
-ABSENT = r"needs a plugin that lets clients in, and there is none\. The plugin 'server' brings it\. Run: pip install .*disabled"
+CURE = r", and there is none\. The plugin 'server' brings it\. Run: pip install .*disabled"
+ABSENT = rf"needs a plugin that lets clients in{CURE}"
+NO_GUARD = rf"needs a plugin that guards ports{CURE}"
+NO_FLEET = rf"needs a plugin that knows of gateways elsewhere{CURE}"
 
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Plugins:
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "server")
     found = Plugins()
-    for module in (app, run_server, trainer):
+    for module in (app, connections, gateway_policy, run_server, trainer, trainer_stack):
         monkeypatch.setattr(module, "plugins", lambda: found)
     return found
 
@@ -57,6 +72,36 @@ def test_a_setting_is_refused_before_anything_is_started(
 
 
 @pytest.mark.usefixtures("without")
+@pytest.mark.parametrize(
+    ("setting", "value"), [("requests_per_second", 5.0), ("header_timeout", 1.0), ("connections_per_address", 3)]
+)
+def test_a_limit_that_a_guard_keeps_is_refused(setting: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match=rf"^gateway\.limits\.{setting} = {value} {NO_GUARD}"):
+        make_trainer(tmp_path, **{f"gateway.limits.{setting}": value})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("without")
+async def test_a_port_without_a_guard_is_on_loopback_and_bounds_what_it_reads() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await read_body(scope, receive, 100)
+        await send_bytes(send, 200, b"")
+
+    refused = rf"^to listen on '0\.0\.0\.0', beyond this machine, {NO_GUARD}"
+    with bind("0.0.0.0", 0) as listener, pytest.raises(PluginError, match=refused):
+        Serving(app, listener, LimitsConfig())
+    port = Serving(app, bind("127.0.0.1", 0), LimitsConfig(hosts=("agents.example",), json_values=2))
+    await port.start()
+    async with httpx.AsyncClient(base_url=port.url) as http:
+        assert (await http.post("/", content=b"[1]")).status_code == 200
+        assert (await http.post("/", content=b"[1]", headers={"host": "agents.example"})).status_code == 200
+        assert (await http.post("/", content=b"[1]", headers={"host": "evil.example"})).status_code == 421
+        long = {f"x-{number}": "y" * 20_000 for number in range(5)}
+        assert (await http.post("/", content=b"[1]", headers=long)).status_code == 400
+    await port.stop()
+
+
+@pytest.mark.usefixtures("without")
 def test_the_runner_of_clients_is_refused_with_what_brings_it(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"no runner 'remote'.*plugin 'server' brings it.*pip install.*is disabled"):
         make_trainer(tmp_path, "remote")
@@ -72,6 +117,38 @@ async def test_a_runner_of_another_plugin_whose_agents_run_in_clients_is_refused
     with pytest.raises(PluginError, match=f"^a runner whose agents run in clients {ABSENT}"):
         await house.open(tmp_path, restores=False)
     assert house.policy.notice is None, "nothing was started"
+
+
+@pytest.mark.usefixtures("without")
+async def test_one_machine_needs_no_fleet(house: House, tmp_path: Path) -> None:  # noqa: F811
+    """A trainer alone holds its own calls, restarts its policy server, and leaves no word for gateways elsewhere."""
+    lease = await house.lease()
+    stack = await house.open(tmp_path, restores=True)
+    asking = asyncio.create_task(ask(stack.gateway.llm(lease)))
+    with pytest.raises(PolicyServerError, match="does not fit"):
+        await stack._update(Path("bad"), 7, None)
+    house.policy.died.set()
+    await house.policy.restarted.wait()
+    await stack._serving.wait()
+    await asyncio.sleep(0.2)
+    assert not asking.done()
+    await stack.update(Path("good"), 8, None)
+    assert await asking == 200
+    assert await house.versions() == [8]
+    await stack.owner.close()
+    assert await house.store.get_state("", "policy/run") is None
+
+
+@pytest.mark.usefixtures("without")
+async def test_what_another_trainer_serves_is_refused(house: House, tmp_path: Path) -> None:  # noqa: F811
+    stack = await house.open(tmp_path, restores=False)
+    with pytest.raises(RefusalError, match=rf"^a key of the run 'other', .* {NO_FLEET}") as refused:
+        stack.gateway._policies.of("other")
+    assert (refused.value.status, refused.value.code) == (501, "run_elsewhere")
+    with pytest.raises(PluginError, match=rf"^a gateway before the policies that trainers serve {NO_FLEET}"):
+        await join_gateway(AsyncExitStack(), house.store, Config())
+    why = await why_not_served(house.store, "other", 0, Config())
+    assert re.match(rf"the policy of run other, which its trainer serves, {NO_FLEET}", why)
 
 
 @pytest.mark.usefixtures("without")

@@ -29,6 +29,7 @@ from lightning.gateway.http import (
     read_object,
     write_object,
 )
+from lightning.gateway.identity import MODEL
 from lightning.gateway.policy import LiveCall, Policy
 from lightning.gateway.upstream.servers import Found, Pool, Slot
 from lightning.memory_budget import bounded
@@ -47,7 +48,6 @@ LARGE_BODY = 1 << 20
 """From this size on aiohttp wants bodies as a stream."""
 MAX_TRIES = 8
 MODELS_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
-MODEL = "policy"
 """The model name agents use; `policy:NAME` also names the agent that calls."""
 UNANSWERED = (aiohttp.ClientError, TimeoutError, OSError, UpstreamError)
 """What asking a policy server raises when it does not answer as itself."""

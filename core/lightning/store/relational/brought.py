@@ -16,7 +16,6 @@ from lightning.errors import SchemaError, StoreError
 from lightning.store.relational.transaction import Transaction
 
 SELECT_VERSION: Final = "SELECT version FROM operation_groups WHERE name = ?"
-SELECT_VERSIONS: Final = "SELECT name, version FROM operation_groups ORDER BY name"
 KEEP_VERSION: Final = (
     "INSERT INTO operation_groups (name, version) VALUES (?, ?) "
     "ON CONFLICT (name) DO UPDATE SET version = excluded.version"
@@ -47,21 +46,6 @@ class SqlPart:
         """The tables, those first that were made first."""
         made = (_MADE.match(statement) for step in self.tables for statement in step)
         return list(dict.fromkeys(found[2] for found in made if found and found[1].upper() == "TABLE"))
-
-
-async def groups_in(transaction: Transaction, groups: Mapping[str, SqlPart], where: object) -> dict[str, SqlPart]:
-    """The groups that a database has tables of, each with the steps that are there; `groups` are those of the plugins that are
-    installed. Raises `StoreError` for tables of a plugin that is not, which nobody here could copy."""
-    found = {}
-    for name, version in await transaction.all(SELECT_VERSIONS):
-        part = groups.get(name)
-        if part is None or version > len(part.tables):
-            raise StoreError(
-                f"{where} has tables that a plugin made for its operations {name!r}, and that plugin, or a release of it that "
-                "knows them, is not installed here: install it, so that they are copied too"
-            )
-        found[name] = SqlPart(tables=part.tables[:version])
-    return found
 
 
 async def version_of(transaction: Transaction, group: str) -> int:

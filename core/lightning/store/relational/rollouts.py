@@ -96,7 +96,7 @@ async def page(
     status: Status | None,
     cursor: str,
     limit: int,
-) -> Page:
+) -> Page[Rollout]:
     """See `Store.list_rollouts`. The cursor is the `n` of the last rollout of the page before."""
     rollout_state.check_page(limit)
     if cursor and not cursor.isdecimal():

@@ -63,7 +63,7 @@ async def neighbours(
     if record is not None and rollout.group in record.groups:
         return list(record.groups), ()
     page = await located.store.list_rollouts(located.run.id, split=rollout.split, step=rollout.step)
-    return list(dict.fromkeys(each.group for each in page.rollouts)), page.rollouts
+    return list(dict.fromkeys(each.group for each in page.items)), page.items
 
 
 async def why_no_calls(store: Store, rollout: Rollout) -> str:

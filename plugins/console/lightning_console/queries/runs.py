@@ -21,12 +21,12 @@ from weakref import WeakKeyDictionary
 from lightning.errors import LightningError, UnavailableError
 from lightning.store.epochs import is_over
 from lightning.store.protocol import PRUNED, Store
-from lightning.trainer.diagnosis import Diagnosis
-from lightning.trainer.rules import diagnose
 from lightning.trainer.summary import Evaluation
-from lightning.trainer.trends import failed_share
 from lightning.types import Json, Run, Status
 from lightning_debug.advise import Alarm, Recorded, read_course, settings_of, urgency
+from lightning_debug.diagnosis import Diagnosis
+from lightning_debug.rules import diagnose
+from lightning_debug.trends import failed_share
 
 from lightning_console.places import key_of
 from lightning_console.queries.state import State, state_of

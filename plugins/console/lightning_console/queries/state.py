@@ -56,7 +56,7 @@ async def state_of(store: Store, run: Run, url: str, *, over: bool, steps: Seque
         return State("running", f"it {what} {max(0.0, quiet):.0f} s ago, and its end is not recorded")
     done = steps[-1][0] + 1 if steps else 0
     page = await store.list_rollouts(run.id, split=TRAIN, step=done)
-    mine = of_generation(page.rollouts, newest_generation(page.rollouts))
+    mine = of_generation(page.items, newest_generation(page.items))
     if mine and is_lost(mine):
         reasons = grouped(rollout.error for rollout in mine if rollout.status is Status.FAILED)
         why = f"all {len(mine)} rollouts of step {done} failed: {reasons[0][1]}"

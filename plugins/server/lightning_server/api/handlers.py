@@ -16,6 +16,7 @@ from lightning.errors import DataError, LightningError
 from lightning.plugins.stages import StageError
 from lightning.store.epochs import is_over
 from lightning.store.operation import ANY, LOOK
+from lightning.store.protocol import Page
 from lightning.store.rollout_state import unknown_rollout
 from lightning.types import Fault, Lease, Outcome, Rollout, StepReward, StepState, ToolEvent
 
@@ -24,7 +25,6 @@ from lightning_server.api.change_waiters import LONGEST_WAIT
 from lightning_server.api.paging import page_of_attempt
 from lightning_server.api.table import ApiCall, NoQuery, Paging, Route, nothing_there
 from lightning_server.http_operation import QUERY
-from lightning_server.json_codec import Slice
 from lightning_server.operations import RUNS
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ async def complete(call: ApiCall[NoQuery, Any]) -> Rollout:
     return await call.services.finish(call.store, call.path["rollout"], call.attempt, call.body.outcome)
 
 
-async def tool_events(call: ApiCall[OfAttempt, None]) -> Slice[ToolEvent]:
+async def tool_events(call: ApiCall[OfAttempt, None]) -> Page[ToolEvent]:
     """The tool events that an attempt was completed with."""
 
     async def read(rollout: str, attempt: int | None) -> Sequence[ToolEvent]:
@@ -128,7 +128,7 @@ async def tool_events(call: ApiCall[OfAttempt, None]) -> Slice[ToolEvent]:
     return await page_of_attempt(call, read)
 
 
-async def step_rewards(call: ApiCall[OfAttempt, None]) -> Slice[StepReward]:
+async def step_rewards(call: ApiCall[OfAttempt, None]) -> Page[StepReward]:
     """The step rewards that an attempt was completed with."""
 
     async def read(rollout: str, attempt: int | None) -> Sequence[StepReward]:
@@ -137,7 +137,7 @@ async def step_rewards(call: ApiCall[OfAttempt, None]) -> Slice[StepReward]:
     return await page_of_attempt(call, read)
 
 
-async def step_states(call: ApiCall[OfAttempt, None]) -> Slice[StepState]:
+async def step_states(call: ApiCall[OfAttempt, None]) -> Page[StepState]:
     """The states that an attempt was completed with."""
 
     async def read(rollout: str, attempt: int | None) -> Sequence[StepState]:
@@ -165,8 +165,8 @@ HANDLERS: Final[Mapping[str, Callable[[ApiCall[Any, Any]], Awaitable[Any]]]] = {
 """What serves an operation where that is more than asking the store."""
 WATCH = Route("GET", "/watch", watch, ANY, messages.Changed, query=WatchQuery)
 ROUTES = (
-    Route("GET", "/rollouts/{rollout}/tool_events", tool_events, LOOK, Slice[ToolEvent], query=OfAttempt, heavy=True),
-    Route("GET", "/rollouts/{rollout}/step_rewards", step_rewards, LOOK, Slice[StepReward], query=OfAttempt),
-    Route("GET", "/rollouts/{rollout}/step_states", step_states, LOOK, Slice[StepState], query=OfAttempt, heavy=True),
+    Route("GET", "/rollouts/{rollout}/tool_events", tool_events, LOOK, Page[ToolEvent], query=OfAttempt, heavy=True),
+    Route("GET", "/rollouts/{rollout}/step_rewards", step_rewards, LOOK, Page[StepReward], query=OfAttempt),
+    Route("GET", "/rollouts/{rollout}/step_states", step_states, LOOK, Page[StepState], query=OfAttempt, heavy=True),
     WATCH,
 )

@@ -11,12 +11,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from lightning.store.protocol import Attempt
+from lightning.store.protocol import Attempt, Page
 from lightning.store.rollout_state import no_cursor
 from lightning.types import StepRecord, Transition
 
 from lightning_server.api.table import ApiCall, Paging
-from lightning_server.json_codec import Slice
 
 T = TypeVar("T")
 PAGE_BYTES = 16 * 1024 * 1024
@@ -25,7 +24,7 @@ ATTEMPT_CURSOR = re.compile(r"([0-9]{1,18})\.(.+)")
 """The attempt of a page whose request names none, and the cursor within it."""
 
 
-def page(items: Sequence[T], asked: Paging, identity: Callable[[T], str] | None = None) -> Slice[T]:
+def page(items: Sequence[T], asked: Paging, identity: Callable[[T], str] | None = None) -> Page[T]:
     """The part of `items` that was asked for. The cursor is the `identity` of the last item given, which no other has;
     without one, its number, for lists that only grow at their end. A page ends when its items exceed `PAGE_BYTES` in sum; it
     has at least one.
@@ -36,8 +35,8 @@ def page(items: Sequence[T], asked: Paging, identity: Callable[[T], str] | None 
     end = _fitting(items, start, min(start + asked.limit, len(items)))
     chosen = tuple(items[start:end])
     if end == len(items) or not chosen:
-        return Slice(chosen)
-    return Slice(chosen, str(end) if identity is None else identity(chosen[-1]))
+        return Page(chosen)
+    return Page(chosen, str(end) if identity is None else identity(chosen[-1]))
 
 
 def _start(items: Sequence[T], cursor: str, identity: Callable[[T], str] | None) -> int:
@@ -80,7 +79,7 @@ async def page_of_attempt(
     call: ApiCall[Any, None],
     read: Callable[[str, int | None], Awaitable[Sequence[T]]],
     identity: Callable[[T], str] | None = None,
-) -> Slice[T]:
+) -> Page[T]:
     """A page of what an attempt has. Where none was named its cursors name it: the next attempt may begin between two pages."""
     asked, rollout = call.query, call.path["rollout"]
     if asked.attempt is not None:

@@ -24,7 +24,6 @@ from lightning_server.api.paging import page, page_of_attempt, size_of
 from lightning_server.api.table import ApiCall, NoQuery, Paging, Route, nothing_there, parsed
 from lightning_server.auth import check_token
 from lightning_server.http_operation import REQUIRED, Argument, HttpOperation
-from lightning_server.json_codec import Slice
 
 READ_AT_ONCE = 16
 """Attempts read from the store at once: what does not fit into the answer was read for nothing."""
@@ -106,17 +105,17 @@ async def _arguments(call: ApiCall[Any, Any], operation: HttpOperation) -> dict[
 
 async def _page(
     call: ApiCall[Any, Any], operation: HttpOperation, ask: Callable[..., Awaitable[Any]], arguments: dict[str, Any]
-) -> Slice[Any]:
+) -> Page[Any]:
     asked: Paging = call.query
-    if operation.result is Page:
-        found = await ask(**arguments, cursor=asked.cursor, limit=asked.limit)
-        return Slice(found.rollouts, found.cursor)
+    if operation.is_page:
+        found: Page[Any] = await ask(**arguments, cursor=asked.cursor, limit=asked.limit)
+        return found
     if operation.pages_itself:
         if asked.cursor:
             arguments["after"] = _after(asked.cursor, operation)
         items = await ask(**arguments, limit=asked.limit + 1)
         more = len(items) > asked.limit
-        return Slice(tuple(items[: asked.limit]), _identity(operation, items[asked.limit - 1]) if more else "")
+        return Page(tuple(items[: asked.limit]), _identity(operation, items[asked.limit - 1]) if more else "")
 
     def identity(item: Any) -> str:
         return _identity(operation, item)

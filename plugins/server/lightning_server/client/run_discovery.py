@@ -247,7 +247,7 @@ class Runs:
 
     async def _has_work(self, run: str) -> bool:
         for status in (Status.PENDING, Status.RUNNING):
-            if (await self._store.list_rollouts(run, status=status, limit=1)).rollouts:
+            if (await self._store.list_rollouts(run, status=status, limit=1)).items:
                 return True
         return False
 

@@ -91,7 +91,7 @@ class HttpStore(Operations, Asking):
     ) -> Any:
         """The items of every page from a cursor on, or the first `limit` of them."""
         most: int | None = arguments.get("limit")
-        if operation.result is Page:
+        if operation.is_page:
             cursor = arguments["cursor"]
         else:
             rollout_state.check_page(most)
@@ -105,7 +105,7 @@ class HttpStore(Operations, Asking):
             found += page.items
             cursor = page.cursor
             if not cursor or (most is not None and len(found) >= most):
-                return Page(tuple(found), cursor) if operation.result is Page else found
+                return Page(tuple(found), cursor) if operation.is_page else found
 
     async def _in_parts(
         self, operation: HttpOperation, path: Sequence[str], asked: Sequence[Any], how: Mapping[str, Any]

@@ -12,14 +12,14 @@ import aiohttp
 import pytest
 from lightning.config import Config, with_settings
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.fleet.coordinator import Owner
-from lightning.gateway.fleet.records import gateway_secret
+from lightning.gateway.identity import gateway_secret
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import LLM, Rollout, Run, Scope, Task
 from lightning_server.auth import issue_token
 from lightning_server.client import Client
 from lightning_server.control import Control
+from lightning_server.fleet.owner import Owner
 from lightning_server.tokens import put_token
 
 RUN = "run-1"
@@ -132,7 +132,7 @@ class Site:
         return Client(urls, agent, token=token, runner="inline", config=config, **own)  # type: ignore[arg-type]
 
     async def rollouts(self, run: str = RUN) -> dict[str, Rollout]:
-        return {rollout.id: rollout for rollout in (await self.store.list_rollouts(run)).rollouts}
+        return {rollout.id: rollout for rollout in (await self.store.list_rollouts(run)).items}
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ class House:
                 await self.store.metrics(run),
                 await self.store.get_state(run, "x"),
             ]
-            calls = [await self.store.transitions(rollout.id) for rollout in page.rollouts if rollout.attempt]
+            calls = [await self.store.transitions(rollout.id) for rollout in page.items if rollout.attempt]
             found += [[call for call in each if call.status is not CallStatus.REFUSED] for each in calls]
         found += [await list_resources(self.store), await self.store.get_state("", "gateway_secret")]
         return "\n".join(map(repr, found))

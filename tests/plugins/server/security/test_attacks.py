@@ -289,7 +289,7 @@ async def _(house: House) -> Got:
 async def _(house: House) -> Got:
     answer = await house.api("POST", "/leases/release", "stranger", {"worker": "w"})
     house.changed = True
-    (first, _) = (await house.store.list_rollouts("run")).rollouts
+    (first, _) = (await house.store.list_rollouts("run")).items
     return f"{answer.status_code}, ours are still {first.status.value}"
 
 

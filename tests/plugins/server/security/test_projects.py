@@ -318,9 +318,9 @@ async def test_rollouts_that_were_listed_are_not_looked_up_one_by_one(
     monkeypatch.setattr(store, "get_rollout", counted)
     theirs = ProjectStore(store, "theirs")
     page = await theirs.list_rollouts(THEIRS.run)
-    calls = await theirs.transitions_of([(rollout.id, 1) for rollout in page.rollouts])
+    calls = await theirs.transitions_of([(rollout.id, 1) for rollout in page.items])
     assert (len(calls), asked) == (3, [])
-    assert not (await ProjectStore(store, "other").list_rollouts(THEIRS.run)).rollouts
+    assert not (await ProjectStore(store, "other").list_rollouts(THEIRS.run)).items
     with pytest.raises(StoreError, match="unknown"):
         await ProjectStore(store, "other").transitions(THEIRS.done)
 

@@ -111,7 +111,7 @@ async def test_a_project_s_runners_find_its_run_alone_and_get_its_prompts(house:
     assert await house.work(tokens["team-a"], idle=0.3) == []
     for project in TEXTS:
         (run,) = await house.store.list_runs(project)
-        (rollout,) = (await house.store.list_rollouts(run.id)).rollouts
+        (rollout,) = (await house.store.list_rollouts(run.id)).items
         assert (run.id, rollout.error, rollout.status) == (f"run-{project}", "", Status.SUCCEEDED)
 
 
@@ -155,7 +155,7 @@ async def test_what_a_run_makes_has_the_project_s_own_names(house: House, tmp_pa
         stored = await get_resource(house.store, f"{prefix}policy/weights")
         assert stored is not None
         assert stored.metadata == {"run": f"run-{project}"}
-        (rollout,) = (await house.store.list_rollouts(f"run-{project}")).rollouts
+        (rollout,) = (await house.store.list_rollouts(f"run-{project}")).items
         assert rollout.resources == {f"{prefix}writer": 1}
         (use,) = await resource_uses(house.store, f"{prefix}writer")
         assert use.run == f"run-{project}"

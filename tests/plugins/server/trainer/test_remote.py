@@ -74,7 +74,7 @@ async def test_clients_run_the_agents_of_a_training(
             stack.agents = Agents(stack.store, stack.run.id, RemoteRunner(), stack.config.runner, stack.llm)
         async with clients(made, answering):
             await made.loop.run({})
-        rollouts = (await made.store.list_rollouts("run")).rollouts
+        rollouts = (await made.store.list_rollouts("run")).items
         assert len(await made.store.steps("run")) == 3
         assert len(made.policy.ledger) == 3
         ended = sorted(one.id for one in rollouts if one.status.ended)

@@ -14,11 +14,16 @@ from dataclasses import replace
 
 from lightning.addresses import Allowed
 from lightning.errors import GatewayError, StoreError
-from lightning.gateway.fleet.records import (
+from lightning.gateway.policy import UNKNOWN, UPDATING, Policy
+from lightning.gateway.upstream.servers import Upstream
+from lightning.policy_server.protocol import Update
+from lightning.store.protocol import RunWatch, Store
+from lightning.types import new_id
+
+from lightning_server.fleet.records import (
     BEAT,
     GONE,
     LAPSE,
-    UNKNOWN,
     Notice,
     Seat,
     Stance,
@@ -27,11 +32,6 @@ from lightning.gateway.fleet.records import (
     now,
     seat_key,
 )
-from lightning.gateway.policy import UPDATING, Policy
-from lightning.gateway.upstream.servers import Upstream
-from lightning.policy_server.protocol import Update
-from lightning.store.protocol import RunWatch, Store
-from lightning.types import new_id
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """What held-out evaluations say beside the reward of the training tasks: rules over the course of a run.
 
-The invariant: that of `lightning.trainer.course_rules`, which asks them.
+The invariant: that of `lightning_debug.course_rules`, which asks them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Final
 
-from lightning.trainer.diagnosis import Course, Diagnosis, Evidence
 from lightning.trainer.summary import Evaluation
-from lightning.trainer.trends import (
+
+from lightning_debug.diagnosis import Course, Diagnosis, Evidence
+from lightning_debug.trends import (
     FLAT_AFTER,
     LEAST,
     SMALL,

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
-
-from lightning.trainer.diagnosis import Course
 from lightning.trainer.summary import POLICY_FAULT
+
+from lightning_debug.diagnosis import Course
 
 WINDOW: Final = 5
 """Steps of which a mean is taken."""

@@ -1,22 +1,29 @@
-"""A dry run: a few tasks, no training, and a report of what lightning saw."""
+"""A dry run: a few tasks, no training, and a report of what lightning saw.
+
+The invariant: what a user wrote (an algorithm, a credit function, a loss) is called before anything is trained, not first after
+the policy server's start, an evaluation and a step of rollouts.
+"""
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
 
-from rich.markup import escape
-from rich.table import Table
-
-from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
+import lightning
+from lightning.algorithms.protocol import Algorithm, SearchAlgorithm, needs_critic
 from lightning.asyncio_utils import in_thread
+from lightning.batch import Group
+from lightning.errors import ConfigError
 from lightning.gateway.chat_template import HIDDEN
+from lightning.losses.protocol import Loss, StepLoss, TokenBatch, needs_reference
 from lightning.plugins.attached_adapters import failed_adapter
 from lightning.terminal import Terminal
-from lightning.trainer.algorithm import needs_pair, try_algorithm
-from lightning.trainer.course_rules import CURE_OF_CUT_OFF, MANY_CUT_OFF
-from lightning.trainer.diagnosis import Attempted, Diagnosis
+from lightning.trainer.algorithm import credit_of
 from lightning.trainer.metrics import (
     CURE_OF_GREEDY,
     are_greedy,
@@ -25,14 +32,23 @@ from lightning.trainer.metrics import (
     count_greedy,
     count_truncated,
     is_greedy,
+    nothing_trained,
 )
 from lightning.trainer.plan import TRAIN, train_rollouts
 from lightning.trainer.reasons import grouped, reason
-from lightning.trainer.rules import diagnose, nothing_trained
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter, said_parts
 from lightning.trainer.training_data import all_rollouts, is_trainable, load_groups
 from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, StepReward, Task, Transition
+from rich.markup import escape
+from rich.table import Table
+
+from lightning_debug.course_rules import CURE_OF_CUT_OFF, MANY_CUT_OFF
+from lightning_debug.diagnosis import Attempted, Diagnosis
+from lightning_debug.rules import diagnose
+
+OURS: Final = Path(lightning.__file__).parent
+"""The folder of the core, whose lines are not the user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,3 +250,111 @@ def show(report: DevReport, console: Terminal) -> None:
 def _said_reward(row: DevRow) -> str:
     parts = said_parts(row.rewards)
     return f"{row.reward:.3g}{f' ({parts})' if parts else ''}"
+
+
+class Tried(NamedTuple):
+    """What came of trying an algorithm, in words: `problems` would end a run, `hints` would not."""
+
+    problems: list[str]
+    hints: list[str]
+
+
+def needs_pair(algorithm: Algorithm | SearchAlgorithm) -> bool:
+    """Whether a dry run should have two rollouts of one task: a function that is not lightning's compares them."""
+    return not isinstance(algorithm, SearchAlgorithm) and algorithm.group_size > 1 and _is_own(algorithm)
+
+
+def try_algorithm(algorithm: Algorithm | SearchAlgorithm, groups: Sequence[Group]) -> Tried:
+    """Make a batch of a dry run's groups, and call a loss that is not lightning's on two tokens, if torch is loaded anyway.
+
+    A dry run has most tasks once: what fails only on single rollouts, where several are compared, is a hint.
+    """
+    recorded = [group for group in groups if group.trajectories]
+    if isinstance(algorithm, SearchAlgorithm) or not recorded:
+        return Tried([], [])
+    if needs_critic(algorithm):
+        untried = f"{_name(algorithm)} was not tried: it uses a critic's values, which come with training"
+        return Tried([], [untried] if _is_own(algorithm) else [])
+    compared = [group for group in recorded if algorithm.group_size == 1 or len(group.trajectories) > 1]
+    batch, hints = None, []
+    if compared:
+        try:
+            batch = algorithm.batch(compared)
+        except Exception as error:  # noqa: BLE001 — a user's code: whatever it raises is what is to be reported
+            return Tried([_problem(f"{_name(algorithm)} cannot make a batch of these rollouts", error)], [])
+    if len(compared) < len(recorded):
+        try:
+            single = algorithm.batch(recorded)
+        except Exception as error:  # noqa: BLE001 — as above
+            hints.append(
+                f"{_name(algorithm)} fails on a group of which only one rollout succeeded, and a run would end at the first: "
+                f"leave such groups out ({_told(error)})"
+            )
+        else:
+            batch = batch or single
+    if batch and "torch" in sys.modules and _is_foreign(type(algorithm)):
+        try:
+            _call(batch.loss_for(algorithm))
+        except Exception as error:  # noqa: BLE001 — as above
+            return Tried([_problem(f"the loss of {_name(algorithm)} fails on two tokens", error)], hints)
+    if needs_pair(algorithm) and not compared:
+        hints.append(f"{_name(algorithm)} was tried on single rollouts only: no two of one task succeeded")
+    return Tried([], hints)
+
+
+def _call(loss: Loss) -> None:
+    """Call a loss as an engine does. One that has to be prepared for the step is left alone: it sees more than tokens."""
+    if isinstance(loss, StepLoss):
+        return
+    import torch
+
+    logprobs, ones = torch.tensor([-1.0, -2.0], requires_grad=True), torch.ones(2)
+    made = loss(
+        TokenBatch(
+            logprobs,
+            old_logprobs=logprobs.detach().clone(),
+            advantages=torch.tensor([1.0, -1.0]),
+            weights=ones / 2,
+            entropy=logprobs * -0.5,
+            has_old=ones.bool(),
+            versions=torch.zeros(2, dtype=torch.long),
+            reference=logprobs.detach().clone() if needs_reference(loss) else None,
+        )
+    )
+    if not made.loss.requires_grad:
+        raise ConfigError("it has no gradient: it has to be made of tokens.logprobs, not detached")
+    made.loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _is_own(algorithm: Algorithm) -> bool:
+    """Whether what makes batches, or credit in them, is a function that is not lightning's."""
+    return _is_foreign(type(algorithm)) or _is_foreign(credit_of(algorithm))
+
+
+def _is_foreign(value: object) -> bool:
+    return value is not None and not str(getattr(value, "__module__", "")).startswith("lightning.")
+
+
+def _name(algorithm: Algorithm) -> str:
+    credit = credit_of(algorithm)
+    if not _is_foreign(credit):
+        return f"the algorithm {algorithm.name}"
+    return f"the algorithm {algorithm.name} with the credit function {getattr(credit, '__name__', repr(credit))}"
+
+
+def _problem(what: str, error: Exception) -> str:
+    return f"{what}, and a run would end at its first step: {_told(error)}"
+
+
+def _told(error: Exception) -> str:
+    """In words, with the user's own line: the last of the file that lightning called."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(Path(frame.filename))]
+    where = ""
+    if frames:
+        last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+        where = f" ({last.filename}:{last.lineno}, in {last.name}: {last.line})"
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _is_ours(file: Path) -> bool:
+    return OURS in file.parents or file == Path(__file__)

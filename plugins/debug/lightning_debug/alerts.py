@@ -12,12 +12,10 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
-from typing import Final, Self
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final
 
 import aiohttp
-
 from lightning.asyncio_utils import end_process
 from lightning.errors import ConfigError
 from lightning.types import Json
@@ -100,25 +98,21 @@ def _command(text: str) -> Send:
 
 
 class Alerts:
-    """The targets of one run; use it with `async with`."""
+    """The targets of one run."""
 
     def __init__(self, targets: Sequence[str]) -> None:
         self._targets = read_alerts(targets)
         self._telling: set[asyncio.Task[None]] = set()
         self._failed: set[str] = set()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def close(self) -> None:
+        """Wait for what is being told."""
         if self._telling:
             await asyncio.wait(self._telling, timeout=SECONDS)
 
-    def send(self, alert: dict[str, Json]) -> None:
+    def send(self, alert: Mapping[str, Json]) -> None:
         """Tell all targets; returns at once."""
-        body = json.dumps(alert).encode()
+        body = json.dumps({**alert}).encode()
         for name, send in self._targets:
             task = asyncio.create_task(self._tell(name, send, body))
             self._telling.add(task)

@@ -18,21 +18,18 @@ gateway gives its seat up for good when `LAPSE` seconds of its own, fewer, have 
 the store has acknowledged.
 
 Seats below the notice's `first` are gone, and whoever finds to have one gives it up: pruning a database removes them
-(`empty_seats`), so that their numbers may be taken once more by a gateway that read an older notice.
+(`lightning_db.queries.empty_seats`), so that their numbers may be taken once more by a gateway that read an older notice.
 """
 
 from __future__ import annotations
 
-import json
-import secrets
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, cast
 
 from lightning.gateway.upstream.servers import Upstream
-from lightning.store.protocol import Store
 from lightning.types import Json
 
 BEAT = 1.0
@@ -41,8 +38,6 @@ LAPSE = 4.0
 """Seconds after which a gateway that could not renew its seat takes itself for out."""
 GONE = 5.0
 """Seconds without a heartbeat after which others take a gateway, or an owner that holds calls, for gone."""
-UNKNOWN = -1
-"""The version of weights that nobody can name: an update broke off."""
 
 
 def now() -> float:
@@ -157,45 +152,3 @@ def alive_key(run: str) -> str:
 def seat_key(run: str, number: int) -> str:
     """Where a seat lies."""
     return f"gateway/{run}/{number}"
-
-
-def fleet_state(run: str, names: Iterable[str]) -> list[str]:
-    """Those of the names in the state of the empty run that are of one run: its notice, heartbeat and seats."""
-    seats = seat_key(run, 0).removesuffix("0")
-    return [
-        name
-        for name in names
-        if name in (notice_key(run), alive_key(run)) or (name.startswith(seats) and name[len(seats) :].isdecimal())
-    ]
-
-
-def empty_seats(state: Mapping[str, str], runs: Collection[str]) -> list[str]:
-    """Of the state of the empty run (JSON by name), what no trainer and no gateway needs: notices and seats of runs that are
-    gone, and seats below the notice's `first`."""
-    gone = []
-    for name in state:
-        place, _, rest = name.partition("/")
-        if place == "policy" and rest not in runs and rest.removesuffix("/alive") not in runs:
-            gone.append(name)
-        run, _, number = rest.rpartition("/")
-        if place == "gateway" and number.isdecimal():
-            notice = json.loads(state.get(notice_key(run), "{}"))
-            first = notice.get("first", 0) if isinstance(notice, dict) else 0
-            if run not in runs or int(number) < first:
-                gone.append(name)
-    return gone
-
-
-async def served_version(store: Store, run: str) -> int | None:
-    """The version of a run's policy that its owner says to serve; None where it serves none, or nobody can name it. Raises
-    `StoreError`."""
-    notice = Notice.from_json(await store.get_state("", notice_key(run)))
-    return notice.version if notice is not None and notice.servers and notice.version != UNKNOWN else None
-
-
-async def gateway_secret(store: Store) -> bytes:
-    """The secret that signs the keys of agents: one for all servers over a store, made by the first that asks.
-
-    Raises `StoreError`.
-    """
-    return bytes.fromhex(str(await store.keep_state("", "gateway_secret", secrets.token_hex(32))))

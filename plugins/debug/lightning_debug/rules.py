@@ -1,5 +1,5 @@
 """What the record of some attempts says is wrong: the same rules for a dry run, for each step of training and for a reader of
-the store, who asks them together with those over the course of a run (`lightning.trainer.course_rules`).
+the store, who asks them together with those over the course of a run (`lightning_debug.course_rules`).
 
 The invariant: a rule reads what was recorded and nothing else, so that it can be asked of any run, whenever it ran.
 """
@@ -10,18 +10,19 @@ import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from difflib import get_close_matches
 from itertools import combinations
 from typing import Final
 
 from lightning.instrument.frameworks import framework_without_adapter
 from lightning.runner.attempt_completion import UNCALLED
 from lightning.store.exchanges import packed_in, why_not_replayable
-from lightning.trainer.course_rules import COURSE_RULES
-from lightning.trainer.diagnosis import Attempted, Course, Diagnosis, Evidence
-from lightning.trainer.shared_memory import shared_answers
+from lightning.trainer.metrics import MOST_NAMES, names_of, unmatched
 from lightning.trainer.training_data import NOT, OF_MODEL, is_trainable
 from lightning.types import TOO_LONG, UNNAMED, Caller, CallStatus, ToolEvent, Transition
+
+from lightning_debug.course_rules import COURSE_RULES
+from lightning_debug.diagnosis import Attempted, Course, Diagnosis, Evidence
+from lightning_debug.shared_memory import shared_answers
 
 LONGEST: Final = 300
 """Characters of a refusal that are shown."""
@@ -41,8 +42,6 @@ MANY_TOOL_FAILURES: Final = 0.2
 LEAST_UNEQUAL: Final = 5
 MANY_UNEQUAL: Final = 0.05
 """Pairs of rollouts alike in every token that are graded differently, and their share of such pairs."""
-MOST_NAMES: Final = 20
-"""Callers that a sentence names at most."""
 
 
 def diagnose(
@@ -214,50 +213,10 @@ def requested_models(evidence: Evidence) -> Iterator[Diagnosis]:
         )
 
 
-def nothing_trained(callers: Iterable[Caller], train_agents: Sequence[str]) -> str:
-    """Why none of the calls of these callers is trained, with the cure."""
-    known = list(callers)
-    if not known:
-        return "no model call was recorded. Give the agent's client llm.base_url and llm.api_key"
-    if not train_agents:
-        return f"no call of {names_of(known)} has tokens to train on"
-    meant = [f"did you mean {cure!r} for {glob!r}?" for glob, cure in unmatched(train_agents, known).items() if cure]
-    return f"train_agents {list(train_agents)} matches none of the agents seen: {names_of(known)}. " + (
-        " ".join(meant) or "A glob has to match a whole path or its last name; '*/planner/*' is all inside planner"
-    )
-
-
-def unmatched(train_agents: Sequence[str], callers: Iterable[Caller]) -> dict[str, str]:
-    """The globs that match none of the callers, each with the glob that was probably meant, empty where none comes near.
-
-    Only callers that are not trained are candidates: an agent that is called now and then is no misspelling of another.
-    """
-    known = list(callers)
-    globs: dict[str, str] = {}
-    for name in sorted({caller.name for caller in known if not is_trainable(caller, train_agents)}):
-        *outer, last = name.split("/")
-        globs.setdefault(last, last)
-        for place, part in enumerate(outer):
-            globs.setdefault(part, f"*/{part}/*" if place else f"{part}/*")
-    found = {}
-    for glob in train_agents:
-        if not glob.startswith((OF_MODEL, NOT)) and not any(is_trainable(caller, (glob,)) for caller in known):
-            near = get_close_matches(glob.strip("*/").rpartition("/")[2], globs, n=1)
-            found[glob] = globs[near[0]] if near else ""
-    return found
-
-
 def no_call_of(glob: str, meant: str, callers: Iterable[Caller]) -> str:
     """That a glob of `train_agents` matches nothing, with what was probably meant (empty: nothing comes near)."""
     cure = f"did you mean {meant!r}?" if meant else "is it misspelt, or is that agent only called now and then?"
     return f"no call matched {glob!r} of train_agents; {cure} Agents seen: {names_of(callers)}"
-
-
-def names_of(callers: Iterable[Caller | str]) -> str:
-    """The names of callers, each once, and how many more there are."""
-    names = sorted({caller if isinstance(caller, str) else caller.name for caller in callers})
-    rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + rest
 
 
 def not_replayable(evidence: Evidence) -> Iterator[Diagnosis]:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
-
-from lightning.trainer.diagnosis import Course, Diagnosis, Evidence
-from lightning.trainer.held_out_rules import held_out_falls, held_out_flat, held_out_stays
 from lightning.trainer.summary import NAMED
-from lightning.trainer.trends import (
+
+from lightning_debug.diagnosis import Course, Diagnosis, Evidence
+from lightning_debug.held_out_rules import held_out_falls, held_out_flat, held_out_stays
+from lightning_debug.trends import (
     FLAT_AFTER,
     LEAST,
     SMALL,

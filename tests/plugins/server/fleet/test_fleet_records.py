@@ -11,10 +11,11 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from lightning.errors import ConflictError
-from lightning.gateway.fleet.records import BEAT, GONE, LAPSE, Notice, Seat, Stance, empty_seats, notice_key, seat_key
 from lightning.gateway.upstream.servers import GRACE, Upstream
+from lightning_db.queries import empty_seats
+from lightning_server.fleet.records import BEAT, GONE, LAPSE, Notice, Seat, Stance, notice_key, seat_key
 
-from tests.core.gateway.fleet_world import RUN, Call, Gateway, World
+from tests.plugins.server.fleet.fleet_world import RUN, Call, Gateway, World
 
 HOLD = 12.0
 """Seconds, `gateway.hold_timeout` in this world; a server is waited for no longer."""

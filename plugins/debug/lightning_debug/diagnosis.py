@@ -7,42 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from lightning.batch.trajectory import Trajectory
+from lightning.batch import Trajectory
 from lightning.engines.logprob_gap import FLOAT32, GapBound
+from lightning.trainer.stages import Alarm
 from lightning.trainer.summary import Evaluation
-from lightning.types import Json, Status, ToolEvent, Transition
-
-if TYPE_CHECKING:
-    from lightning.config.sections import TaskOrder
+from lightning.types import Status, ToolEvent, Transition
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """What a rule has found. `cause` is the same for what has one cause, so that it can be said once; `text` has the cure. A
-    `serious` one is a reason not to train, or to look before training goes on; a `minor` one is worth a word in a dry run
-    alone.
+class Diagnosis(Alarm):
+    """An alarm that a rule has given. A `minor` one is worth a word in a dry run alone."""
 
-    `steps` (from 0) and `rollouts` (their ids) are what it rests on, empty where that is all that was looked at.
-    """
-
-    cause: str
-    text: str
-    serious: bool = False
     minor: bool = False
-    steps: tuple[int, ...] = ()
-    rollouts: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Json]:
-        """Its content, ready for `json.dumps`."""
-        return {
-            "cause": self.cause,
-            "text": self.text,
-            "serious": self.serious,
-            "steps": list(self.steps),
-            "rollouts": list(self.rollouts),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +49,7 @@ class Course:
     steps: Sequence[Mapping[str, float]] = ()
     evaluations: Sequence[Evaluation] = ()
     gap: GapBound = FLOAT32
-    order: TaskOrder = "shuffled"
+    order: str = "shuffled"
 
     @property
     def measured(self) -> list[Evaluation]:

@@ -12,11 +12,11 @@ from lightning.config.sections import TaskOrder
 from lightning.engines.logprob_gap import bound_for
 from lightning.engines.protocol import StepResult
 from lightning.testing.trajectories import make_group
-from lightning.trainer.diagnosis import Course, Diagnosis
 from lightning.trainer.metrics import step_metrics
-from lightning.trainer.rules import diagnose
 from lightning.trainer.summary import Evaluation
-from lightning.trainer.trends import lengths_of
+from lightning_debug.diagnosis import Course, Diagnosis
+from lightning_debug.rules import diagnose
+from lightning_debug.trends import lengths_of
 
 STEPS = 40
 Values = Callable[[int], float]

@@ -15,12 +15,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from lightning.config.sections import GatewayConfig
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.fleet.coordinator import Owner
-from lightning.gateway.fleet.records import gateway_secret
+from lightning.gateway.identity import gateway_secret
 from lightning.gateway.upstream.servers import Found, Pool
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.types import LLM, UNSERVED, CallStatus, Rollout, Run, Task, Transition
+from lightning_server.fleet.owner import Owner
 
 HI = {"messages": [{"role": "user", "content": "hi there"}]}
 

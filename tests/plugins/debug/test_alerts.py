@@ -14,8 +14,8 @@ from aiohttp import web
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
 from lightning.testing.tiny_models import make_tiny_model
-from lightning.tracking.alerts import Alerts, read_alerts
 from lightning.trainer.trainer import Trainer
+from lightning_debug.alerts import Alerts, read_alerts
 
 ALERT = {"run": "r", "step": 3, "cause": "collapsed", "text": "the reward collapsed", "steps": [1, 3], "rollouts": []}
 URL = "LIGHTNING_TEST_WEBHOOK"
@@ -45,8 +45,9 @@ async def hook(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 async def test_a_webhook_and_a_program_are_told(hook: list[Any], tmp_path: Path) -> None:
     program = f"command:{sys.executable} -c \"import sys; open('{tmp_path}/told', 'w').write(sys.stdin.read())\""
-    async with Alerts([f"webhook:{URL}", program]) as alerts:
-        alerts.send(ALERT)
+    alerts = Alerts([f"webhook:{URL}", program])
+    alerts.send(ALERT)
+    await alerts.close()
     assert hook == [ALERT]
     assert json.loads((tmp_path / "told").read_text()) == ALERT
 
@@ -55,9 +56,10 @@ async def test_what_fails_is_logged_once_and_without_the_address(
     hook: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     hook.append("fail")
-    async with Alerts([f"webhook:{URL}", f"command:{sys.executable} -c 'raise SystemExit(3)'"]) as alerts:
-        alerts.send(ALERT)
-        alerts.send(ALERT)
+    alerts = Alerts([f"webhook:{URL}", f"command:{sys.executable} -c 'raise SystemExit(3)'"])
+    alerts.send(ALERT)
+    alerts.send(ALERT)
+    await alerts.close()
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert sorted(text.partition(": ")[2].split(". ")[0] for text in said) == ["it answered 503", "it ended with 3"]
     assert "/secret" not in caplog.text

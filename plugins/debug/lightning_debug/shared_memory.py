@@ -12,7 +12,6 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-
 from lightning.types import TokenIds, Transition
 
 LENGTH: Final = 20

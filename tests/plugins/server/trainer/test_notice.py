@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from lightning.errors import PolicyServerError
-from lightning.gateway.fleet.records import UNKNOWN, Notice, Stance, notice_key
+from lightning.gateway.policy import UNKNOWN
+from lightning_server.fleet.records import Notice, Stance, notice_key
 
 
 async def notice(house: Any) -> Notice:

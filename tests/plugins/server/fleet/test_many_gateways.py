@@ -14,13 +14,14 @@ from lightning.asyncio_utils import end
 from lightning.config.sections import GatewayConfig
 from lightning.errors import GatewayError
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.fleet.coordinator import Owner
-from lightning.gateway.fleet.records import UNKNOWN, gateway_secret
+from lightning.gateway.identity import gateway_secret
+from lightning.gateway.policy import UNKNOWN
 from lightning.instrument.trace import root_span_id, trace_id_of
 from lightning.policy_server.protocol import Update
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.types import LLM, CallStatus, Rollout, Run, Task, Transition, VersionRun
+from lightning_server.fleet.owner import Owner
 
 HI = {"messages": [{"role": "user", "content": "hi there"}]}
 TEN = Reply("a b c d e f g h i", token_delay=0.01)
@@ -341,12 +342,12 @@ async def test_seeds_follow_from_the_place_in_the_run(fleet, open_server):
 
 
 async def test_a_run_from_which_nothing_is_heard_is_left_and_joined_again(fleet, monkeypatch):
-    monkeypatch.setattr("lightning.gateway.policy_registry.IDLE", 0.2)
+    monkeypatch.setattr("lightning_server.fleet.joined.IDLE", 0.2)
     server = fleet.servers[0]
     llm = await fleet.llm(server)
     await fleet.ask(llm)
     await fleet.until(lambda: not server._policies.known)
-    await fleet.until(lambda: not server._policies._staying | server._policies._leaving)
+    await fleet.until(lambda: not server._policies.others._staying | server._policies.others._leaving)
     assert (await fleet.store.get_state("", "gateway/run/0"))["left"] is True
     await fleet.update(1)
     assert fleet.owner.others == 0
@@ -355,7 +356,7 @@ async def test_a_run_from_which_nothing_is_heard_is_left_and_joined_again(fleet,
 
 
 async def test_a_call_that_comes_while_a_run_is_left_joins_it_anew(fleet, monkeypatch):
-    monkeypatch.setattr("lightning.gateway.policy_registry.IDLE", 0.2)
+    monkeypatch.setattr("lightning_server.fleet.joined.IDLE", 0.2)
     server = fleet.servers[0]
     llm = await fleet.llm(server)
     before, asked = server._policies.of("run"), []
@@ -366,12 +367,12 @@ async def test_a_call_that_comes_while_a_run_is_left_joins_it_anew(fleet, monkey
             await fleet.until(lambda: server._policies.known)
         await end(*tasks)
 
-    monkeypatch.setattr("lightning.gateway.policy_registry.end", ends_late)
+    monkeypatch.setattr("lightning_server.fleet.joined.end", ends_late)
     await fleet.until(lambda: asked)
-    monkeypatch.setattr("lightning.gateway.policy_registry.IDLE", 300.0)
+    monkeypatch.setattr("lightning_server.fleet.joined.IDLE", 300.0)
     async with asyncio.timeout(120):
         assert (await asked[0]).status_code == 200
-    await fleet.until(lambda: len(server._policies._staying) == 1 and not server._policies._leaving)
+    await fleet.until(lambda: len(server._policies.others._staying) == 1 and not server._policies.others._leaving)
     assert server._policies.known == [server._policies.of("run")] != [before], "the old one's end takes nothing along"
 
 
@@ -401,7 +402,7 @@ async def test_an_interrupted_end_of_a_hold_announces_what_the_servers_have(flee
     async def update() -> None:
         async with fleet.owner.hold() as hold:
             hold.update = Update(4, {})
-            monkeypatch.setattr("lightning.gateway.fleet.coordinator.end", interrupted)
+            monkeypatch.setattr("lightning_server.fleet.owner.end", interrupted)
 
     updating = asyncio.create_task(update())
     with pytest.raises(asyncio.CancelledError):

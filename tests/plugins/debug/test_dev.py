@@ -12,10 +12,12 @@ import httpx2
 from lightning import reward
 from lightning.terminal import Terminal
 from lightning.testing.fake_vllm import Reply
-from lightning.trainer.dev import DevReport, DevRow, _hints, _problems, dry_run, show
-from lightning.trainer.rules import Attempted
 from lightning.trainer.summary import Reporter
 from lightning.types import Caller, CallStatus, Task, Transition, logprobs, token_ids
+from lightning_debug.dev import DevReport, DevRow, _hints, _problems, dry_run, show
+from lightning_debug.diagnosis import Attempted
+
+from tests.core.cli.test_output import EVIL, SHOWN, STEERS
 
 
 def row(**seen: object) -> DevRow:
@@ -263,3 +265,12 @@ def test_a_report_shows_a_glob_with_brackets_as_it_is() -> None:
     text = io.StringIO()
     show(DevReport((), ("train_agents ['[a-z]'] matches none",)), Terminal(file=text, width=200))
     assert "['[a-z]']" in text.getvalue()
+
+
+def test_a_report_shows_names_that_agents_chose_and_obeys_none() -> None:
+    console = Terminal(file=io.StringIO(), width=400)
+    seen = DevRow(EVIL, 1.0, "", 1.0, {EVIL: 1}, {EVIL: 1}, 1, 1, 1, 0)
+    show(DevReport((seen,), (EVIL,), (EVIL,)), console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert STEERS.search(shown) is None
+    assert shown.count(SHOWN) == 5

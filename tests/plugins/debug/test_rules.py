@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from lightning.runner.attempt_completion import NEVER_CALLED
 from lightning.store.exchanges import TEXTS, Flag, pack, why_not_replayable
-from lightning.trainer.diagnosis import Attempted
-from lightning.trainer.rules import diagnose
-from lightning.trainer.shared_memory import LENGTH
 from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition, logprobs, token_ids
+from lightning_debug.diagnosis import Attempted
+from lightning_debug.rules import diagnose
+from lightning_debug.shared_memory import LENGTH
 
 WRITER = Caller("writer", ("crew", "writer"))
 

@@ -15,10 +15,14 @@ from itertools import count
 
 from lightning.asyncio_utils import end
 from lightning.errors import ConflictError, GatewayError, PolicyServerError, StoreError
-from lightning.gateway.fleet.records import (
+from lightning.gateway.policy import UNKNOWN, Hold, PolicyOwner
+from lightning.gateway.upstream.servers import Upstream
+from lightning.store.protocol import Store
+from lightning.types import new_id
+
+from lightning_server.fleet.records import (
     BEAT,
     GONE,
-    UNKNOWN,
     Notice,
     Seat,
     Stance,
@@ -27,22 +31,8 @@ from lightning.gateway.fleet.records import (
     now,
     seat_key,
 )
-from lightning.gateway.upstream.servers import Upstream
-from lightning.policy_server.protocol import Update
-from lightning.store.protocol import Store
-from lightning.types import new_id
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Hold:
-    """A hold that every gateway keeps. Set `update` when the weights have changed, those of one `server` or of all, and `lost`
-    when nobody knows what they are."""
-
-    update: Update | None = None
-    server: Upstream | None = None
-    lost: bool = False
 
 
 @dataclass(slots=True)
@@ -53,8 +43,8 @@ class _Seen:
     since: float
 
 
-class Owner:
-    """What owns the policy of one run. All methods raise `StoreError`; `ConflictError` when another owner has taken over."""
+class Owner(PolicyOwner):
+    """A `PolicyOwner` whose gateways are told by the store."""
 
     def __init__(self, store: Store, run: str, *, seed: int | None = None, clock: Callable[[], float] = now) -> None:
         self._store, self._run, self._clock = store, run, clock
@@ -71,10 +61,7 @@ class Owner:
         return len(self._seen)
 
     async def open(self, servers: Sequence[Upstream], version: int) -> None:
-        """Take the run over, serving `version` (negative: unknown, so nothing is sent to them before the first update).
-
-        Without servers call `serve` when there are some: until then calls wait.
-        """
+        """See `PolicyOwner.open`."""
         before = Notice.from_json(await self._store.get_state("", notice_key(self._run)))
         epoch, self._first = (before.epoch + 1, before.first) if before else (1, 0)
         self._notice = replace(
@@ -89,7 +76,7 @@ class Owner:
         await self._announce()
 
     async def serve(self, servers: Sequence[Upstream], version: int) -> None:
-        """After `open` without servers, and before the first hold: these serve `version` (negative: unknown, as there)."""
+        """See `PolicyOwner.serve`."""
         async with self._changing:
             await self._check_owner()
             notice = replace(self._notice, version=max(version, UNKNOWN), servers=tuple(servers), versions=())
@@ -97,7 +84,7 @@ class Owner:
             await self._announce()
 
     async def close(self) -> None:
-        """Say that nobody serves the run any more. What the store refuses then is only logged."""
+        """See `PolicyOwner.close`."""
         if self._observer is not None:
             await end(self._observer)
             self._observer = None
@@ -110,12 +97,7 @@ class Owner:
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[Hold]:
-        """For the length of the block no gateway sends anything to the policy servers, and each call in flight is counted.
-
-        When the block ends with a `PolicyServerError` the old version goes on; with any other error, or when it says so, nobody
-        knows what the servers have, and they get no calls before the next update. Raises `GatewayError` for an update of a
-        server that is none of the run's.
-        """
+        """See `PolicyOwner.hold`."""
         async with self._changing:
             hold = Hold()
             async with self._closed(Stance.HELD) as closed:
@@ -138,10 +120,7 @@ class Owner:
 
     @asynccontextmanager
     async def moving(self, servers: Callable[[], Sequence[Upstream]]) -> AsyncIterator[None]:
-        """For the length of the block new calls wait, while dead servers are brought back with the weights they had.
-
-        `servers` says where they are then. When the block fails none is left.
-        """
+        """See `PolicyOwner.moving`."""
         async with self._changing, self._closed(Stance.PAUSED) as closed:
             before = closed.notice
             closed.notice = replace(before, servers=(), versions=())

@@ -16,15 +16,14 @@ from typing import Any, Self
 
 from lightning.errors import PolicyServerError, StoreError
 from lightning.gateway.dialects import Capture
-from lightning.gateway.fleet.coordinator import Owner
-from lightning.gateway.fleet.member import Member
-from lightning.gateway.fleet.records import UNKNOWN
 from lightning.gateway.http import RefusalError
-from lightning.gateway.policy import LiveCall
+from lightning.gateway.policy import UNKNOWN, LiveCall
 from lightning.gateway.upstream.client import Forwarder
 from lightning.gateway.upstream.servers import Upstream
 from lightning.policy_server.protocol import Update
 from lightning.types import Json, VersionRun
+from lightning_server.fleet.member import Member
+from lightning_server.fleet.owner import Owner
 
 RUN = "run"
 SERVER = Upstream("http://127.0.0.1:1", "tiny")

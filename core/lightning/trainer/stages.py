@@ -1,0 +1,324 @@
+"""Where plugins stand at a step, between its computation and its commit: the points, and what happens when a stage fails.
+
+The invariant: stages fail closed. A step on which a stage fails is not committed: the run ends with the plugin's name, and a
+resume takes the step again. A stage adds to a step under its own name, and changes nothing of it. A stage that only hears of
+something is logged and passed over when it fails.
+
+    begun      the run begins, or goes on after some steps
+    taken      the engine has taken a step, which is not committed yet: add metrics, context and alarms
+    evaluated  held-out tasks were run: give alarms
+    alarmed    a stage gave a serious alarm: hear of it
+    ended      the run ends: finish what is under way
+    rehearsed  `Trainer.dev` and `lightning train --dev`: run a few tasks without training, and report
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Final, Protocol, Self, TypeAlias
+
+from lightning.bounded import Once
+from lightning.errors import ConfigError, LightningError, PluginError
+from lightning.plugins import plugins
+from lightning.plugins.stages import Contract, NamedStage, Stage, StageError, warn_of_order
+from lightning.types import Json
+
+if TYPE_CHECKING:
+    from lightning.algorithms.protocol import Algorithm, Batch, SearchAlgorithm
+    from lightning.batch.trajectory import Group
+    from lightning.config import Config
+    from lightning.trainer.stack import Stack
+    from lightning.trainer.summary import Evaluation, Reporter
+    from lightning.types import Rollout, Task
+
+log = logging.getLogger(__name__)
+
+API: Final = 1
+"""The number of this file's contract. A minor release raises it when a stage that was written for it would not do any more what
+it did, and the change log says what to change in a stage."""
+OF_STAGES: Final = ("alerts",)
+"""Settings of the trainer that stages of plugins carry out."""
+NOT_NAMES: Final = ("dropped", "eval", "pipeline", "policy_fault", "reward", "seconds", "skipped")
+"""What metrics of the trainer's own begin with: no stage that adds metrics is called so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """What a stage says to the person who trains. `cause` is the same for what has one cause, so that it is said once; `text`
+    has the cure. A `serious` one is a reason to look before training goes on: trackers and `StepStage.alarmed` hear of it.
+
+    `steps` (from 0) and `rollouts` (their ids) are what it rests on, empty where that is all that was looked at.
+    """
+
+    cause: str
+    text: str
+    serious: bool = False
+    steps: tuple[int, ...] = ()
+    rollouts: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Json]:
+        """Its content, ready for `json.dumps`."""
+        return {
+            "cause": self.cause,
+            "text": self.text,
+            "serious": self.serious,
+            "steps": list(self.steps),
+            "rollouts": list(self.rollouts),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StepTaken:
+    """A step that the engine has taken. `rollouts` are all that were sampled for it, failed ones included, `groups` what the
+    `batch` was made of, and `metrics` its numbers so far. A stage reads these and changes none."""
+
+    step: int
+    rollouts: Sequence[Rollout]
+    groups: Sequence[Group]
+    batch: Batch
+    metrics: Mapping[str, float]
+    train_agents: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What a stage adds to a step. A metric `share` of the stage `mine` is recorded as `mine/share`; `context` is any JSON, and
+    stands in the step's context under the stage's name."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    context: Json = None
+    alarms: Sequence[Alarm] = ()
+
+
+class DryRun(Protocol):
+    """What a dry run has found, in words, with the cure."""
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """What keeps training from starting."""
+
+    @property
+    def hints(self) -> Sequence[str]:
+        """What is worth a look."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether training can start."""
+
+
+Rehearse: TypeAlias = (
+    "Callable[[Stack, Sequence[Task], Sequence[str], Algorithm | SearchAlgorithm, Reporter], Awaitable[DryRun]]"
+)
+"""See `StepStage.rehearsed`."""
+
+
+class StepStage(Stage):
+    """A plugin's place at the steps of a run. One is made for each run; it overrides the methods of the points where it
+    stands. The awaited ones are called on the event loop that also answers the agents' requests: leave what takes long to a
+    thread."""
+
+    async def begun(self, steps: Sequence[Mapping[str, float]], evaluations: Sequence[Evaluation]) -> Iterable[Alarm]:
+        """The run begins, or goes on after these steps and evaluations. Returns the alarms that they give: those were said
+        then, and are not said again."""
+        raise NotImplementedError
+
+    async def taken(self, step: StepTaken) -> Added | None:
+        """The engine has taken a step, and it is about to be committed. None adds nothing."""
+        raise NotImplementedError
+
+    async def evaluated(self, evaluations: Sequence[Evaluation]) -> Iterable[Alarm]:
+        """Held-out tasks were run: all evaluations so far that can be compared, the new one last."""
+        raise NotImplementedError
+
+    def alarmed(self, alarm: Mapping[str, Json]) -> None:
+        """A stage gave a serious alarm: `Alarm.to_json` with `run` and `step`. Return at once."""
+        raise NotImplementedError
+
+    async def ended(self) -> None:
+        """The run ends, however it does."""
+        raise NotImplementedError
+
+    async def rehearsed(
+        self,
+        stack: Stack,
+        tasks: Sequence[Task],
+        train_agents: Sequence[str],
+        algorithm: Algorithm | SearchAlgorithm,
+        reporter: Reporter,
+    ) -> DryRun:
+        """Run the tasks without training, and show what was found. One stage may stand here."""
+        raise NotImplementedError
+
+
+CONTRACT: Final = Contract(
+    kind=StepStage,
+    api=API,
+    points=("begun", "taken", "evaluated", "alarmed", "ended", "rehearsed"),
+    ordered=("taken",),
+    setting="trainer.stage_order",
+    settings=OF_STAGES,
+    error=PluginError,
+    of="steps",
+    where="trainer",
+)
+
+
+class StepLine:
+    """The stages of a run in their order (`trainer.stage_order`); use it with `async with`, which tells them of the end. Raises
+    `PluginError` where that order is not said, for a stage that was written for another contract, for one that is named as the
+    trainer's own metrics are, and for two that both rehearse."""
+
+    def __init__(self, stages: Sequence[NamedStage[StepStage]] = (), order: Sequence[str] = ()) -> None:
+        for each in stages:
+            CONTRACT.check(each)
+            for point in CONTRACT.points:
+                awaited = inspect.iscoroutinefunction(getattr(StepStage, point))
+                if awaited != inspect.iscoroutinefunction(getattr(each.stage, point)):
+                    cure = "is awaited: begin it with `async def`" if awaited else "is not awaited: begin it with `def`"
+                    raise PluginError(f"{point!r} of the stage {each.said} {cure}")
+            if each.name in NOT_NAMES:
+                raise PluginError(
+                    f"the stage {each.said} has the name with which the trainer's own metrics begin ({each.name}/...): its "
+                    f"author registers it under another one; until then set {each.off}"
+                )
+        self.stages = CONTRACT.in_order(stages, order)
+        self._said = Once()
+        if unknown := sorted(set(order) - {each.name for each in stages}):
+            log.warning("trainer.stage_order names stages that no plugin has here: %s", ", ".join(unknown))
+        rehearsing = self._standing("rehearsed")
+        if len(rehearsing) > 1:
+            raise PluginError(
+                f"the stages {' and '.join(each.said for each in rehearsing)} both make dry runs: set {rehearsing[0].off}, or "
+                f"{rehearsing[1].off}"
+            )
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """The names of its stages, in their order, with the versions of their distributions."""
+        return {each.name: each.version for each in self.stages}
+
+    def _standing(self, point: str) -> list[NamedStage[StepStage]]:
+        return [each for each in self.stages if each.stands_at(point)]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for each in self._standing("ended"):
+            with _heard(each, "ended"):
+                await each.stage.ended()
+
+    async def begin(self, steps: Sequence[Mapping[str, float]], evaluations: Sequence[Evaluation]) -> None:
+        """See `StepStage.begun`. Raises `StageError`."""
+        for each in self._standing("begun"):
+            with _failing(each, "begun", "the begin of the run"):
+                self._new(each, await each.stage.begun(steps, evaluations))
+
+    async def taken(self, step: StepTaken) -> Added:
+        """See `StepStage.taken`: all that the stages add, the context by their names, and alarms that were not said before.
+        Raises `StageError`."""
+        metrics: dict[str, float] = {}
+        context: dict[str, Json] = {}
+        alarms: list[Alarm] = []
+        for each in self._standing("taken"):
+            seen = MappingProxyType({**step.metrics, **metrics})
+            with _failing(each, "taken", f"step {step.step + 1}, which is not committed"):
+                added = await each.stage.taken(replace(step, metrics=seen)) or Added()
+                metrics |= {f"{each.name}/{name}": _number(name, value) for name, value in added.metrics.items()}
+                json.dumps(added.context, allow_nan=False)
+                alarms += self._new(each, added.alarms)
+            context |= {} if added.context is None else {each.name: added.context}
+        return Added(metrics, context, alarms)
+
+    async def evaluated(self, evaluations: Sequence[Evaluation]) -> list[Alarm]:
+        """See `StepStage.evaluated`: alarms that were not said before. Raises `StageError`."""
+        alarms: list[Alarm] = []
+        for each in self._standing("evaluated"):
+            with _failing(each, "evaluated", "an evaluation"):
+                alarms += self._new(each, await each.stage.evaluated(evaluations))
+        return alarms
+
+    def alarmed(self, alarm: Mapping[str, Json]) -> None:
+        """See `StepStage.alarmed`. Raises nothing."""
+        for each in self._standing("alarmed"):
+            with _heard(each, "alarmed"):
+                each.stage.alarmed(alarm)
+
+    def rehearsal(self) -> Rehearse:
+        """See `StepStage.rehearsed`. Raises `ConfigError` where no stage stands there."""
+        for each in self._standing("rehearsed"):
+            return each.stage.rehearsed
+        raise ConfigError(
+            f"a dry run needs a plugin that makes it, and there is none: the stages of steps here are "
+            f"{', '.join(self.versions) or 'none'}.{plugins().cures('step_stages', 'rehearsed')}"
+        )
+
+    def _new(self, each: NamedStage[StepStage], alarms: Iterable[Alarm]) -> list[Alarm]:
+        return [alarm for alarm in alarms if self._said.first((each.name, alarm.cause))]
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise TypeError(f"the metric {name!r} is {value!r} and no number: leave out what was not measured")
+    return float(value)
+
+
+@contextmanager
+def _failing(each: NamedStage[StepStage], point: str, what: str) -> Iterator[None]:
+    """What a stage raises in the block is its failure, and ends the run."""
+    try:
+        yield
+    except Exception as error:
+        raise StageError(
+            f"the stage {each.said} failed on {what} ({point}: {type(error).__name__}: {error}). Mend the plugin and resume "
+            f"the run, or resume it without the stage: {each.off}"
+        ) from error
+
+
+@contextmanager
+def _heard(each: NamedStage[StepStage], point: str) -> Iterator[None]:
+    """What a stage raises in the block is logged, and training goes on."""
+    try:
+        yield
+    except Exception:
+        log.exception("the stage %s failed (%s); training goes on", each.said, point)
+
+
+def step_line(config: Config) -> StepLine:
+    """The stages that plugins register, one of each kind for a run with these settings. Raises `PluginError`, and `ConfigError`
+    for a setting that is no default and that no stage carries out."""
+    named: list[NamedStage[StepStage]] = []
+    known = plugins().names("step_stages")
+    for name in known:
+        owner, make = plugins().owner("step_stages", name), plugins().step_stage(name)
+        try:
+            stage = make(config)
+        except LightningError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"the stage {name!r} of the plugin {owner} cannot be made ({type(error).__name__}: {error}). Mend the plugin, "
+                f"or start without it: LIGHTNING_DISABLE_PLUGINS={owner.name}"
+            ) from error
+        if stage is not None:
+            named.append(NamedStage(name, stage, owner.version, owner.name))
+    line, trainer, plain = StepLine(named, config.trainer.stage_order), config.trainer, type(config.trainer)()
+    warn_of_order(line.stages, known)
+    for setting in OF_STAGES:
+        carried = any(setting in each.stage.carries_out for each in line.stages)
+        if not carried and getattr(trainer, setting) != (off := getattr(plain, setting)):
+            raise ConfigError(
+                f"trainer.{setting} is set, and no plugin is there that carries it out: the stages of steps here are "
+                f"{', '.join(line.versions) or 'none'}.{plugins().cures('step_stages', setting)} Or set trainer.{setting} = "
+                f"{json.dumps(off)} to go on without it"
+            )
+    return line

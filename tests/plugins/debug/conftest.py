@@ -1,0 +1,17 @@
+"""A run whose policy server is scripted, with the stages of plugins at its steps."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from lightning.trainer.stages import step_line
+
+from tests.core.trainer.conftest import open_bench, without_settling  # noqa: F401 — fixtures
+
+
+@pytest.fixture
+def bench() -> Any:
+    """See `tests.core.trainer.conftest.bench`."""
+    return functools.partial(open_bench, stages=step_line)
