@@ -132,6 +132,7 @@ SHARING = (
     "tests/adapters/test_quickstarts.py",
     "tests/core/gateway/test_real_",
     "tests/core/policy_server/test_vllm.py",
+    "tests/plugins/attach/test_real_vllm.py",
 )
 """Tests that use the one real vLLM (`served`) and therefore run in one worker."""
 APART = ("tests/e2e/test_many_machines.py", "tests/e2e/test_survival.py", "tests/house/test_docs_run.py")

@@ -41,8 +41,8 @@ class Finding:
 class AuditReport:
     """What an audit looked at and found. `rederived` is False when only the user's own code can make an algorithm of the run
     again, so that recorded data, but not advantages, could be compared. `warnings` say where steps of one config epoch were
-    computed otherwise than those before them, so that they can be taken again but for rounding only, or where calls were made
-    with other stages. `rollouts` counts each
+    computed otherwise than those before them, so that they can be taken again but for rounding only, or where calls or
+    attempts were made with other stages. `rollouts` counts each
     once; `reused` is how often one was trained again by a step that declares it (a replay buffer), which `calls` and `tokens`
     count, too. `changed` are the steps of a loop of somebody's own (`Trainer.session`) that were computed on other rows than
     the run's algorithm made: some of them, or with other weights or advantages."""
@@ -324,11 +324,11 @@ def _too_stale(record: StepRecord, groups: Sequence[Group], bound: int | None) -
 
 def _rounded(records: Sequence[StepRecord], epochs: Sequence[Epoch]) -> list[str]:
     """Where the numeric context changes within an epoch, but for the path, which follows from the step's own rows; where the
-    teacher does, though its name does not; and where the stages of calls do."""
+    teacher does, though its name does not; and where stages of plugins do."""
     warnings = []
     for before, record in itertools.pairwise(records):
-        if others := other_stages(before.context, stages_of(record.context)):
-            warnings.append(f"from step {record.step} on calls were made with other stages than before: {others}")
+        for of, others in other_stages(before.context, stages_of(record.context)).items():
+            warnings.append(f"from step {record.step} on {of} were made with other stages than before: {others}")
         if epoch_at(epochs, before.step) is not epoch_at(epochs, record.step) or not (
             before.context and record.context
         ):

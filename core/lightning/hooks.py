@@ -19,6 +19,7 @@ be absent says `@lightning.hookimpl(optionalhook=True)`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from lightning.gateway.dialects import Dialect
     from lightning.gateway.policy import Fleet
     from lightning.gateway.stages import CallStage
+    from lightning.policy_server.protocol import PolicyServer
+    from lightning.policy_server.weights import WeightTransfer
     from lightning.runner.protocol import Agent, Runner
     from lightning.runner.stages import AttemptStage
     from lightning.store.operation import OperationGroup
@@ -89,6 +92,31 @@ def register_credits(register: Callable[[str, Credit], None]) -> None:
 @hookspec
 def register_engines(register: Callable[[str, Callable[[Config], Engine]], None]) -> None:
     """Engines for `Trainer(engine="name")`: a function from the configuration to an `Engine`."""
+
+
+@hookspec
+def register_policy_servers(
+    register: Callable[[str, Callable[[Path, Config, WeightTransfer, bool], PolicyServer]], None],
+) -> None:
+    """What serves the policy where lightning starts no vLLM, by the scheme of the URL `policy_server.attach`.
+
+    The factory gets the folder of the model, the configuration, how new weights come to the server, and whether its weights
+    are the run's to change (else they are somebody else's). It makes a `lightning.policy_server.protocol.PolicyServer`, not
+    started yet. It raises `ConfigError` for settings that cannot be met.
+    """
+
+
+@hookspec
+def register_weight_transfers(
+    register: Callable[[str, Callable[[Config, object | None], WeightTransfer]], None],
+) -> None:
+    """How new weights come to a vLLM, for `policy_server.weight_transfer`: a function from the configuration to a
+    `lightning.policy_server.weights.WeightTransfer`.
+
+    It also gets what the engine's `sender` has made (`lightning.engines.protocol.SendsWeights`): the process that writes the
+    weights, where that is not this one (None). A transfer names what `vllm serve` needs for it, and the class that stands in
+    vLLM's workers for it; whoever starts vLLM gives it these, and nothing that comes later names a class.
+    """
 
 
 @hookspec
@@ -225,11 +253,11 @@ def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], At
 
 
 @hookspec
-def register_run_stages(register: Callable[[str, Callable[[], RunStage]], None]) -> None:
+def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | None]], None]) -> None:
     """Where a plugin stands at a run's beginning and end: `register("resources", make_stage)`.
 
-    The factory makes a `lightning.trainer.run_stages.RunStage`, which finds the prompts that a run's agents are given, or hears
-    where the run's model lies when it has ended. A stage that raises ends the run.
+    The factory makes a `lightning.trainer.run_stages.RunStage` of the settings, None where they do not need it. It finds the
+    prompts that a run's agents are given, or hears where the run's model lies when it has ended. A stage that raises ends the run.
     """
 
 

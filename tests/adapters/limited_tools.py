@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
-from lightning.instrument.tool_slots import limit_tools
-from lightning.runner.tool_limits import make_slots
 from lightning.testing import Reply, ToolCall
+from lightning_sandbox.tool_limits import make_slots
+from lightning_sandbox.tool_slots import limit_tools
 
 AT_ONCE = 4
 SCRIPT = [

@@ -33,7 +33,7 @@ from lightning.engines.torch.engine import TorchEngine
 from lightning.gateway import Gateway, Upstream
 from lightning.plugins import plugins
 from lightning.policy_server.protocol import Probe, Update
-from lightning.policy_server.weight_transfer.folder import WeightsFolder
+from lightning.policy_server.weights import WeightsFolder
 from lightning.runner.inline import InlineRunner
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.testing.tiny_models import make_tiny_model

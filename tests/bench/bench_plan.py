@@ -44,7 +44,7 @@ from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.gateway import Gateway, Upstream
 from lightning.losses.protocol import Loss
 from lightning.plugins import plugins
-from lightning.policy_server.weight_transfer.folder import WeightsFolder
+from lightning.policy_server.weights import WeightsFolder
 from lightning.runner.inline import InlineRunner
 from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
 from lightning.tracking.trackers import Trackers

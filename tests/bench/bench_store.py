@@ -84,9 +84,8 @@ def rollouts_of(count: int, group: int) -> list[Rollout]:
     ]
 
 
-async def opened(path: Path, count: int, group: int, sync: str = "normal") -> SqliteStore:
+async def opened(store: Store, count: int, group: int) -> Store:
     """A store with `count` pending rollouts."""
-    store = SqliteStore(path, sync=sync)
     await store.open()
     await store.put_run(Run("run", "bench"))
     await store.create_rollouts(rollouts_of(count, group))
@@ -96,10 +95,26 @@ async def opened(path: Path, count: int, group: int, sync: str = "normal") -> Sq
 async def ours_appends(
     path: Path, calls: list[list[Transition]], group: int, callers: int, sync: str
 ) -> dict[str, float]:
-    """Each caller awaits one append after the other, as a gateway's requests do."""
-    store = await opened(path, len(calls), group, sync)
+    """What appends to SQLite take, of time and of room; and what reading them back takes."""
+    store = await opened(SqliteStore(path, sync=sync), len(calls), group)
     await store.lease("run", "w", limit=len(calls), ttl=3600)
     before = _size(path)
+    per_second, cpu = await appending(store, calls, callers)
+    began = time.perf_counter()
+    await store.transitions_of([(rollout[0].rollout, 1) for rollout in calls[:128]])
+    reading = time.perf_counter() - began
+    await store.close()
+    return {
+        "per_second": per_second,
+        "cpu_us": cpu,
+        "bytes": (_size(path) - before) / sum(map(len, calls)),
+        "read_ms": reading * 1e3,
+    }
+
+
+async def appending(store: Store, calls: list[list[Transition]], callers: int) -> tuple[float, float]:
+    """Each caller awaits one append after the other, as a gateway's requests do: appends per second, and microseconds of this
+    process's CPU for one. Their rollouts are leased."""
     queue = [iter(calls[i::callers]) for i in range(callers)]
 
     async def caller(mine: Iterable[Sequence[Transition]]) -> None:
@@ -110,17 +125,8 @@ async def ours_appends(
     began, cpu = time.perf_counter(), time.process_time()
     await asyncio.gather(*(caller(mine) for mine in queue))
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    began = time.perf_counter()
-    await store.transitions_of([(rollout[0].rollout, 1) for rollout in calls[:128]])
-    reading = time.perf_counter() - began
-    await store.close()
     count = sum(map(len, calls))
-    return {
-        "per_second": count / seconds,
-        "cpu_us": cpu / count * 1e6,
-        "bytes": (_size(path) - before) / count,
-        "read_ms": reading * 1e3,
-    }
+    return count / seconds, cpu / count * 1e6
 
 
 def naive_appends(path: Path, calls: list[list[Transition]], sync: str) -> dict[str, float]:
@@ -145,9 +151,9 @@ def naive_appends(path: Path, calls: list[list[Transition]], sync: str) -> dict[
     return {"per_second": count / seconds, "bytes": (_size(path) - before) / count}
 
 
-async def leases(path: Path, count: int, callers: int) -> float:
+async def leases(store: Store, count: int, callers: int) -> float:
     """Lease one rollout and complete it, until none is left; rollouts per second."""
-    store = await opened(path, count, 8)
+    await opened(store, count, 8)
 
     async def worker(name: str) -> None:
         while held := await store.lease("run", name):
@@ -250,7 +256,7 @@ def appends(rollouts: int = 512, turns: int = 4, group: int = 8) -> dict[str, fl
         found["bytes_per_transition_without_siblings"] = lone["bytes"]
         for callers in (1, 64):
             found[f"lease_complete_{callers}_workers_per_second"] = asyncio.run(
-                leases(root / f"l{callers}.db", 2000, callers)
+                leases(SqliteStore(root / f"l{callers}.db"), 2000, callers)
             )
     found["bytes_ratio"] = found["naive_bytes_per_transition"] / found["bytes_per_transition"]
     found["full_64_callers_ratio"] = (

@@ -129,7 +129,7 @@ SECURITY: dict[str, tuple[str, ...]] = {
         "tests/plugins/sandbox/test_sandbox.py::test_a_burglar_who_waits_for_the_first_run_finds_nothing",
         "tests/plugins/sandbox/test_sandbox.py::test_hidden_folders_are_made_before_somebody_else_makes_them",
         "tests/plugins/sandbox/test_sandbox.py::test_agents_do_not_get_the_token_of_their_runner",
-        "tests/core/runner/test_inline.py::test_a_sandbox_that_nothing_here_could_be_is_refused",
+        "tests/plugins/sandbox/test_house.py::test_a_sandbox_that_nothing_here_could_be_is_refused",
         "tests/plugins/server/test_remote_runner.py::test_a_sandbox_for_agents_of_clients_is_theirs",
         "tests/plugins/sandbox/test_house.py::test_agents_in_a_sandbox_see_neither_the_run_nor_its_store",
     ),

@@ -18,10 +18,10 @@ from tests.house.test_install_commands import resolve
 
 ROOT = Path(__file__).parents[2]
 ENTRY_POINTS = [
-    "algorithms", "autogen.autogen_core", "branching", "command", "console", "crewai.crewai", "db", "debug", "deploy",
-    "dialects", "dspy.dspy", "engines", "examples", "finetuning", "jsonl", "k8s", "langchain.langchain_core",
+    "algorithms", "attach", "autogen.autogen_core", "branching", "command", "console", "crewai.crewai", "db", "debug",
+    "deploy", "dialects", "dspy.dspy", "engines", "examples", "finetuning", "jsonl", "k8s", "langchain.langchain_core",
     "llama-index.llama_index.core", "openai-agents.agents", "otel-traces", "otel.opentelemetry.trace", "planner",
-    "postgres", "prompts", "raw", "ray", "record", "redis", "resources", "runners", "sandbox", "server",
+    "policy_server", "postgres", "prompts", "raw", "ray", "record", "redis", "resources", "runners", "sandbox", "server",
     "smolagents.smolagents", "stores", "trackers", "verl",
 ]  # fmt: skip
 

@@ -18,7 +18,7 @@ import dspy
 import lightning
 from dspy.clients.cache import Cache
 from dspy.predict import react, react_v2
-from lightning.instrument import Scopes, current_attempt, replace_method, tool_slot
+from lightning.instrument import Scopes, ToolSlot, current_attempt, replace_method, tool_slot
 
 from lightning_dspy.client import watch_client
 from lightning_dspy.names import name_of, own_name
@@ -90,7 +90,7 @@ def _around_async(inside: Inside, original: Callable[..., Awaitable[Any]]) -> Ca
     return acall
 
 
-def _slot(subject: Any) -> tool_slot | nullcontext[None]:
+def _slot(subject: Any) -> ToolSlot:
     """A turn for a tool that has a limit (`runner.tool_limits`)."""
     return tool_slot(str(subject.name)) if isinstance(subject, dspy.Tool) else nullcontext()
 

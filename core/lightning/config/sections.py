@@ -350,7 +350,7 @@ class PolicyServerConfig(Section):
     """vLLM: a process started by lightning, or a running server."""
 
     attach: str = ""
-    """Root URL of a running vLLM to attach to; empty starts one."""
+    """Root URL of a running vLLM to attach to, which the plugin `attach` does; empty starts one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device profile (arguments and environment) of a server that lightning starts."""
     host: str = "127.0.0.1"
@@ -379,11 +379,11 @@ class PolicyServerConfig(Section):
     start_timeout: float | None = Field(default=None, gt=0)
     """Time limit in seconds until a server answers. null is 300 on a CPU and 1800 on CUDA, plus one for each 100 MB of
     weights."""
-    weight_transfer: Literal["auto", "shared_memory", "file", "gloo", "nccl"] = "auto"
+    weight_transfer: str = "auto"
     """How vLLM gets new weights: `file` (a file in the run's folder, which vLLM must see under the same path),
-    `shared_memory` (a file in /dev/shm, which needs 2.2 times the size of the weights), `gloo` (TCP, to any machine) or
-    `nccl` (from a GPU on which no vLLM runs). `auto` is shared memory where it has room and lightning started vLLM, else
-    a file."""
+    `shared_memory` (a file in /dev/shm, which needs 2.2 times the size of the weights) or a plugin's: that of `attach`
+    has `gloo` (TCP, to any machine) and `nccl` (from a GPU on which no vLLM runs). `auto` is shared memory where it has
+    room and lightning started vLLM, else a file."""
     transfer_timeout: float = Field(default=600.0, gt=0)
     """Time limit in seconds for a weight transfer."""
 

@@ -13,7 +13,6 @@ from typing import Literal, Protocol, runtime_checkable
 
 from lightning.batch.sample import FloatArray, Sample
 from lightning.losses.protocol import Loss
-from lightning.policy_server.weight_transfer import Sender
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +115,11 @@ class WritesAdapters(Protocol):
 
 @runtime_checkable
 class SendsWeights(Protocol):
-    """An engine that says where its weights are sent to vLLM from (`policy_server.weight_transfer`); those of one that does
-    not are sent from the trainer's process."""
+    """An engine whose weights are in another process than the trainer's, which may be on another machine."""
 
-    def sender(self) -> Sender:
-        """The process that writes the files of `weights`, as one that sends them. The engine need not be open yet."""
+    def sender(self) -> object:
+        """The process that writes the files of `weights`, as one that sends them, for what plugins register with
+        `register_weight_transfers`. The engine need not be open yet."""
 
 
 @runtime_checkable

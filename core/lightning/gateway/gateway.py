@@ -19,7 +19,8 @@ from lightning.gateway.connections import Serving, bind
 from lightning.gateway.identity import MODEL, Identity, TokenSigner
 from lightning.gateway.policy import Policies, Policy
 from lightning.gateway.recorder import Recorder
-from lightning.gateway.routes import OWN_PATHS, build_front, line_of, why_idle
+from lightning.gateway.routes import OWN_PATHS, build_front, line_of
+from lightning.gateway.stages import CONTRACT
 from lightning.gateway.upstream.client import Forwarder
 from lightning.gateway.upstream.servers import Upstream
 from lightning.types import LLM, Lease
@@ -94,7 +95,7 @@ class Gateway:
         """Bind and serve on the running loop. Raises `GatewayError` when the address cannot be had."""
         if self._serving is not None:
             return
-        if why := why_idle(self.parts.line, self._config, "record_requests"):
+        if why := CONTRACT.why_idle(self.parts.line.stages, self._config, "record_requests"):
             log.warning("what agents send and get is not kept: %s", why)
         listener = bind(self._config.host, self._config.port)
         self._serving = Serving(self._front, listener, self._config.limits, self._identity.key_of)

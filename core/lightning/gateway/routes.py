@@ -10,7 +10,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Final
 
 import orjson
 from starlette.applications import Starlette
@@ -20,8 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lightning.config.sections import GatewayConfig
-from lightning.errors import ConfigError, GatewayError, LightningError
+from lightning.errors import GatewayError
 from lightning.gateway.calls import CallEndpoint, Parts
 from lightning.gateway.dialects import Chat, Completions, Dialect
 from lightning.gateway.http import (
@@ -33,11 +31,9 @@ from lightning.gateway.http import (
 from lightning.gateway.identity import Identity
 from lightning.gateway.policy import Policies
 from lightning.gateway.request_body import beside, read_body
-from lightning.gateway.stages import Line, NamedStage, recording_refusals
+from lightning.gateway.stages import CONTRACT, Line, recording_refusals
 from lightning.gateway.upstream.client import UNANSWERED, Forwarder
 from lightning.plugins import plugins
-from lightning.plugins.discovery import DISABLE
-from lightning.plugins.stages import warn_of_order
 
 VERSIONS = ("/v1/deployments/{deployment}", "/v1", "/openai/v1", "/openai/deployments/{deployment}", "/openai")
 """What stands before a route: a version, or what Azure's clients have in its place."""
@@ -194,48 +190,9 @@ class Info:
             raise RefusalError(502, "upstream_failed", message) from error
 
 
-OF_STAGES: Final = ("providers", "record_requests")
-"""Settings of the gateway that it carries out by a stage of a plugin."""
-
-
 def line_of(parts: Parts) -> Line:
-    """The stages that plugins register, one of each kind for this gateway. Raises `GatewayError`, and `ConfigError` for a
-    setting that is no default and that no stage carries out."""
-    named: list[NamedStage] = []
-    known = plugins().names("call_stages")
-    for name in known:
-        owner, make = plugins().owner("call_stages", name), plugins().call_stage(name)
-        try:
-            stage = make(parts)
-        except LightningError:
-            raise
-        except Exception as error:
-            raise GatewayError(
-                f"the stage {name!r} of the plugin {owner} cannot be made ({type(error).__name__}: {error}). Mend the plugin, "
-                f"or start without it: {DISABLE}={owner.name}"
-            ) from error
-        if stage is not None:
-            named.append(NamedStage(name, stage, owner.version, owner.name))
-    line = Line(named, parts.config.stage_order)
-    plain = GatewayConfig()
-    for setting in OF_STAGES:
-        if getattr(parts.config, setting) != getattr(plain, setting) and (why := why_idle(line, parts.config, setting)):
-            raise ConfigError(why)
-    warn_of_order(line.stages, known)
-    return line
-
-
-def why_idle(line: Line, config: GatewayConfig, setting: str) -> str:
-    """Why a setting does nothing, and the cure: no stage of the line carries it out. Empty where one does, or where the setting
-    is off."""
-    if not getattr(config, setting) or any(setting in each.stage.carries_out for each in line.stages):
-        return ""
-    off = "false" if getattr(config, setting) is True else "{}"
-    return (
-        f"gateway.{setting} is set, and no plugin is there that carries it out: the stages of calls here are "
-        f"{', '.join(line.versions) or 'none'}.{plugins().left_out()} Bring the plugin back, or set gateway.{setting} = {off} "
-        "to go on without it"
-    )
+    """The stages that plugins register, one of each kind for this gateway. Raises what `Contract.made` raises."""
+    return Line(CONTRACT.made(parts, parts.config), parts.config.stage_order)
 
 
 def spoken() -> list[Dialect]:

@@ -115,11 +115,13 @@ class CallStage(named.Stage):
 NamedStage: TypeAlias = named.NamedStage[CallStage]
 CONTRACT: Final = named.Contract(
     kind=CallStage,
+    asked="call_stages",
     api=API,
     points=(*POINTS, "ended", "elsewhere", "told"),
     ordered=(*POINTS, "ended", "elsewhere"),
     setting="gateway.stage_order",
     settings=GatewayConfig.model_fields,
+    of_stages=("providers", "record_requests"),
     error=GatewayError,
     of="calls",
     where="gateway",
@@ -131,11 +133,9 @@ class Line:
     said, and for a stage that was written for another contract."""
 
     def __init__(self, stages: Sequence[NamedStage], order: Sequence[str] = ()) -> None:
+        self.stages = CONTRACT.in_order(stages, order)
         for each in stages:
             _check(each)
-        self.stages = CONTRACT.in_order(stages, order)
-        if unknown := sorted(set(order) - {each.name for each in stages}):
-            log.warning("gateway.stage_order names stages that no plugin has here: %s", ", ".join(unknown))
         self._standing = {point: [(each, getattr(each.stage, point)) for each in self._at(point)] for point in POINTS}
         self._ended, self._elsewhere = self._at("ended"), self._at("elsewhere")
 
@@ -144,8 +144,8 @@ class Line:
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """The names of its stages, in their order, with the versions of their distributions: what a run records."""
-        return {each.name: each.version for each in self.stages}
+        """See `versions_of`."""
+        return named.versions_of(self.stages)
 
     def why_not(self, kind: str) -> str:
         """Why keys of a kind (`CallStage.answers`) are not answered here; empty where a stage is there for them."""
@@ -392,8 +392,7 @@ def _failed(stage: NamedStage, point: str, asked: Call | str, error: Exception) 
 
 
 def _check(each: NamedStage) -> None:
-    """Raise `GatewayError` for a stage that cannot stand where it means to."""
-    CONTRACT.check(each)
+    """Raise `GatewayError` for a stage whose methods are awaited and should not be, or the other way round."""
     stage = each.stage
     if isinstance(stage.answers, str):
         raise GatewayError(f"`answers` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)")

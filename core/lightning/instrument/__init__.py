@@ -13,13 +13,14 @@ from lightning.instrument.frameworks import attached_adapters
 from lightning.instrument.httpx_patch import install_tap
 from lightning.instrument.own_client import MarkedRequest, mark_request
 from lightning.instrument.scopes import ActiveScope, Scopes
-from lightning.instrument.tool_slots import hold_slots, tool_slot
+from lightning.instrument.tool_slots import ToolSlot, hold_slots, tool_slot
 
 __all__ = [
     "ActiveAttempt",
     "ActiveScope",
     "MarkedRequest",
     "Scopes",
+    "ToolSlot",
     "activate",
     "ask",
     "attached_adapters",

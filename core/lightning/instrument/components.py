@@ -234,7 +234,7 @@ class _ToolScope(_Scope):
         return function(*args, **kwargs) if found is None else cast("R", replayed(found, kind))
 
     def ended(self, output: object = None, error: BaseException | None = None) -> None:
-        self._slot.release()
+        self._slot.__exit__(None, None, None)
         if self._session is None:
             return
         abandoned = isinstance(error, GeneratorExit)

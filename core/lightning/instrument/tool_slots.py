@@ -1,194 +1,57 @@
-"""Slots for the tools that cannot take every agent at once (`runner.tool_limits`): a run that finds none free waits.
+"""Where the runs of tools wait for their turn, in whatever a plugin's stage puts here (`runner.tool_limits`).
 
-The invariant: at most as many runs of a tool are under way as it has slots, in all processes of this machine. A slot is a lock
-on a file, and the kernel releases it when its process ends, however that ends. What runs inside a run of the same tool has that
-run's slot, so that no tool waits for itself.
+The invariant: without such a stage nobody waits, and nothing of a framework is replaced.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import hashlib
-import inspect
-import os
-import threading
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-from typing import Any, Self
-
-from lightning.errors import ConfigError, RunnerError
-from lightning.instrument.adapter_tools import replace_method
-from lightning.instrument.context import ActiveAttempt, calling_attempt
-from lightning.instrument.starters import starter, starter_here
-from lightning.types import ToolEvent
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.1
-"""Seconds between two looks for a free slot: nobody tells a process that another one has released a lock."""
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from types import TracebackType
+from typing import Any, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class ToolLimits:
-    """How many runs of each tool may be under way, and the folder whose files are the slots."""
+class ToolSlot(Protocol):
+    """The turn of one run of a tool: entering it waits. What was entered either way may be left by `__exit__`."""
 
-    folder: str
-    runs: Mapping[str, int]
-
-    def files(self, tool: str) -> list[Path]:
-        """The slots of a tool. Its name may hold what no file name can."""
-        digest = hashlib.sha256(tool.encode("utf-8", "surrogatepass")).hexdigest()[:24]
-        return [Path(self.folder, f"{digest}.{number}") for number in range(self.runs[tool])]
-
-
-UNLIMITED = ToolLimits("", {})
-
-_limits = UNLIMITED
-_taken: set[tool_slot] = set()
-_held_once: set[str] = set()
-_lock = threading.Lock()
-_around: ContextVar[tuple[tool_slot, ...]] = ContextVar("lightning_tool_slots", default=())
+    def __enter__(self) -> object: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
+    ) -> None: ...
+    async def __aenter__(self) -> object: ...
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
+    ) -> None: ...
 
 
-def _unlock() -> None:
-    """In a process that was just forked: the thread that held the lock is not in it, and will never let go."""
-    global _lock
-    _lock = threading.Lock()
+class ToolSlots(Protocol):
+    """What a stage has the runs of tools wait for."""
+
+    def slot(self, name: str) -> ToolSlot:
+        """The turn of a run of this tool."""
+
+    def hold(self, module: str, owner: str, methods: Iterable[str], name_of: Callable[..., str]) -> Callable[[], None]:
+        """See `hold_slots`."""
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unlock)
+_slots: ToolSlots | None = None
 
 
-def limit_tools(limits: ToolLimits) -> Callable[[], None]:
-    """Let no more runs of these tools be under way from now on; returns the undo. Adapters are installed after it."""
-    global _limits
-    before, _limits = _limits, limits
-    _held_once.clear()
+def set_slots(slots: ToolSlots) -> Callable[[], None]:
+    """Have runs of tools wait for these from now on; returns the undo. Adapters are installed after it."""
+    global _slots
+    before, _slots = _slots, slots
 
     def undo() -> None:
-        global _limits
-        _limits = before
+        global _slots
+        _slots = before
 
     return undo
 
 
-def unheld(events: Iterable[ToolEvent]) -> list[str]:
-    """The tools with a limit that ran, though nothing in this process ever held them back."""
-    ran = {event.name for event in events if event.status in ("ok", "error")}
-    return sorted((ran & _limits.runs.keys()) - _held_once)
-
-
-class tool_slot:  # noqa: N801 — used as a verb: `with tool_slot("browser"):`
-    """Have a slot of a tool while the block runs, and wait for one before: `with tool_slot(name):`, or `async with`.
-
-    It does nothing for a tool without a limit, outside a rollout, and inside another run of the same tool.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._file: int | None = None
-        self._process = 0  # that took it
-        self.loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether it is a slot, and has not been released."""
-        return self._file is not None
-
-    def __enter__(self) -> Self:
-        for pause in self._pauses():
-            self._must_come_free()
-            time.sleep(pause)
-        return self
-
-    async def __aenter__(self) -> Self:
-        for pause in self._pauses():
-            await asyncio.sleep(pause)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    async def __aexit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Give the slot back, if there is one."""
-        file, self._file = self._file, None
-        if file is not None:
-            with _lock:
-                _taken.discard(self)
-            import fcntl
-
-            if (
-                self._process == os.getpid()
-            ):  # a process that the tool has forked has the same lock: it neither keeps nor ends it
-                fcntl.flock(file, fcntl.LOCK_UN)
-            os.close(file)
-            _around.set(tuple(slot for slot in _around.get() if slot is not self))
-
-    def _pauses(self) -> Iterator[float]:
-        """Seconds until the next look, for as long as there is no slot. Raises `RunnerError` once the rollout is over."""
-        attempt = calling_attempt()
-        if attempt is None or self.name not in _limits.runs or self._runs_inside():
-            return
-        self.loop, pause = _running_loop(), FIRST_PAUSE
-        while not self._take(attempt):
-            yield pause
-            pause = min(2 * pause, LONGEST_PAUSE)
-
-    def _runs_inside(self) -> bool:
-        slots, around = _around.get(), starter_here()
-        while around is not None:
-            slots += around.context.get(_around, ())
-            around = around.context.get(starter)
-        return any(slot.name == self.name and slot.is_held for slot in slots)
-
-    def _take(self, attempt: ActiveAttempt) -> bool:
-        if not attempt.open:
-            raise RunnerError(f"the rollout ended while its tool {self.name!r} waited for a slot (runner.tool_limits)")
-        import fcntl  # not everywhere, and needed only here
-
-        files = _limits.files(self.name)
-        first = os.getpid() % len(files)  # or all would look at the same slots first
-        for path in files[first:] + files[:first]:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(file)
-                continue
-            with _lock:
-                self._file, self._process = file, os.getpid()
-                _taken.add(self)
-                _held_once.add(self.name)
-            _around.set((*_around.get(), self))
-            return True
-        return False
-
-    def _must_come_free(self) -> None:
-        """Raise `ConfigError` where this wait would never end: it stops the event loop on which all the slots are held."""
-        if self.loop is None:
-            return
-        with _lock:
-            here = sum(slot.name == self.name and slot.loop is self.loop for slot in _taken)
-        if here >= _limits.runs[self.name]:
-            raise ConfigError(
-                f"the tool {self.name!r} was called without `await` on an event loop that would stand still until one of the "
-                f"{here} runs on it ends, which are all that runner.tool_limits allows: make it `async def`, or call it by "
-                "asyncio.to_thread"
-            )
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
+def tool_slot(name: str) -> ToolSlot:
+    """The turn of a run of this tool, which waits for it and has it in the block: `with tool_slot(name):`, or `async with`."""
+    return nullcontext() if _slots is None else _slots.slot(name)
 
 
 def _own_name(tool: Any, *_: Any, **__: Any) -> str:
@@ -198,65 +61,9 @@ def _own_name(tool: Any, *_: Any, **__: Any) -> str:
 def hold_slots(
     module: str, owner: str, methods: Iterable[str], name_of: Callable[..., str] = _own_name
 ) -> Callable[[], None]:
-    """Have the methods of a framework that run its tools hold a slot meanwhile; returns the undo. For adapters.
+    """Have the methods of a framework that run its tools wait for a slot; returns the undo. For adapters.
 
     `owner` is the class in `module`, or empty for functions of the module. `name_of` gets a call's arguments and says which
-    tool it runs: by default its first one, by its `name`. Nothing is replaced where no tool has a limit.
+    tool it runs: by default its first one, by its `name`. Nothing is replaced where no tool waits.
     """
-    if not _limits.runs:
-        return lambda: None
-    from lightning.plugins.importing import on_import
-
-    undos: list[Callable[[], None]] = []
-
-    def replace(found: ModuleType) -> None:
-        place: Any = getattr(found, owner) if owner else found
-        wrap = functools.partial(_holding, name_of)
-        undos.extend(replace_method(place, name, wrap) for name in methods if name in vars(place))
-
-    undos.append(on_import(module, replace))
-
-    def undo() -> None:
-        while undos:
-            undos.pop()()
-
-    return undo
-
-
-def _holding(name_of: Callable[..., str], original: Callable[..., Any]) -> Callable[..., Any]:
-    if inspect.isasyncgenfunction(original):
-        return _holding_stream(name_of, original)
-    if inspect.iscoroutinefunction(original):
-        return _holding_awaitable(name_of, original)
-
-    @functools.wraps(original)
-    def call(*args: Any, **more: Any) -> Any:
-        with tool_slot(name_of(*args, **more)):
-            return original(*args, **more)
-
-    return call
-
-
-def _holding_awaitable(name_of: Callable[..., str], original: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    async def call(*args: Any, **more: Any) -> Any:
-        async with tool_slot(name_of(*args, **more)):
-            return await original(*args, **more)
-
-    return call
-
-
-def _holding_stream(
-    name_of: Callable[..., str], original: Callable[..., AsyncGenerator[Any, None]]
-) -> Callable[..., AsyncGenerator[Any, None]]:
-    @functools.wraps(original)
-    async def call(*args: Any, **more: Any) -> AsyncGenerator[Any, None]:
-        async with tool_slot(name_of(*args, **more)):
-            stream = original(*args, **more)
-            try:
-                async for item in stream:
-                    yield item
-            finally:
-                await stream.aclose()
-
-    return call
+    return (lambda: None) if _slots is None else _slots.hold(module, owner, methods, name_of)

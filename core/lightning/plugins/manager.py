@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
     from lightning.cli.app import Command
     from lightning.cli.check import Check
-    from lightning.config import Config, RunnerConfig
+    from lightning.config import Config
     from lightning.credit import Credit
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
@@ -39,15 +40,13 @@ if TYPE_CHECKING:
     from lightning.gateway.connections import PortGuard
     from lightning.gateway.dialects import Dialect
     from lightning.gateway.policy import Fleet
-    from lightning.gateway.stages import CallStage
+    from lightning.policy_server.protocol import PolicyServer
+    from lightning.policy_server.weights import WeightTransfer
     from lightning.runner.protocol import Agent, Runner
-    from lightning.runner.stages import AttemptStage
     from lightning.store.operation import Operation, OperationGroup
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
     from lightning.trainer.run_server import RunServer
-    from lightning.trainer.run_stages import RunStage
-    from lightning.trainer.stages import StepStage
 
 ALONE = ("lightning_install", "lightning_identify")
 """Hooks that are called plugin by plugin, so that a wrapper around them would never run."""
@@ -100,8 +99,13 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("stores", "https"): "server",
     ("runners", "remote"): "server",
     ("servers", ""): "server",
+    ("policy_servers", "http"): "attach",
+    ("policy_servers", "https"): "attach",
+    ("weight_transfers", "gloo"): "attach",
+    ("weight_transfers", "nccl"): "attach",
     ("fleets", ""): "server",
     ("ports", ""): "server",
+    ("run_stages", "prompts"): "resources",
     ("step_stages", "alerts"): "debug",
     ("step_stages", "rehearsed"): "debug",
 }
@@ -251,22 +255,6 @@ class Plugins:
         """The factory of what answers a POST to `/v1/NAME` on gateways."""
         return cast("Callable[[Parts], ASGIApp]", self.get("routes", name))
 
-    def call_stage(self, name: str) -> Callable[[Parts], CallStage | None]:
-        """The factory of a stage in the line of calls."""
-        return cast("Callable[[Parts], CallStage | None]", self.get("call_stages", name))
-
-    def attempt_stage(self, name: str) -> Callable[[RunnerConfig], AttemptStage | None]:
-        """The factory of a stage around the attempts of a runner."""
-        return cast("Callable[[RunnerConfig], AttemptStage | None]", self.get("attempt_stages", name))
-
-    def run_stage(self, name: str) -> Callable[[], RunStage]:
-        """The factory of a stage at the beginning and the end of runs."""
-        return cast("Callable[[], RunStage]", self.get("run_stages", name))
-
-    def step_stage(self, name: str) -> Callable[[Config], StepStage | None]:
-        """The factory of a stage at the steps of a run."""
-        return cast("Callable[[Config], StepStage | None]", self.get("step_stages", name))
-
     def operations(self) -> tuple[Operation, ...]:
         """The operations that plugins bring to every store. Raises `PluginError` for one that two bring, or the store has."""
         from lightning.store.protocol import Store
@@ -299,13 +287,27 @@ class Plugins:
 
     def store(self, url: str) -> Store:
         """A store, not yet opened, for a URL such as `sqlite:///runs/a/lightning.db`; its scheme names the factory."""
+        return cast("Callable[[str], Store]", self._by_scheme("stores", url))(url)
+
+    def policy_server(self, url: str) -> Callable[[Path, Config, WeightTransfer, bool], PolicyServer]:
+        """The factory of what serves the policy at a URL; its scheme names the factory."""
+        found = self._by_scheme("policy_servers", url)
+        return cast("Callable[[Path, Config, WeightTransfer, bool], PolicyServer]", found)
+
+    def weight_transfer(self, name: str) -> Callable[[Config, object | None], WeightTransfer]:
+        """The factory of a way of new weights to a vLLM."""
+        return cast("Callable[[Config, object | None], WeightTransfer]", self.get("weight_transfers", name))
+
+    def _by_scheme(self, kind: str, url: str) -> object:
+        """The factory of what is at a URL, which is registered by the URL's scheme."""
         scheme, separator, _ = url.partition("://")
         if not separator:
             from lightning.store.url import redacted
 
-            known = ", ".join(f"{name}://" for name in self.names("stores")) or "nothing: no plugin registers a store"
-            raise PluginError(f"{redacted(url)!r} is not a store's URL: it begins with {known}")
-        return cast("Callable[[str], Store]", self.get("stores", scheme.lower()))(url)
+            begins = ", ".join(f"{name}://" for name in self.names(kind))
+            known = begins or f"nothing: no plugin registers a {one(kind)}.{self.cures(kind)}"
+            raise PluginError(f"{redacted(url)!r} is not a {one(kind)}'s URL: it begins with {known}")
+        return self.get(kind, scheme.lower())
 
     # the plugins themselves -------------------------------------------------------------------------------------
     def plugins(self) -> list[PluginInfo]:

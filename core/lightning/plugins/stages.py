@@ -7,13 +7,16 @@ what was installed first. A stage that cannot stand where it means to is refused
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from lightning.errors import LightningError
+from lightning.errors import ConfigError, LightningError
+from lightning.plugins.discovery import DISABLE
+from lightning.plugins.manager import plugins
 
 log = logging.getLogger(__name__)
 
@@ -64,19 +67,61 @@ class NamedStage(Generic[Kind]):
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What a line asks of its stages: their `kind`, the number of its `api`, its `points`, those that are `ordered`, the
-    `setting` that says an order, and the `settings` that a stage may carry out. It raises `error`; `of` is what goes through
-    it, and `where` who has it, for people."""
+    """What a line asks of its stages: their `kind`, under which name plugins are `asked` for them, the number of its `api`, its
+    `points`, those that are `ordered`, the `setting` that says an order, the `settings` that a stage may carry out, and those
+    that nothing but a stage carries out (`of_stages`). It raises `error`; `of` is what goes through it, and `where` who has it,
+    for people."""
 
     kind: type[Stage]
+    asked: str
     api: int
     points: tuple[str, ...]
     ordered: tuple[str, ...]
     setting: str
     settings: Collection[str]
+    of_stages: Collection[str]
     error: type[LightningError]
     of: str
     where: str
+
+    def made(self, given: object, config: object) -> list[NamedStage[Any]]:
+        """One stage of each kind that plugins register for this line, of what its factory makes of `given`. `config` is the
+        line's section. Raises the line's error for a stage that cannot be made, and `ConfigError` for a setting that is no
+        default and that no stage carries out."""
+        named: list[NamedStage[Any]] = []
+        for name in plugins().names(self.asked):
+            owner, make = plugins().owner(self.asked, name), cast("Any", plugins().get(self.asked, name))
+            try:
+                stage = make(given)
+            except LightningError:
+                raise
+            except Exception as error:
+                raise self.error(
+                    f"the stage {name!r} of the plugin {owner} cannot be made ({type(error).__name__}: {error}). Mend the "
+                    f"plugin, or start without it: {DISABLE}={owner.name}"
+                ) from error
+            if stage is not None:
+                named.append(NamedStage(name, stage, owner.version, owner.name))
+        for each in named:
+            self.check(each)
+        for setting in self.of_stages:
+            if getattr(config, setting) != _default(config, setting) and (why := self.why_idle(named, config, setting)):
+                raise ConfigError(why)
+        _warn_of_order(named, plugins().names(self.asked))
+        return named
+
+    def why_idle(self, stages: Sequence[NamedStage[Kind]], config: object, setting: str) -> str:
+        """Why a setting does nothing, and the cure: none of the stages carries it out. Empty where one does, or where the
+        setting is off."""
+        default = _default(config, setting)
+        off = False if isinstance(default, bool) else default
+        if getattr(config, setting) == off or any(setting in each.stage.carries_out for each in stages):
+            return ""
+        return (
+            f"{self.where}.{setting} is set, and no plugin is there that carries it out: the stages of {self.of} here are "
+            f"{', '.join(each.name for each in stages) or 'none'}.{plugins().cures(self.asked, setting)} Bring the plugin "
+            f"back, or set {self.where}.{setting} = {json.dumps(off)} to go on without it"
+        )
 
     def check(self, each: NamedStage[Kind]) -> None:
         """Refuse a stage that cannot stand where it means to."""
@@ -114,8 +159,12 @@ class Contract:
                 )
 
     def in_order(self, stages: Sequence[NamedStage[Kind]], order: Sequence[str]) -> list[NamedStage[Kind]]:
-        """The stages as `before`, `after` and `order` have them. Raises for two whose order is not said though they stand at
-        one point, and for those that would stand before themselves, by name."""
+        """The stages as `before`, `after` and `order` have them. Raises for one that cannot stand where it means to, for two
+        whose order is not said though they stand at one point, and for those that would stand before themselves, by name."""
+        for each in stages:
+            self.check(each)
+        if unknown := sorted(set(order) - {each.name for each in stages}):
+            log.warning("%s names stages that no plugin has here: %s", self.setting, ", ".join(unknown))
         later: dict[str, set[str]] = {}
         for each in stages:
             for name in each.stage.before:
@@ -141,7 +190,16 @@ class Contract:
         return sorted(sorted(stages, key=lambda each: each.name), key=lambda each: -len(behind[each.name]))
 
 
-def warn_of_order(stages: Sequence[NamedStage[Kind]], known: Collection[str]) -> None:
+def versions_of(stages: Sequence[NamedStage[Kind]]) -> Mapping[str, str]:
+    """The names of stages, in their order, with the versions of their distributions: what a step records."""
+    return {each.name: each.version for each in stages}
+
+
+def _default(config: object, setting: str) -> object:
+    return getattr(type(config)(), setting)
+
+
+def _warn_of_order(stages: Sequence[NamedStage[Kind]], known: Collection[str]) -> None:
     """Say which names in `before` and `after` are those of no stage, where one of the `known` is nearly called so: a stage that
     is not installed may be meant by any other."""
     for each in stages:

@@ -1,4 +1,4 @@
-"""The policy server room: one vLLM, owned or attached, that takes new weights while it runs.
+"""The policy server room: one vLLM, that takes new weights while it runs.
 
 The invariant: importing this package costs nothing, since vLLM's own processes import it too, for `launch` and `worker`.
 """
@@ -9,19 +9,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning.policy_server.attached import AttachedVLLM, make_policy_server
-    from lightning.policy_server.vllm_server import OwnedVLLM
+    from lightning.policy_server.vllm_server import OwnedVLLM, check_policy_server, make_policy_server
 
-__all__ = ["AttachedVLLM", "OwnedVLLM", "make_policy_server"]
-
-_HOMES = {
-    "AttachedVLLM": "attached",
-    "OwnedVLLM": "vllm_server",
-    "make_policy_server": "attached",
-}
+__all__ = ["OwnedVLLM", "check_policy_server", "make_policy_server"]
 
 
 def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in __all__:
+        return getattr(importlib.import_module(f"{__name__}.vllm_server"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

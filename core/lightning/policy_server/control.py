@@ -21,7 +21,7 @@ import re
 from collections.abc import Mapping, Sequence
 from json import loads
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 import aiohttp
 
@@ -54,17 +54,6 @@ class NotOursError(PolicyServerError):
     """The vLLM takes no weights from us: another trainer has attached to it, or it was started again since we did."""
 
 
-class TransferState(NamedTuple):
-    """What one of vLLM's workers says of weights over the network."""
-
-    backend: str
-    """vLLM's name; empty: it takes none."""
-    group: str
-    """The word of the group that it is in; empty: none."""
-    problem: str
-    """What went wrong there the last time; empty where nothing did, or where it cannot say: vLLM's own backends."""
-
-
 class VLLMControl:
     """One vLLM's control routes. Holds no connection: control calls are rare, and event loops come and go.
 
@@ -87,18 +76,10 @@ class VLLMControl:
         except (aiohttp.ClientError, TimeoutError):
             return "silent"
 
-    async def served_model(self) -> str:
-        """The first model it serves."""
-        answer = await self._call("GET", "/v1/models")
+    async def check_settings(self, *extensions: str, updates: bool) -> None:
+        """Raise where its own settings make its records wrong (see `profiles.check_settings`)."""
         try:
-            return str(answer["data"][0]["id"])  # type: ignore[index]
-        except (KeyError, IndexError, TypeError) as error:
-            raise PolicyServerError(f"{self.url}/v1/models names no model; is it a vLLM server?") from error
-
-    async def check_settings(self, *, updates: bool) -> None:
-        """Raise where its own settings make its records wrong (see `handshake.check_settings`)."""
-        try:
-            info = await self._call("GET", "/server_info", params={"config_format": "json"})
+            info = await self.call("GET", "/server_info", params={"config_format": "json"})
         except NoRoutesError:
             raise
         except PolicyServerError as error:
@@ -110,94 +91,52 @@ class VLLMControl:
                 "vLLM as new as 0.31?",
                 self.url,
             )
-        check_settings(info, self.url, updates=updates)
-
-    async def parses_tools(self, model: str) -> bool:
-        """Whether it takes tools that the model may call or not: without a parser vLLM refuses them before it samples.
-
-        It samples one token otherwise; no answer in time is no refusal.
-        """
-        tool = {"type": "function", "function": {"name": "noop", "parameters": {"type": "object", "properties": {}}}}
-        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "tools": [tool], "max_tokens": 1}
-        try:
-            await self._call("POST", "/v1/chat/completions", json=body, seconds=HEALTH_SECONDS)
-        except PolicyServerError as error:
-            return "--tool-call-parser" not in str(error)
-        return True
+        check_settings(info, self.url, extensions, updates=updates)
 
     async def is_paused(self) -> bool:
         """Whether generation is paused."""
-        return bool((await self._call("GET", "/is_paused")).get("is_paused"))
+        return bool((await self.call("GET", "/is_paused")).get("is_paused"))
 
     async def pause(self) -> None:
         """Freeze every request where it is; returns when the engine stands still."""
-        await self._call("POST", "/pause", params={"mode": "keep"})
+        await self.call("POST", "/pause", params={"mode": "keep"})
 
     async def resume(self) -> None:
         """Let frozen requests go on; what they had is computed again with the weights of now."""
-        await self._call("POST", "/resume")
+        await self.call("POST", "/resume")
 
     async def sleep(self) -> None:
         """Wait for requests in flight, let new ones wait, put the weights into the CPU's memory and forget the KV cache.
 
         Level 1 of vLLM's sleep mode; it has to be started with `--enable-sleep-mode`.
         """
-        await self._call("POST", "/sleep", params={"level": "1", "mode": "wait"}, seconds=LOAD_SECONDS)
+        await self.call("POST", "/sleep", params={"level": "1", "mode": "wait"}, seconds=LOAD_SECONDS)
 
     async def wake_up(self) -> None:
         """Take weights and KV cache back onto the GPU, and go on."""
-        await self._call("POST", "/wake_up", seconds=LOAD_SECONDS)
+        await self.call("POST", "/wake_up", seconds=LOAD_SECONDS)
 
     async def drop_prefix_cache(self) -> None:
         """Forget all keys and values, also those of frozen requests."""
-        answer = await self._call("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"})
+        answer = await self.call("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         if answer.get("success") is False:
             raise PolicyServerError(f"{self.url} could not drop its prefix cache: blocks are still held")
 
     async def attach(self) -> int | None:
         """Have the extension watch requests from now on; the version of the weights, None when unknown."""
-        versions = {answer.get("version") for answer in await self._rpc("lightning_attach")}
+        versions = {answer.get("version") for answer in await self.rpc("lightning_attach")}
         version = versions.pop()
         return version if isinstance(version, int) and not versions else None
 
     async def usage(self) -> Usage | None:
         """What its requests have needed since it was first attached to; None where its extension does not count."""
-        answer = (await self._rpc("lightning_attach"))[0]  # all workers of an engine are told of the same requests
+        answer = (await self.rpc("lightning_attach"))[0]  # all workers of an engine are told of the same requests
         counts = [answer.get(name) for name in Usage._fields]
         return Usage(*counts) if all(isinstance(count, int) for count in counts) else None  # type: ignore[arg-type]
 
-    async def claim(self, claim: str, *over: str) -> tuple[int | None, str]:
-        """Leave a word by which this vLLM is known and owned; the version of its weights then (None: unknown), and the word
-        that was there.
-
-        Raises `NotOursError` where, with `over`, a word is found that is none of these.
-        """
-        try:
-            answers = await self._rpc("lightning_claim", claim, *over)
-            if any("before" not in answer for answer in answers):
-                raise PolicyServerError("it does not say whose it was")
-        except NotOursError:
-            raise
-        except PolicyServerError as error:
-            raise PolicyServerError(
-                f"the vLLM at {self.url} takes no claim of a trainer ({error}); if it was started with another release of "
-                "lightning, start it again with this one"
-            ) from error
-        self.claimed_as = claim
-        versions = {cast("int | None", answer.get("version")) for answer in answers}
-        return versions.pop() if len(versions) == 1 else None, str(answers[0]["before"])
-
-    async def let_go(self) -> None:
-        """Take the word back that was left, where it is still there. Raises `NotOursError` where another one is."""
-        await self.dismiss(self.claimed_as)
-
-    async def dismiss(self, owner: str) -> None:
-        """Take the word of a trainer away, which brings no weights from then on. Raises `NotOursError` where another one is."""
-        await self._rpc("lightning_claim", "", owner, seconds=HEALTH_SECONDS)
-
     async def claimed(self) -> str:
         """The word that was left last; empty in a vLLM that was started since."""
-        claims = {str(answer.get("claim")) for answer in await self._rpc("lightning_attach")}
+        claims = {str(answer.get("claim")) for answer in await self.rpc("lightning_attach")}
         return claims.pop() if len(claims) == 1 else ""
 
     async def check_ours(self) -> None:
@@ -219,50 +158,21 @@ class VLLMControl:
 
     async def set_version(self, version: int) -> None:
         """Declare what the weights are. Raises `NotOursError`."""
-        await self._rpc("lightning_set_version", self.claimed_as, str(version))
+        await self.rpc("lightning_set_version", self.claimed_as, str(version))
 
     async def in_flight(self) -> dict[str, int]:
         """Response tokens sampled so far, by `request_ids.client_key`. Call it while paused."""
         counts: dict[str, int] = {}
-        for answer in await self._rpc("lightning_in_flight"):  # one answer per worker; they agree
-            found = cast("dict[str, int]", self._of(answer, "counts", dict))
-            for key, tokens in client_counts(found, randomized=bool(self._of(answer, "randomized"))).items():
+        for answer in await self.rpc("lightning_in_flight"):  # one answer per worker; they agree
+            found = cast("dict[str, int]", self.part_of(answer, "counts", dict))
+            for key, tokens in client_counts(found, randomized=bool(self.part_of(answer, "randomized"))).items():
                 counts[key] = max(tokens, counts.get(key, 0))
         return counts
 
     async def load(self, files: Sequence[Path]) -> None:
         """Load safetensors files in place, as one checkpoint. Call it while paused. Raises `NotOursError`."""
         paths = (str(file.resolve()) for file in files)
-        await self._rpc("lightning_load", self.claimed_as, *paths, seconds=LOAD_SECONDS)
-
-    async def transfer_states(self) -> list[TransferState]:
-        """What each worker says."""
-        return [
-            TransferState(*(str(self._of(answer, name)) for name in TransferState._fields))
-            for answer in await self._rpc("lightning_transfer")
-        ]
-
-    async def transfer_problem(self) -> str:
-        """What went wrong on its workers in the last transfer; empty where they cannot say."""
-        try:
-            return "; ".join(dict.fromkeys(state.problem for state in await self.transfer_states() if state.problem))
-        except PolicyServerError:
-            return ""
-
-    async def know_group(self, group: str) -> None:
-        """Leave the word of the group that its workers have joined by one of vLLM's own backends; ours keeps it by itself."""
-        await self._rpc("lightning_group", group)
-
-    async def expect_weights(self) -> None:
-        """Declare that the weights are of no version until one is set. Raises `NotOursError`."""
-        await self._rpc("lightning_expect", self.claimed_as)
-
-    async def leave_transfer(self) -> None:
-        """Have all workers that still live leave the group, so that a sender that waits for them hears of it."""
-        try:
-            await self._rpc("lightning_leave")
-        except PolicyServerError as error:
-            logger.debug("%s did not leave: its connections have broken with it, or will: %s", self.url, error)
+        await self.rpc("lightning_load", self.claimed_as, *paths, seconds=LOAD_SECONDS)
 
     async def check_one_engine(self) -> None:
         """Raise where it is data parallel: all of its engines do what they are told, but the first alone answers."""
@@ -277,26 +187,10 @@ class VLLMControl:
     async def world_size(self, *, replicas: bool = True) -> int:
         """How many workers it has, over all of its parallel dimensions; without `replicas` those of one engine."""
         params = {"include_dp": "true" if replicas else "false"}
-        size = (await self._call("GET", "/get_world_size", params=params)).get("world_size")
+        size = (await self.call("GET", "/get_world_size", params=params)).get("world_size")
         if not isinstance(size, int):
             raise PolicyServerError(f"{self.url}/get_world_size tells no size; is it a vLLM as new as 0.31?")
         return size
-
-    async def join_transfer(self, info: Mapping[str, object], seconds: float) -> None:
-        """Have all workers join the sender's group; returns when they have."""
-        await self._call("POST", "/init_weight_transfer_engine", json={"init_info": info}, seconds=seconds)
-
-    async def start_transfer(self) -> None:
-        """Prepare the model for new weights. Call it while paused."""
-        await self._call("POST", "/start_weight_update")
-
-    async def receive(self, info: Mapping[str, object], seconds: float) -> None:
-        """Have all workers receive what the sender sends; returns when they have."""
-        await self._call("POST", "/update_weights", json={"update_info": info}, seconds=seconds)
-
-    async def finish_transfer(self) -> None:
-        """All weights have come."""
-        await self._call("POST", "/finish_weight_update")
 
     async def served_logprobs(self, model: str, given: Sequence[int]) -> list[float]:
         """Its logprobs of some tokens, but the first, at temperature 1; shape (T - 1,).
@@ -307,14 +201,14 @@ class VLLMControl:
         if len(ids) < 2:
             return []
         body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        answer = await self._call("POST", "/v1/completions", json=body)
+        answer = await self.call("POST", "/v1/completions", json=body)
         try:
             rows = answer["choices"][0]["prompt_logprobs"]  # type: ignore[index]
             return [float(row[str(token)]["logprob"]) for token, row in zip(ids[1:], rows[1:], strict=True)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise PolicyServerError(f"{self.url} answered the probe without its logprobs ({error!r})") from error
 
-    def _of(self, answer: Mapping[str, object], name: str, kind: type = object) -> object:
+    def part_of(self, answer: Mapping[str, object], name: str, kind: type = object) -> object:
         """A part of what a worker has answered."""
         if not isinstance(found := answer.get(name, self), kind) or found is self:
             raise PolicyServerError(
@@ -323,10 +217,10 @@ class VLLMControl:
             )
         return found
 
-    async def _rpc(self, method: str, *args: str, seconds: float = CONTROL_SECONDS) -> list[Mapping[str, object]]:
+    async def rpc(self, method: str, *args: str, seconds: float = CONTROL_SECONDS) -> list[Mapping[str, object]]:
         """Call a method of the extension on every worker; at least one answer, none of them an error."""
         body = {"method": method, "args": list(args)}
-        answers = (await self._call("POST", "/collective_rpc", json=body, seconds=seconds)).get("results")
+        answers = (await self.call("POST", "/collective_rpc", json=body, seconds=seconds)).get("results")
         if not isinstance(answers, list) or not answers or not all(isinstance(answer, dict) for answer in answers):
             raise PolicyServerError(MISSING_ROUTES.format(url=self.url))
         for answer in answers:
@@ -336,7 +230,7 @@ class VLLMControl:
                 raise PolicyServerError(f"vLLM's worker at {self.url}, {method}: {answer['error']}")
         return answers
 
-    async def _call(
+    async def call(
         self,
         verb: str,
         route: str,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -22,13 +21,13 @@ from typing import TYPE_CHECKING
 from lightning.addresses import is_loopback
 from lightning.errors import ConfigError, MissingExtraError, PolicyServerError
 from lightning.policy_server.launch import FORKED, OWNED
-from lightning.policy_server.weight_transfer import BACKENDS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from lightning.config.sections import Config, PolicyServerConfig
     from lightning.policy_server.auto_settings import Chosen, Device
+    from lightning.policy_server.weights import WeightTransfer
 
 
 PACKED = "lightning.policy_server.packed_logprobs.PackedLogprobs"
@@ -104,6 +103,7 @@ def server_args(
     device: Device,
     names: Sequence[str],
     port: int,
+    transfer: WeightTransfer | None = None,
 ) -> list[str]:
     """The arguments of `vllm serve`; `config.args` come last and win. The first of the `names` is the one in answers."""
     args = ["serve", str(model), "--served-model-name", *names, "--host", config.host, "--port", str(port)]
@@ -111,7 +111,8 @@ def server_args(
     args += ["--max-model-len", str(chosen.max_model_len or -1), "--dtype", chosen.dtype]
     args += ["--generation-config", "vllm"]  # not the folder's own sampling defaults
     args += ["--logprobs-mode", "processed_logprobs"]  # of the distribution sampled from, temperature included
-    args += ["--worker-extension-cls", EXTENSION, "--middleware", PACKED, "--middleware", GUARDED]
+    args += ["--worker-extension-cls", transfer.extension if transfer else EXTENSION]
+    args += ["--middleware", PACKED, "--middleware", GUARDED]
     args += ["--disable-uvicorn-access-log", "--disable-log-stats"]
     if chosen.block_size:
         args += ["--block-size", str(chosen.block_size)]
@@ -123,8 +124,7 @@ def server_args(
         args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
         args += ["--no-async-scheduling"]  # a frozen request has then no token that is sampled but not yet counted
         args += ["--enable-sleep-mode"] if chosen.sleeps else []
-    if config.weight_transfer in BACKENDS:
-        args += ["--weight-transfer-config", json.dumps({"backend": BACKENDS[config.weight_transfer]})]
+    args += transfer.args if transfer else ()
     if chosen.tool_call_parser:
         args += ["--enable-auto-tool-choice", "--tool-call-parser", chosen.tool_call_parser]
     if chosen.reasoning_parser:
@@ -179,12 +179,13 @@ def _installed(distribution: str) -> bool:
 EXTENSION = "lightning.policy_server.worker.WorkerExtension"
 
 
-def check_settings(info: Mapping[str, object], url: str, *, updates: bool) -> None:
+def check_settings(info: Mapping[str, object], url: str, extensions: Sequence[str], *, updates: bool) -> None:
     """Raise PolicyServerError where a vLLM's settings make its records wrong.
 
-    With `updates` its weights will change, and how far each request was then has to be known.
+    One of the `extensions` has to stand in its workers. With `updates` its weights will change, and how far each request was
+    then has to be known.
     """
-    problems = [*_of_records(info), *(_of_updates(info) if updates else ())]
+    problems = [*_of_records(info, extensions), *(_of_updates(info) if updates else ())]
     if problems:
         raise PolicyServerError(
             f"the vLLM at {url} cannot be trained on: {'; '.join(problems)}. Start it again so (an owned one: take what "
@@ -192,7 +193,7 @@ def check_settings(info: Mapping[str, object], url: str, *, updates: bool) -> No
         )
 
 
-def _of_records(info: Mapping[str, object]) -> Iterator[str]:
+def _of_records(info: Mapping[str, object], extensions: Sequence[str]) -> Iterator[str]:
     """What the ids and logprobs of each record rest on."""
     model = _part(info, "vllm_config", "model_config")
     mode = model.get("logprobs_mode", "processed_logprobs")
@@ -209,9 +210,9 @@ def _of_records(info: Mapping[str, object]) -> Iterator[str]:
         )
     if forced:
         yield f"it samples with defaults of its own, which the record does not have: no --override-generation-config {forced}"
-    extension = _part(info, "vllm_config", "parallel_config").get("worker_extension_cls", EXTENSION)
-    if extension != EXTENSION:
-        yield f"its worker lacks our extension: --worker-extension-cls {EXTENSION}, where lightning is installed"
+    extension = _part(info, "vllm_config", "parallel_config").get("worker_extension_cls", extensions[0])
+    if extension not in extensions:
+        yield f"its worker lacks our extension: --worker-extension-cls {extensions[0]}, where lightning is installed"
 
 
 def _of_updates(info: Mapping[str, object]) -> Iterator[str]:

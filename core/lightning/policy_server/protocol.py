@@ -54,7 +54,7 @@ class Usage(NamedTuple):
 
 
 class PolicyServer(Protocol):
-    """One vLLM, owned or attached. Raises `PolicyServerError`."""
+    """One vLLM, whoever has started it. Raises `PolicyServerError`."""
 
     @property
     def url(self) -> str:

@@ -19,8 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning.config.sections import PolicyServerConfig
-from lightning.errors import DataError, PolicyServerError
+from lightning.config.sections import Config, PolicyServerConfig
+from lightning.errors import DataError, PluginError, PolicyServerError
+from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import DEFAULT_DEMAND, Demand, choose, this_machine, why_slow
 from lightning.policy_server.control import NotOursError, VLLMControl
 from lightning.policy_server.model_facts import read_facts
@@ -35,9 +36,9 @@ from lightning.policy_server.profiles import (
     server_args,
     server_env,
 )
-from lightning.policy_server.protocol import Probe, Update, Usage
-from lightning.policy_server.weight_transfer import Sender
-from lightning.policy_server.weight_transfer.transfer import Loader, make_loader, no_cuda
+from lightning.policy_server.protocol import PolicyServer, Probe, Update, Usage
+from lightning.policy_server.weights import FromDisk, WeightTransfer
+from lightning.store.url import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +55,10 @@ def files_of(weights: Path) -> Sequence[Path]:
 
 
 class VLLMServer(ABC):
-    """What owned and attached servers have in common: the update."""
+    """What all vLLMs have in common, whoever has started them: the update."""
 
-    def __init__(self, model: Path, version: int, loader: Loader) -> None:
-        self._folder, self._loader = model, loader
+    def __init__(self, model: Path, version: int, transfer: WeightTransfer) -> None:
+        self._folder, self._transfer = model, transfer
         self._version = version
         self._name = self._alias = self._claim = ""
         self._control: VLLMControl | None = None
@@ -146,7 +147,7 @@ class VLLMServer(ABC):
         await control.check_ours()  # another's is not even paused
         try:
             if weights is not None:
-                await self._loader.ready(control)
+                await self._transfer.ready(control)
         except PolicyServerError as error:
             raise PolicyServerError(f"{what} was not taken, version {self._version} goes on: {error}") from error
         await control.check_ours()  # a group takes its time to meet
@@ -155,7 +156,7 @@ class VLLMServer(ABC):
             in_flight = await control.in_flight()
             if weights is not None:
                 loading = True
-                await self._loader.load(control, files_of(weights))
+                await self._transfer.load(control, files_of(weights))
                 await control.drop_prefix_cache()
             naming = True
             await control.set_version(version)
@@ -183,7 +184,7 @@ class VLLMServer(ABC):
                     f"this trainer has not given it version {self._version} and has no weights of it"
                 )
             if loading:
-                await self._loader.load(control, self._weights)
+                await self._transfer.load(control, self._weights)
                 await control.drop_prefix_cache()
             if loading or naming:
                 await control.set_version(self._version)
@@ -248,23 +249,23 @@ class OwnedVLLM(VLLMServer):
     """A vLLM that this process starts, and that never outlives it. `log` receives all it prints, over all starts.
 
     The port is chosen at the first start and kept, so that `url` stays the same over restarts. Each start serves the model
-    under a further name of its own, so that nobody takes another server at this address for it. Without `updates` it is never
-    given new weights, and may be data parallel.
+    under a further name of its own, so that nobody takes another server at this address for it. New weights come by `transfer`
+    (None: from files). Without `updates` it is never given any, and may be data parallel.
     """
 
     def __init__(
         self,
         model: Path,
         config: PolicyServerConfig,
+        transfer: WeightTransfer | None = None,
         *,
         log: Path,
         name: str = "policy",
         version: int = 0,
         updates: bool = True,
-        sender: Sender | None = None,
         demand: Demand = DEFAULT_DEMAND,
     ) -> None:
-        super().__init__(model.resolve(), version, make_loader(config, sender))
+        super().__init__(model.resolve(), version, transfer or FromDisk())
         self._config, self._log, self._name, self._updates = config, log, name, updates
         self._demand = demand
         self._port = config.port
@@ -294,9 +295,7 @@ class OwnedVLLM(VLLMServer):
         check_model_folder(self._folder)
         device = pick_device(self._config)
         require_vllm(device)
-        await asyncio.to_thread(self._loader.check)
-        if device == "cpu" and self._config.weight_transfer == "nccl":
-            raise no_cuda("for vLLM")
+        await asyncio.to_thread(self._transfer.check, device)
         facts = await asyncio.to_thread(read_facts, self._folder)
         machine = this_machine()
         chosen = choose(self._config, facts, device, machine, demand=self._demand)
@@ -307,7 +306,9 @@ class OwnedVLLM(VLLMServer):
         with reserved_port(self._config.host, self._port) as self._port:
             self._alias = f"{self._name}-{secrets.token_hex(8)}"
             names = (self._name, self._alias)
-            args = server_args(self._folder, self._config, chosen, device=device, names=names, port=self._port)
+            args = server_args(
+                self._folder, self._config, chosen, device=device, names=names, port=self._port, transfer=self._transfer
+            )
             secret = os.environ.get(SECRET) or secrets.token_hex(32)
             env = {**server_env(os.environ, device=device, threads=chosen.threads), SECRET: secret}
             self._process = ServerProcess(args, env, self._log)
@@ -315,7 +316,7 @@ class OwnedVLLM(VLLMServer):
             try:
                 await self._until_ready(self._process, self._control, chosen.start_timeout)
                 if self._config.args or device == "cuda":  # which may have changed what we ask for
-                    await self._control.check_settings(updates=self._updates)
+                    await self._control.check_settings(self._transfer.extension, updates=self._updates)
                 if self._updates:
                     await self._control.check_one_engine()
                 await self._control.attach()
@@ -371,3 +372,40 @@ class OwnedVLLM(VLLMServer):
         if self._process is not None:
             await self._process.stop()
             self._process = None
+
+
+def make_policy_server(
+    model: Path,
+    config: Config,
+    *,
+    log: Path,
+    version: int = 0,
+    claims: bool = True,
+    sender: object | None = None,
+    demand: Demand = DEFAULT_DEMAND,
+) -> PolicyServer:
+    """The server that `config` asks for, not started yet: ours (`log` gets its output), or that at `policy_server.attach`.
+
+    Without `claims` none is given new weights: one that others run is used as it is, and somebody else may train it. `sender`
+    is the engine's (`lightning.engines.protocol.SendsWeights`); None: this process has the weights. Ours is made for the
+    `demand`. Raises `PluginError` where a plugin is missing.
+    """
+    settings = config.policy_server
+    check_policy_server(settings)
+    transfer = plugins().weight_transfer(settings.weight_transfer)(config, sender)
+    if settings.attach:
+        return plugins().policy_server(settings.attach)(model, config, transfer, claims)
+    return OwnedVLLM(model, settings, transfer, log=log, version=version, updates=claims, demand=demand)
+
+
+def check_policy_server(config: PolicyServerConfig) -> None:
+    """Raise `PluginError` for a server or a way of the weights that nothing here brings."""
+    found = plugins()
+    named = {"weight_transfer": found.weight_transfer, "attach": found.policy_server}
+    for setting, find in named.items():
+        value: str = getattr(config, setting)
+        try:
+            if value or setting != "attach":
+                find(value)
+        except PluginError as error:
+            raise PluginError(f"policy_server.{setting} = {redacted(value)!r}: {error}") from error

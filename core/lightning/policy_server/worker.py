@@ -18,7 +18,6 @@ the generator gets back the state that it had before the draw.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -44,7 +43,7 @@ if os.environ.get(OWNED):
 
 @dataclass(slots=True)
 class State:
-    """What is known of a worker; its `GlooReceiver` shares it."""
+    """What is known of a worker."""
 
     departed: Bounded[str, int]
     """Response tokens of requests that left the engine since the last update, newest last."""
@@ -60,15 +59,13 @@ class State:
     cached_tokens: int = 0
     preemptions: int = 0
     """How often a request had to make room in the KV cache for others, and is computed again."""
-    group: str = ""
-    """The word of the group in which weights come over the network; empty while this worker is in none."""
 
 
 USAGE = ("requests", "prompt_tokens", "cached_tokens", "preemptions")
 """Fields of `State` that count."""
 
 
-def _told(method: Callable[P, Answer]) -> Callable[P, Answer]:
+def told(method: Callable[P, Answer]) -> Callable[P, Answer]:
     """What the method raises is its answer."""
 
     @wraps(method)
@@ -85,10 +82,11 @@ class WorkerExtension:
     """Methods for `/collective_rpc`. All names start with `lightning_`: vLLM refuses a name its worker has already."""
 
     _lightning_state: State
+    _LIGHTNING_STATE: ClassVar[type[State]] = State
     _LIGHTNING_REMEMBERED: ClassVar[int] = 8192
     """Departed requests to remember: more than can be on their way from the engine to their client at one time."""
 
-    @_told
+    @told
     def lightning_attach(self) -> Answer:
         """Start to watch the requests (once); tell the version of the weights (None: unknown), our process, the claim, and what
         requests have needed since."""
@@ -96,7 +94,7 @@ class WorkerExtension:
         usage = {name: getattr(state, name) for name in USAGE}
         return {"version": state.version, "pid": os.getpid(), "claim": state.claim, **usage}
 
-    @_told
+    @told
     def lightning_claim(self, claim: str, *over: str) -> Answer:
         """From now on a trainer owns the weights (nobody: an empty claim), and nobody else's are loaded.
 
@@ -109,7 +107,7 @@ class WorkerExtension:
         state.claim = claim
         return {"version": state.version, "before": before}
 
-    @_told
+    @told
     def lightning_set_version(self, claim: str, version: str) -> Answer:
         """The weights are those of `version`; what left the engine before now is forgotten."""
         state = self._lightning_known()
@@ -120,7 +118,7 @@ class WorkerExtension:
         state.unwatched = ""
         return {"version": state.version}
 
-    @_told
+    @told
     def lightning_in_flight(self) -> Answer:
         """Response tokens sampled so far, by the engine's request id, for every request that was ever scheduled.
 
@@ -133,94 +131,29 @@ class WorkerExtension:
             return {"error": f"requests that ended were not counted: {state.unwatched}"}
         return {"counts": counts, "randomized": not _ids_are_plain()}
 
-    @_told
+    @told
     def lightning_load(self, claim: str, *paths: str) -> Answer:
         """Load safetensors files in place. Call it while the engine is paused; the version is unknown afterwards."""
         state = self._lightning_known()
         if state.claim != claim:
             return {"owner": state.claim}
         started = time.perf_counter()
-        _end_transfer(self, state)
+        self._lightning_void()
         _load(self, paths)
         return {"seconds": time.perf_counter() - started}
-
-    @_told
-    def lightning_transfer(self) -> Answer:
-        """How weights may come over the network, the group this worker is in, and what went wrong there the last time."""
-        found = _transfer_config(self)
-        backend = str(getattr(found, "backend", "")) if found is not None else ""
-        problem = str(getattr(getattr(self, "weight_transfer_engine", None), "problem", ""))
-        return {"backend": backend, "group": self._lightning_known().group, "problem": problem}
-
-    @_told
-    def lightning_group(self, group: str) -> Answer:
-        """The word of the group that vLLM has made this worker join, where its receiver does not keep it: over NCCL."""
-        self._lightning_known().group = group
-        return {"group": group}
-
-    @_told
-    def lightning_expect(self, claim: str) -> Answer:
-        """Weights will come over the network: from now on they are those of no version, and an update that an earlier trainer
-        has left half done is ended."""
-        state = self._lightning_known()
-        if state.claim != claim:
-            return {"owner": state.claim}
-        _end_transfer(self, state)
-        return {"version": None}
-
-    @_told
-    def lightning_leave(self) -> Answer:
-        """Leave the group that weights come in."""
-        self._lightning_known().group = ""
-        if (engine := getattr(self, "weight_transfer_engine", None)) is not None:
-            engine.shutdown()
-        return {"group": ""}
 
     def _lightning_known(self) -> State:
         """What is known of this worker; from the first time on its requests are watched, and those with a seed keep theirs."""
         state = getattr(self, "_lightning_state", None)
         if state is None:
-            state = self._lightning_state = State(Bounded(self._LIGHTNING_REMEMBERED))
+            state = self._lightning_state = self._LIGHTNING_STATE(Bounded(self._LIGHTNING_REMEMBERED))
             _watch(self, state)
             keep_seeds(_runner(self))
-            if (engine := getattr(self, "weight_transfer_engine", None)) is not None:
-                engine.lightning_state = state
         return state
 
-
-def _end_transfer(worker: object, state: State) -> None:
-    """The weights are those of no version from now on. An update over the network that was begun and never ended is ended: vLLM
-    would begin no other, and over NCCL its layers lie open, also after an update that vLLM has given up by itself."""
-    broken = state.version is None or bool(getattr(worker, "_weight_update_active", False))
-    state.version = None
-    # Without these none was ever begun, and vLLM's `finish` raises.
-    able = getattr(worker, "weight_transfer_engine", None) is not None and hasattr(worker, "_weight_update_is_draft")
-    if broken and able:
-        setattr(worker, "_weight_update_active", True)  # noqa: B010 — vLLM's worker; its `finish` wants it
-        try:
-            getattr(worker, "finish_weight_update")()  # noqa: B009 — as above
-        finally:
-            setattr(worker, "_weight_update_active", False)  # noqa: B010 — as above
-
-
-def _transfer_config(worker: object) -> object:
-    """vLLM's `--weight-transfer-config`; None without one."""
-    return getattr(getattr(worker, "vllm_config", None), "weight_transfer_config", None)
-
-
-def _offer_gloo() -> None:
-    """Let `--weight-transfer-config` name our receiver. A vLLM without that API has the files."""
-    try:
-        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-    except ImportError:
-        return
-    WeightTransferEngineFactory.register_engine(
-        "lightning_gloo", "lightning.policy_server.weight_transfer.receiver", "GlooReceiver"
-    )
-
-
-if "vllm.v1" in sys.modules:  # not where only the names here are wanted: importing vLLM takes seconds
-    _offer_gloo()
+    def _lightning_void(self) -> None:
+        """The weights are those of no version from now on."""
+        self._lightning_known().version = None
 
 
 def _runner(worker: object) -> object:

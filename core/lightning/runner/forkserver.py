@@ -21,7 +21,6 @@ from typing import Any
 
 from lightning.errors import RunnerError
 from lightning.instrument.providers import for_import, own
-from lightning.instrument.tool_slots import UNLIMITED, ToolLimits
 from lightning.memory_budget import Holder
 from lightning.runner import socket_framing
 from lightning.runner.agent_serialization import pack_stages
@@ -119,7 +118,6 @@ class ForkServer:
         preload: Sequence[str] = (),
         adapters: Sequence[str] | None = None,
         reroute: Sequence[str] = (),
-        tool_limits: ToolLimits = UNLIMITED,
         line: AttemptLine = NO_STAGES,
         enclosure: Enclosure | None = None,
     ) -> None:
@@ -129,7 +127,6 @@ class ForkServer:
             "preload": list(preload),
             "adapters": None if adapters is None else list(adapters),
             "reroute": list(reroute),
-            "tool_limits": {"folder": tool_limits.folder, "runs": dict(tool_limits.runs)},
             "own": own(os.environ if enclosure is None else enclosure.environment),
         }
         self.warmed: int | None = None  # modules that every rollout begins with since the first has imported them

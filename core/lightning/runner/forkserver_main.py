@@ -2,6 +2,10 @@
 
 The invariant: it runs no agent and no threads of its own; when the parent dies or closes the socket it kills every worker's
 process group and leaves. A process that called `die_with_parent` is gone soon after its parent is, however it died.
+
+It is not the fork server of `multiprocessing`, which can be begun in no enclosure, does not say that a module could not be
+imported, imports nothing later, ends when a fork fails and by the SIGTERM that a service sends to all, and leaves its children,
+and what they have started, behind. That one would save the loop below, but for its signals, its groups and its trials.
 """
 
 from __future__ import annotations
@@ -26,7 +30,6 @@ from typing import Any, NoReturn
 from lightning.errors import LightningError
 from lightning.instrument import emit
 from lightning.instrument.providers import remember
-from lightning.instrument.tool_slots import ToolLimits
 from lightning.plugins import plugins
 from lightning.runner import socket_framing, worker
 from lightning.runner.agent_serialization import unpack_agent, unpack_stages
@@ -182,7 +185,6 @@ class _Template:
         self._control, self._parent, self._pid = control, parent, os.getpid()
         self._shipped, self._adapters, self._reroute = shipped, setup["adapters"], setup["reroute"] or []
         self._inside = inside
-        self._limits = ToolLimits(**setup["tool_limits"])
         self._children: set[int] = set()
         self._buffer = bytearray()
         self._descriptors: list[int] = []
@@ -279,7 +281,6 @@ class _Template:
                     self._adapters,
                     self._reroute,
                     self._contexts,
-                    self._limits,
                     tell,
                     self._inside.line,
                 )

@@ -13,21 +13,19 @@ import inspect
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.instrument import ActiveAttempt, activate, emit, install_tap
 from lightning.instrument.providers import own, remember
-from lightning.instrument.tool_slots import limit_tools, unheld
 from lightning.plugins import plugins
 from lightning.runner.agent_serialization import check_agent
 from lightning.runner.forks import without_children
 from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
 from lightning.runner.stages import AttemptRefusedError, attempt_line, enter
-from lightning.runner.tool_limits import LimitWatch, make_slots
 from lightning.runner.worker import is_async, run_agent
 from lightning.types import LLM, Fault, Lease, Outcome, Task
 
@@ -42,32 +40,27 @@ class InlineRunner:
     does an async agent that swallows its cancellation. An async agent that blocks its thread blocks every other one,
     timeouts included. A crash (`os._exit`, a segmentation fault) ends this process. `OPENAI_BASE_URL` and
     `OPENAI_API_KEY` are not set, since all agents share one environment: use `llm.base_url` and `llm.api_key`. Nothing here can
-    keep an agent in: a `sandbox` is refused.
+    enclose an agent: a stage that would (`sandbox`) is refused.
     """
 
     def __init__(self, agent: Agent, config: RunnerConfig) -> None:
         check_agent(agent)
-        if config.sandbox != "none":
-            raise RunnerError(
-                f"runner.sandbox is {config.sandbox!r}, and runner='inline' runs agents in this very process, where nothing "
-                "keeps them in: use runner='process', or set runner.sandbox to 'none'"
-            )
         self._agent = agent
         self._config = config
         self._slots = asyncio.Semaphore(config.concurrency)
         self._installed: contextlib.ExitStack | None = None
-        self._watch = LimitWatch(config.tool_limits)
         self._line = attempt_line(config)
-        if self._line.enclosing:
-            raise RunnerError(
-                f"the stage {self._line.enclosing} encloses the processes of agents, and runner='inline' runs them in this "
-                "very process: use runner='process', or switch the stage off by its settings"
-            )
+        self._line.refuse_enclosing(config)
 
     @property
     def concurrency(self) -> int:
         """Rollouts at once."""
         return self._config.concurrency
+
+    @property
+    def stages(self) -> Mapping[str, str]:
+        """See `StagedRunner`."""
+        return self._line.versions
 
     async def start(self) -> None:
         """Install the tap, the stages of plugins and the adapters. Raises `RunnerError` or `ConfigError` when such a stage
@@ -80,7 +73,6 @@ class InlineRunner:
         with contextlib.ExitStack() as installing:
             installing.callback(install_tap(self._config.reroute))
             installing.callback(self._line.install())
-            installing.callback(limit_tools(make_slots(self._config.tool_limits)))
             installing.callback(plugins().install_adapters(emit, self._config.adapters))
             self._installed = installing.pop_all()
 
@@ -91,7 +83,10 @@ class InlineRunner:
         async with self._slots:
             with activate(llm) as attempt:
                 outcome = sanitized(await self._attempt(lease.rollout.task, llm, attempt))
-        self._watch.heard(outcome, unheld(outcome.tool_events))
+        try:
+            self._line.heard(outcome, self._line.noted(outcome))
+        except AttemptRefusedError as error:
+            return failed(error.fault, str(error), seconds=outcome.seconds)
         return outcome
 
     async def close(self) -> None:
@@ -99,7 +94,7 @@ class InlineRunner:
         installed, self._installed = self._installed, None
         if installed is not None:
             installed.close()
-            self._watch.close()
+            self._line.close()
 
     async def _attempt(self, task: Task, llm: LLM, attempt: ActiveAttempt) -> Outcome:
         started = time.monotonic()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, cast
 
@@ -115,16 +115,16 @@ def decode_request(data: bytes) -> tuple[Task, LLM]:
     return Task(**request["task"]), LLM(*request["llm"])
 
 
-def encode_outcome(outcome: Outcome, unheld: Sequence[str] = ()) -> bytes:
+def encode_outcome(outcome: Outcome, notes: Mapping[str, Json] | None = None) -> bytes:
     """An outcome as JSON of at most `LONGEST_REPLY` bytes and `MOST_VALUES` values. Text that is not Unicode is made so.
 
-    `unheld` are the tools that ran past their limits, as `unheld_in` reads them. What JSON cannot say, or what is too long, is
+    `notes` are those of stages (`AttemptStage.noted`), as `notes_in` reads them. What JSON cannot say, or what is too long, is
     left out: tool arguments first, then every report; never the reward. Extras do not travel: an agent's process speaks for no
     plugin.
     """
     silent = Outcome(reward=outcome.reward, fault=outcome.fault, error=outcome.error, seconds=outcome.seconds)
     for candidate in (outcome, without_arguments(outcome), replace(silent, rewards=outcome.rewards)):
-        data = _try_dump(candidate, unheld)
+        data = _try_dump(candidate, notes)
         if data is not None and len(data) <= LONGEST_REPLY and json_values(data) <= MOST_VALUES:
             return data
         logger.warning("not all that an agent reported can be sent: leaving out tool arguments, or else everything")
@@ -208,17 +208,17 @@ def _caller(fields: dict[str, Any]) -> Caller:
     return Caller(**text, path=tuple(str(name) for name in fields["path"]))
 
 
-def unheld_in(data: bytes) -> list[str]:
-    """The tools of an encoded outcome that ran past their limits."""
-    if b'"unheld": [' not in data:  # nearly always, and the outcome is parsed already
-        return []
-    found = json.loads(data).get("unheld")
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+def notes_in(data: bytes) -> dict[str, Json]:
+    """The notes of stages in an encoded outcome, by their names."""
+    if b'"notes": {' not in data:  # nearly always, and the outcome is parsed already
+        return {}
+    found = json.loads(data).get("notes")
+    return found if isinstance(found, dict) else {}
 
 
-def _try_dump(outcome: Outcome, unheld: Sequence[str]) -> bytes | None:
+def _try_dump(outcome: Outcome, notes: Mapping[str, Json] | None) -> bytes | None:
     try:
-        return _dump({**asdict(outcome), "unheld": list(unheld)} if unheld else asdict(outcome))
+        return _dump({**asdict(outcome), "notes": notes} if notes else asdict(outcome))
     except Exception:  # noqa: BLE001 — isolates the user's objects, which may be anywhere in an adapter's event
         return None
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from lightning.config import RunnerConfig
 from lightning.errors import DataError, RunnerError
-from lightning.instrument.tool_slots import UNLIMITED
 from lightning.memory_budget import LONG, Budget, Holder
 from lightning.runner.agent_serialization import pack_agent
 from lightning.runner.forkserver import GRACE, ForkServer, Worker, WorkerDiedError
-from lightning.runner.outcomes import decode_outcome, decode_request, encode_request, failed, unheld_in
+from lightning.runner.outcomes import decode_outcome, decode_request, encode_request, failed, notes_in
 from lightning.runner.protocol import Agent
-from lightning.runner.stages import Enclosure, FailedStageError, attempt_line
-from lightning.runner.tool_limits import LimitWatch, make_slots
+from lightning.runner.stages import AttemptRefusedError, Enclosure, FailedStageError, attempt_line
 from lightning.types import LLM, Fault, Lease, Outcome
 
 logger = logging.getLogger(__name__)
@@ -48,13 +47,16 @@ class ProcessRunner:
         self._line = attempt_line(config)
         self._line.check_packing()
         self._ending: set[asyncio.Task[None]] = set()
-        self._limits = UNLIMITED
-        self._watch = LimitWatch(config.tool_limits)
 
     @property
     def concurrency(self) -> int:
         """Rollouts at once."""
         return self._config.concurrency
+
+    @property
+    def stages(self) -> Mapping[str, str]:
+        """See `StagedRunner`."""
+        return self._line.versions
 
     async def start(self) -> None:
         """Load the agent once. Raises `RunnerError` when it cannot be loaded in a new process, and `RunnerError` or
@@ -64,8 +66,7 @@ class ProcessRunner:
             self._slots = asyncio.Semaphore(self._config.concurrency)
             self._starting = asyncio.Lock()
             self._replies = Budget()
-            self._limits = make_slots(self._config.tool_limits)
-            enclosure = self._line.enclosure("", self._needed)
+            enclosure = self._line.enclosure("")
             self._server = await self._new_server(enclosure)
             if enclosure is not None:  # it has shown that the agent can be loaded; each rollout has its own
                 await self._server.close()
@@ -93,12 +94,14 @@ class ProcessRunner:
                     decode_outcome(reply) if len(reply) <= LONG else await holder.work(partial(decode_outcome, reply))
                 )
                 reusable = True
-                self._watch.heard(outcome, unheld_in(reply))
+                self._line.heard(outcome, notes_in(reply))
             except TimeoutError:
                 text = f"the agent ran for more than {self._config.timeout:g} s and was killed (runner.timeout)"
                 return failed(Fault.TIMEOUT, text, seconds=time.monotonic() - started)
             except WorkerDiedError as error:
                 return failed(Fault.INFRASTRUCTURE, str(error), seconds=time.monotonic() - started)
+            except AttemptRefusedError as error:
+                return failed(error.fault, str(error), seconds=time.monotonic() - started)
             except DataError as error:
                 text = f"what the agent reported cannot be used: {error}"
                 return failed(Fault.AGENT, text, seconds=time.monotonic() - started)
@@ -124,7 +127,7 @@ class ProcessRunner:
         await asyncio.gather(*self._ending)
         self._enclosed.clear()
         self._replies.close()
-        self._watch.close()
+        self._line.close()
 
     async def _take(self, request: bytes) -> tuple[Worker, bytes]:
         """An idle worker that still lives, else a new one; and the request as it is to read it. In an enclosure it is
@@ -161,7 +164,7 @@ class ProcessRunner:
                 self._end_enclosed(worker)
                 raise
             self._end_enclosed(worker)
-        enclosure = self._line.enclosure(llm.base_url, self._needed)
+        enclosure = self._line.enclosure(llm.base_url)
         assert enclosure is not None, "a stage stands there"
         moved = inside(enclosure)
         try:
@@ -175,11 +178,6 @@ class ProcessRunner:
             raise
         self._enclosed[worker] = server
         return worker, moved
-
-    @property
-    def _needed(self) -> tuple[str, ...]:
-        """What lightning itself reads in an enclosure."""
-        return (self._limits.folder,) if self._config.tool_limits else ()
 
     def _give_back(self, worker: Worker, reusable: bool) -> None:
         reusable = reusable and self._server is not None
@@ -208,7 +206,6 @@ class ProcessRunner:
             preload=config.preload,
             adapters=config.adapters,
             reroute=config.reroute,
-            tool_limits=self._limits,
             line=self._line,
             enclosure=enclosure,
         )

@@ -6,7 +6,7 @@ reaches another agent or the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -17,7 +17,7 @@ Reward: TypeAlias = "float | dict[str, float]"
 Agent: TypeAlias = Callable[[Any, LLM], "Reward | Awaitable[Reward]"]
 """`agent(task, llm) -> reward`: sync or async, a function or any object with `__call__`. `task` is a `lightning.Task`."""
 
-__all__ = ["Agent", "ClientRunner", "Reward", "Runner", "Site", "Task"]
+__all__ = ["Agent", "ClientRunner", "Reward", "Runner", "Site", "StagedRunner", "Task"]
 
 
 class Runner(Protocol):
@@ -35,6 +35,15 @@ class Runner(Protocol):
 
     async def close(self) -> None:
         """End every agent that still runs."""
+
+
+@runtime_checkable
+class StagedRunner(Protocol):
+    """A runner in whose own process stages of plugins stand around attempts."""
+
+    @property
+    def stages(self) -> Mapping[str, str]:
+        """The names of these stages, in their order, with the versions of their distributions."""
 
 
 @dataclass(frozen=True, slots=True)

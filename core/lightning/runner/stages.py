@@ -8,6 +8,9 @@ and a setting that a stage carries out is refused where that stage is not.
     enclosure  a process of agents is about to begin: say what it begins in             (in the runner's process)
     installed  such a process has begun, and has not loaded its agent: attach to it     (in the agents' process)
     around     the agent is about to be called: a context around that                   (in the agents' process)
+    noted      the agent has ended: what to tell this stage in the runner's process     (in the agents' process)
+    heard      the outcome has come, with that note                                     (in the runner's process)
+    closed     the runner ends                                                          (in the runner's process)
 """
 
 from __future__ import annotations
@@ -15,15 +18,14 @@ from __future__ import annotations
 import logging
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
-from lightning.errors import ConfigError, LightningError, RunnerError
-from lightning.plugins import plugins
-from lightning.plugins.stages import Contract, NamedStage, Stage, warn_of_order
+from lightning.errors import ConfigError, RunnerError
+from lightning.plugins.stages import Contract, NamedStage, Stage, versions_of
 from lightning.runner.agent_serialization import pack_stages
-from lightning.types import LLM, Fault, Task
+from lightning.types import LLM, Fault, Json, Outcome, Task
 
 if TYPE_CHECKING:
     from lightning.config import RunnerConfig
@@ -33,10 +35,8 @@ log = logging.getLogger(__name__)
 API: Final = 1
 """The number of this file's contract. A minor release raises it when a stage that was written for it would not do any more what
 it did, and the change log says what to change in a stage."""
-OF_STAGES: Final = ("sandbox", "sandbox_network", "sandbox_environment", "sandbox_files")
+OF_STAGES: Final = ("sandbox", "sandbox_network", "sandbox_environment", "sandbox_files", "tool_limits")
 """Settings of the runner that stages of plugins carry out."""
-ENCLOSING: Final = "sandbox"
-"""The one of them that is carried out by a stage that stands at `enclosure`."""
 
 
 class Enclosure(Protocol):
@@ -74,19 +74,22 @@ class AttemptStage(Stage):
     where it stands.
 
     `begun` and `enclosure` are called in the runner's process. Then the stage is pickled into each process of agents, where
-    `installed` and `around` are called; with `runner='inline'` that is the runner's own process. So its module is one that a
-    new process can import, and should be quick to import.
+    `installed`, `around` and `noted` are called; with `runner='inline'` that is the runner's own process. So its module is one
+    that a new process can import, and should be quick to import. `heard` and `closed` are called in the runner's process.
 
     `begun` and `enclosure` may raise a `ConfigError` or a `RunnerError`, which ends the run; `around` may raise
     `AttemptRefusedError`, which ends the attempt as it says. Anything else that a method raises is a failure of the plugin.
     """
+
+    files: Collection[str] = ()
+    """Files and folders that it reads in the processes of agents, once it has `begun`."""
 
     async def begun(self) -> None:
         """The runner starts."""
 
     def enclosure(self, base_url: str, files: Sequence[str]) -> Enclosure:
         """What a process of agents begins in whose first rollout has this gateway; with an empty URL it has none, and only
-        shows that the agent can be loaded. Lightning itself reads `files` in there. One stage of a runner may stand here."""
+        shows that the agent can be loaded. Stages read `files` in there. One stage of a runner may stand here."""
         raise NotImplementedError
 
     def installed(self) -> Callable[[], None]:
@@ -99,14 +102,28 @@ class AttemptStage(Stage):
         stage of the same name says of this attempt (`CallStage.told`)."""
         raise NotImplementedError
 
+    def noted(self, outcome: Outcome) -> Json:
+        """The agent has ended like this. What `heard` is to know besides, as JSON; None for nothing."""
+        raise NotImplementedError
+
+    def heard(self, outcome: Outcome, note: Json) -> None:
+        """An attempt has ended whose process was not killed and did not die. The agent could have written the `note` itself."""
+        raise NotImplementedError
+
+    def closed(self) -> None:
+        """The runner ends."""
+        raise NotImplementedError
+
 
 CONTRACT: Final = Contract(
     kind=AttemptStage,
+    asked="attempt_stages",
     api=API,
-    points=("begun", "enclosure", "installed", "around"),
+    points=("begun", "enclosure", "installed", "around", "noted", "heard", "closed"),
     ordered=("around",),
     setting="runner.stage_order",
     settings=OF_STAGES,
+    of_stages=OF_STAGES,
     error=RunnerError,
     of="attempts",
     where="runner",
@@ -140,12 +157,8 @@ class AttemptLine:
     stage that was written for another contract, and for two that both enclose processes."""
 
     def __init__(self, stages: Sequence[NamedStage[AttemptStage]] = (), order: Sequence[str] = ()) -> None:
-        for each in stages:
-            CONTRACT.check(each)
         self.stages = CONTRACT.in_order(stages, order)
-        if unknown := sorted(set(order) - {each.name for each in stages}):
-            log.warning("runner.stage_order names stages that no plugin has here: %s", ", ".join(unknown))
-        enclosing = [each for each in self.stages if each.stands_at("enclosure")]
+        enclosing = self._at("enclosure")
         if len(enclosing) > 1:
             both = " and ".join(each.said for each in enclosing)
             raise RunnerError(
@@ -153,29 +166,41 @@ class AttemptLine:
                 f"{enclosing[1].off}"
             )
         self._enclosing = enclosing[0] if enclosing else None
-        self._around = [each for each in self.stages if each.stands_at("around")]
+        self._around = self._at("around")
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """The names of its stages, in their order, with the versions of their distributions."""
-        return {each.name: each.version for each in self.stages}
+        """See `versions_of`."""
+        return versions_of(self.stages)
 
     @property
     def enclosing(self) -> str:
         """The stage that encloses the processes of agents, for people; empty without one."""
         return self._enclosing.said if self._enclosing else ""
 
+    def refuse_enclosing(self, config: RunnerConfig) -> None:
+        """Raise `RunnerError` where a stage would enclose the processes of agents: there are none."""
+        if self._enclosing is None:
+            return
+        asked, plain = self._enclosing.stage.carries_out, type(config)()
+        values = [(name, getattr(config, name)) for name in asked if getattr(config, name) != getattr(plain, name)]
+        raise RunnerError(
+            f"{''.join(f'runner.{name} is {value!r}, and ' for name, value in values)}the stage {self._enclosing.said} "
+            "encloses the processes of agents. runner='inline' runs them in this very process: use runner='process', or switch "
+            "the stage off by its settings"
+        )
+
     async def begin(self) -> None:
         """See `AttemptStage.begun`. Raises `ConfigError` and `RunnerError`."""
-        for each in self.stages:
-            if each.stands_at("begun"):
-                with _blamed(each, "begun"):
-                    await each.stage.begun()
+        for each in self._at("begun"):
+            with _blamed(each, "begun"):
+                await each.stage.begun()
 
-    def enclosure(self, base_url: str, files: Sequence[str]) -> Enclosure | None:
+    def enclosure(self, base_url: str) -> Enclosure | None:
         """See `AttemptStage.enclosure`; None where no stage stands there. What fails of it is the stage's failure."""
         if self._enclosing is None:
             return None
+        files = [file for each in self.stages for file in each.stage.files]
         with _blamed(self._enclosing, "enclosure"):
             return _Blamed(self._enclosing, self._enclosing.stage.enclosure(base_url, files))
 
@@ -192,12 +217,11 @@ class AttemptLine:
     def install(self) -> Callable[[], None]:
         """See `AttemptStage.installed`: all of them, or none. Raises what the first one raises that fails."""
         with ExitStack() as installing:
-            for each in self.stages:
-                if each.stands_at("installed"):
-                    with _blamed(each, "installed"):
-                        if not callable(undo := each.stage.installed()):
-                            raise TypeError(f"it returned {undo!r} and not what undoes it")
-                    installing.callback(_undo, each, undo)
+            for each in self._at("installed"):
+                with _blamed(each, "installed"):
+                    if not callable(undo := each.stage.installed()):
+                        raise TypeError(f"it returned {undo!r} and not what undoes it")
+                installing.callback(_undo, each, undo)
             return installing.pop_all().close
 
     def around(self, task: Task, llm: LLM) -> list[Around]:
@@ -213,10 +237,34 @@ class AttemptLine:
                 )
         found: list[Around] = []
         for each in self._around:
-            with _failing(each, llm):
+            with _failing(each, "around", llm.api_key):
                 if (context := each.stage.around(task, llm)) is not None:
                     found.append((each, context))
         return found
+
+    def noted(self, outcome: Outcome) -> dict[str, Json]:
+        """See `AttemptStage.noted`: by the names of the stages that note something. Raises `AttemptRefusedError`."""
+        notes: dict[str, Json] = {}
+        for each in self._at("noted"):
+            with _failing(each, "noted"):
+                if (note := each.stage.noted(outcome)) is not None:
+                    notes[each.name] = note
+        return notes
+
+    def heard(self, outcome: Outcome, notes: Mapping[str, Json]) -> None:
+        """See `AttemptStage.heard`. Raises `AttemptRefusedError`."""
+        for each in self._at("heard"):
+            with _failing(each, "heard"):
+                each.stage.heard(outcome, notes.get(each.name))
+
+    def close(self) -> None:
+        """See `AttemptStage.closed`. Raises what the first one raises that fails."""
+        for each in self._at("closed"):
+            with _blamed(each, "closed"):
+                each.stage.closed()
+
+    def _at(self, point: str) -> list[NamedStage[AttemptStage]]:
+        return [each for each in self.stages if each.stands_at(point)]
 
 
 Around = tuple[NamedStage[AttemptStage], AbstractContextManager[None]]
@@ -225,7 +273,7 @@ Around = tuple[NamedStage[AttemptStage], AbstractContextManager[None]]
 def enter(contexts: ExitStack, around: Sequence[Around], llm: LLM) -> None:
     """Enter what stages put around a call of the agent. Raises `AttemptRefusedError` and nothing else, and so does leaving."""
     for each, context in around:
-        with _failing(each, llm):
+        with _failing(each, "around", llm.api_key):
             context.__enter__()
         contexts.callback(_leave, each, context, llm)
 
@@ -292,47 +340,21 @@ def _undo(each: NamedStage[AttemptStage], undo: Callable[[], None]) -> None:
 
 def _leave(each: NamedStage[AttemptStage], context: AbstractContextManager[None], llm: LLM) -> None:
     """Leave a context. It is not told what the agent raised, so that it cannot swallow that."""
-    with _failing(each, llm):
+    with _failing(each, "around", llm.api_key):
         context.__exit__(None, None, None)
 
 
 @contextmanager
-def _failing(each: NamedStage[AttemptStage], llm: LLM) -> Iterator[None]:
+def _failing(each: NamedStage[AttemptStage], point: str, secret: str = "") -> Iterator[None]:
     try:
         yield
     except AttemptRefusedError:
         raise
     except BaseException as error:
-        raise FailedStageError.at(each, "around", error, llm.api_key) from error
+        raise FailedStageError.at(each, point, error, secret) from error
 
 
 def attempt_line(config: RunnerConfig) -> AttemptLine:
-    """The stages that plugins register, one of each kind for a runner with these settings. Raises `RunnerError`, and
-    `ConfigError` for a setting that is no default and that no stage carries out."""
-    named: list[NamedStage[AttemptStage]] = []
-    known = plugins().names("attempt_stages")
-    for name in known:
-        owner = plugins().owner("attempt_stages", name)
-        try:
-            stage = plugins().attempt_stage(name)(config)
-        except LightningError:
-            raise
-        except Exception as error:
-            plugin = NamedStage(name, AttemptStage(), owner.version, owner.name)
-            raise RunnerError(
-                f"the stage {plugin.said} could not be made ({error!r}): mend the plugin, or set {plugin.off}"
-            ) from error
-        if stage is not None:
-            named.append(NamedStage(name, stage, owner.version, owner.name))
-    line, plain = AttemptLine(named, config.stage_order), type(config)()
-    warn_of_order(line.stages, known)
-    for setting in OF_STAGES:
-        carried = any(setting in each.stage.carries_out for each in line.stages)
-        idle = not carried or (setting == ENCLOSING and not line.enclosing)
-        if idle and (value := getattr(config, setting)) != (off := getattr(plain, setting)):
-            raise ConfigError(
-                f"runner.{setting} is {value!r}, and no plugin is there that carries it out: the stages around attempts here "
-                f"are {', '.join(line.versions) or 'none'}.{plugins().left_out()} Bring the plugin back, or set "
-                f"runner.{setting} to {off!r} to go on without it"
-            )
-    return line
+    """The stages that plugins register, one of each kind for a runner with these settings. Raises what `Contract.made`
+    raises."""
+    return AttemptLine(CONTRACT.made(config, config), config.stage_order)

@@ -25,7 +25,6 @@ from urllib.parse import urlsplit
 from lightning.addresses import leads_to_itself
 from lightning.instrument import ActiveAttempt, activate, emit, install_tap
 from lightning.instrument.providers import for_rollout
-from lightning.instrument.tool_slots import ToolLimits, limit_tools, unheld
 from lightning.plugins import plugins
 from lightning.runner import socket_framing
 from lightning.runner.agent_serialization import is_installed, unpack_agent
@@ -44,7 +43,6 @@ def serve(
     adapters: Sequence[str] | None,
     reroute: Sequence[str],
     contexts: Contexts,
-    limits: ToolLimits,
     needs: int | None = None,
     line: AttemptLine = NO_STAGES,
 ) -> None:
@@ -56,7 +54,6 @@ def serve(
     with without_children():
         agent = unpack_agent(shipped)
     install_tap(reroute)
-    limit_tools(limits)
     plugins().install_adapters(emit, adapters)
     with asyncio.Runner() as loop:
         while (request := socket_framing.receive(sock)) is not None:
@@ -65,7 +62,11 @@ def serve(
             seed_process(llm.seed)
             outcome = run_agent(agent, task, llm, loop, line)
             flush()
-            socket_framing.send(sock, name + encode_outcome(outcome, unheld(outcome.tool_events)))
+            try:
+                reply = encode_outcome(outcome, line.noted(outcome))
+            except AttemptRefusedError as error:
+                reply = encode_outcome(failed(error.fault, str(error), seconds=outcome.seconds))
+            socket_framing.send(sock, name + reply)
             if needs is not None:
                 _tell_needs(needs, before, places, contexts)
                 needs = None

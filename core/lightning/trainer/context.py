@@ -7,9 +7,9 @@ Keys: `epoch`, the number of the config epoch · `weights`, SHA-256 (hex) of the
 taken, which are those of version `step` (of the adapters, where these were handed over alone; `base` for the model's own) ·
 `base`, `base_digest` of the model's folder · `teacher`, where there is one: its `name` as it was asked for, its folder
 (`model`) and that one's `base_digest` (`sha256`) · `own_loop`, where a loop of somebody's own took it: its updates
-(`lightning.trainer.own_loop`) · `stages`, the plugins' stages that stood in the line of calls of the trainer's gateway, in
-their order, each with the version of its distribution · `step_stages`, in the same way those that stood
-at the step · `added`, what these add, by their names · and the numeric context, `NUMERIC`.
+(`lightning.trainer.own_loop`) · `stages`, the plugins' stages that stood in a line: by what goes through it (`calls` of the
+trainer's gateway; `attempts`, where they are made beside it; `steps`), in their order, each with the version of its
+distribution · `added`, what stages add to the step, by their names · and the numeric context, `NUMERIC`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ NUMERIC: Final = ("dtype", "device", "threads", "tokens_per_microbatch", "path",
 path taken (`tree` or `rows`), the CPU's vector instructions, and the versions of what computes."""
 
 STAGES: Final = "stages"
-"""The key of the stages of calls."""
-STEP_STAGES: Final = "step_stages"
-"""The key of the stages of steps."""
+"""The key of the stages."""
 ADDED: Final = "added"
 """The key of what the stages of steps add."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -41,21 +39,35 @@ _PACKAGES = ("lightning", "torch", "transformers", "vllm")
 _FLAGS = ("sse4_2", "avx", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 
 
-def stages_of(context: Mapping[str, Json], line: str = STAGES) -> dict[str, str]:
-    """The stages of a line (`STAGES`, `STEP_STAGES`) that a step's context says, with their versions."""
-    said = context.get(line)
-    return {str(each[0]): str(each[1]) for each in said if _is_pair(each)} if isinstance(said, Sequence) else {}
+def named_stages(stages: Mapping[str, Mapping[str, str]]) -> dict[str, Json]:
+    """Stages as a step's context says them."""
+    return {of: [[name, version] for name, version in each.items()] for of, each in stages.items()}
+
+
+def stages_of(context: Mapping[str, Json]) -> dict[str, dict[str, str]]:
+    """The stages that a step's context says, with their versions, by what goes through their line."""
+    said = context.get(STAGES)
+    lines = said.items() if isinstance(said, Mapping) else ()
+    return {
+        of: {str(each[0]): str(each[1]) for each in line if _is_pair(each)}
+        for of, line in lines
+        if isinstance(line, Sequence)
+    }
 
 
 def _is_pair(said: Json) -> TypeGuard[Sequence[Json]]:
     return isinstance(said, Sequence) and not isinstance(said, str) and len(said) == 2
 
 
-def other_stages(context: Mapping[str, Json], now: Mapping[str, str], line: str = STAGES) -> str:
-    """How the stages of a later time differ from those that a step's context says; empty where they are the same ones."""
-    if line not in context:
-        return ""  # a step that does not say which there were
-    then = stages_of(context, line)
+def other_stages(context: Mapping[str, Json], now: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """How the stages of a later time differ from those that a step's context says, by what goes through their line: nothing
+    for those that are the same, or that one of both does not say."""
+    then = stages_of(context)
+    differ = {of: _other(then[of], now[of]) for of in then if of in now}
+    return {of: other for of, other in differ.items() if other}
+
+
+def _other(then: Mapping[str, str], now: Mapping[str, str]) -> str:
     told = [
         *(f"{name!r} ({then[name] or 'no version'}) is missing" for name in then if name not in now),
         *(f"{name!r} ({now[name] or 'no version'}) is new" for name in now if name not in then),

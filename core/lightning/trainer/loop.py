@@ -19,13 +19,14 @@ from lightning.batch.trajectory import Group
 from lightning.engines.protocol import Engine, RevivesWorkers, StepResult
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
+from lightning.runner.protocol import StagedRunner
 from lightning.store.epochs import Epoch, epoch_at
 from lightning.store.rollout_state import REUSE
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.async_collection import Pipeline
 from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
-from lightning.trainer.context import ADDED, STAGES, STEP_STAGES, numeric_context, other_stages
+from lightning.trainer.context import ADDED, STAGES, named_stages, numeric_context, other_stages
 from lightning.trainer.held_out import HeldOut, compared_since
 from lightning.trainer.lr_schedule import earlier_steps, rate_of
 from lightning.trainer.metrics import Remarks, UsageMeter, sampled_tokens, staleness, step_metrics
@@ -48,6 +49,8 @@ OTHER_STAGES = (
     "%s are made with other stages than in step %d: %s. For the same ones install the plugins that brought them, and look "
     "at LIGHTNING_DISABLE_PLUGINS and the settings of the section `%s`"
 )
+SECTIONS = {"calls": "gateway", "attempts": "runner", "steps": "trainer"}
+"""Of what goes through a line, the section of its settings."""
 
 DIFFER = (
     "step %d: the trainer's logprobs of the tokens that vLLM sampled differ from vLLM's, with the same weights, by %s. "
@@ -101,6 +104,14 @@ class Loop:
     def checkpoints(self) -> Checkpoints:
         """Where training states are kept."""
         return Checkpoints(self.stack.folder / "checkpoints", self.stack.config.trainer.keep_checkpoints)
+
+    @property
+    def lines(self) -> dict[str, Mapping[str, str]]:
+        """The stages of plugins that stand in a line of this run, with their versions, by what goes through it: attempts, where
+        they are made beside the trainer."""
+        runner = self.stack.runner
+        around = {"attempts": runner.stages} if isinstance(runner, StagedRunner) else {}
+        return {"calls": self.stack.gateway.stages, **around, "steps": self.stages.versions}
 
     async def run(self, started: Mapping[str, float]) -> Evaluation | None:
         """Restore, evaluate, train to the configured number of steps, evaluate, export. `started` is logged as it is. Returns
@@ -249,8 +260,7 @@ class Loop:
         numeric = numeric_context(self.engine, settings, result.metrics)
         named: dict[str, Json] = {"epoch": epoch, "weights": served, "base": self.base}
         named |= {TEACHER: self.teacher.described()} if self.teacher else {}
-        named[STAGES] = [[name, version] for name, version in self.stack.gateway.stages.items()]
-        named[STEP_STAGES] = [[name, version] for name, version in self.stages.versions.items()]
+        named[STAGES] = named_stages(self.lines)
         return named | numeric
 
     def finished(self, rollout: Rollout) -> None:
@@ -365,10 +375,8 @@ class Loop:
             if saved is not None or self.stack.config.policy_server.attach or self.stack.policy.version != 0:
                 await self.publish()  # an attached server serves whatever it was given last
             return
-        if other := other_stages(records[-1].context, self.stack.gateway.stages):
-            logger.warning(OTHER_STAGES, "calls", committed, other, "gateway")
-        if other := other_stages(records[-1].context, self.stages.versions, STEP_STAGES):
-            logger.warning(OTHER_STAGES, "steps", committed, other, "trainer")
+        for of, other in other_stages(records[-1].context, self.lines).items():
+            logger.warning(OTHER_STAGES, of, committed, other, SECTIONS[of])
         given = [algorithm for _, algorithm in self.schedule.phases]
         if start < committed:
             async with self.stack.resting():  # as when they were taken: with less memory they would be cut otherwise

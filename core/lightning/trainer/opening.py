@@ -20,7 +20,6 @@ from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.plugins.named import name_of
 from lightning.policy_server.profiles import shares_gpu
-from lightning.policy_server.weight_transfer import Sender
 from lightning.runner.protocol import Agent, Runner
 from lightning.store.epochs import Epoch, keep_epochs, mark_over
 from lightning.store.places import run_id_of
@@ -126,7 +125,7 @@ class RunOpening:
         self, agent: Agent | None, train: list[Task], val: list[Task], *, own_loop: bool = False
     ) -> AsyncIterator[Prepared]:
         """The run to begin or to go on with, and what it needs that costs little to open."""
-        check_prompts(self.config.runner.prompts)
+        check_prompts(self.config)
         runner = self._runner_of(agent, needed=own_loop or bool(val) or self.recorded is None)
         began = time.monotonic()
         async with AsyncExitStack() as resources:
@@ -162,7 +161,7 @@ class RunOpening:
                 store, self.out, self.model, self.schedule, computed, self._make_engine, url, reporter, teacher
             )
             run, epochs, self._base = await beginning.prepare(run, described, self.from_run)
-            prompts = await prompts_of(store, run, self.config.runner.prompts)
+            prompts = await prompts_of(store, run, self.config)
             reporter.phase("starting the policy server and loading the model")
             yield Prepared(
                 resources,
@@ -220,7 +219,7 @@ class RunOpening:
                 "logprobs": [0.0, *probe.logprobs[1:]],
                 "dtype": made.computed.engine.dtype,
             }
-        await tell_exported(made.store, made.run, self.out / "model", about)
+        await tell_exported(made.store, made.run, self.config, self.out / "model", about)
         return summary
 
     async def _open_record(self, resources: AsyncExitStack, store: Store, reporter: Reporter) -> Record | None:
@@ -267,7 +266,7 @@ class RunOpening:
         prompts: Prompts,
         *,
         restores: bool = False,
-        sender: Sender | None = None,
+        sender: object | None = None,
     ) -> Stack:
         return await open_stack(
             resources,

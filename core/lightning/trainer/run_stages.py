@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from lightning.config import Config
 from lightning.errors import ConfigError, LightningError, PluginError
-from lightning.installation import install_command
 from lightning.plugins import plugins
 from lightning.plugins.stages import Contract, NamedStage, Stage
 from lightning.store.protocol import Store
@@ -74,55 +74,54 @@ class RunStage(Stage):
 
 CONTRACT: Final = Contract(
     kind=RunStage,
+    asked="run_stages",
     api=API,
     points=("prompts", "exported"),
     ordered=(),
     setting="",
     settings=(),
+    of_stages=(),
     error=PluginError,
     of="runs",
     where="trainer",
 )
 
 
-def run_stages() -> list[NamedStage[RunStage]]:
-    """The stages that plugins register, by name. Raises `PluginError` for those that cannot stand together."""
-    found = []
-    for name in plugins().names("run_stages"):
-        owner = plugins().owner("run_stages", name)
-        each = NamedStage(name, plugins().run_stage(name)(), owner.version, owner.name)
-        CONTRACT.check(each)
-        found.append(each)
+def run_stages(config: Config) -> list[NamedStage[RunStage]]:
+    """The stages that plugins register, for a run with these settings. Raises what `Contract.made` raises, and `PluginError` for
+    two that cannot stand together."""
+    found: list[NamedStage[RunStage]] = CONTRACT.in_order(CONTRACT.made(config, config.runner), ())
     finding = [each for each in found if each.stands_at("prompts")]
     if len(finding) > 1:
         both = " and ".join(each.said for each in finding)
         raise PluginError(f"the stages {both} both find the prompts of runs: set {finding[0].off}, or {finding[1].off}")
-    return CONTRACT.in_order(found, ())
+    return found
 
 
-def check_prompts(given: Mapping[str, str]) -> None:
+def check_prompts(config: Config) -> None:
     """Raise `ConfigError` for a prompt that only a stage can find, where none is there."""
-    named = next((item for item in given.items() if item[1].startswith(PREFIX)), None)
-    if named and not any(each.stands_at("prompts") for each in run_stages()):
+    named = next((item for item in config.runner.prompts.items() if item[1].startswith(PREFIX)), None)
+    if named and not any(each.stands_at("prompts") for each in run_stages(config)):
         raise ConfigError(
-            f"runner.prompts.{named[0]} is {named[1]!r}, which names a prompt, and no plugin is there that finds it: the "
-            f"plugin 'resources' does. Run: {install_command('resources')}.{plugins().left_out()} Or give the text itself"
+            f"runner.prompts.{named[0]} is {named[1]!r}, which names a prompt, and no plugin is there that finds it."
+            f"{plugins().cures('run_stages', 'prompts')} Or give the text itself"
         )
 
 
-async def prompts_of(store: Store, run: Run, given: Mapping[str, str], *, home: str = "") -> Prompts:
+async def prompts_of(store: Store, run: Run, config: Config, *, home: str = "") -> Prompts:
     """The prompts of a run, see `RunStage.prompts`. Raises `ConfigError` where no stage finds what is named."""
-    check_prompts(given)
-    for each in run_stages():
+    check_prompts(config)
+    given = config.runner.prompts
+    for each in run_stages(config):
         if each.stands_at("prompts"):
             with _blamed(each, "prompts"):
                 return await each.stage.prompts(of_project(store, run.project), run, given, home)
     return Prompts(given)
 
 
-async def tell_exported(store: Store, run: Run, folder: Path, about: Mapping[str, Json]) -> None:
+async def tell_exported(store: Store, run: Run, config: Config, folder: Path, about: Mapping[str, Json]) -> None:
     """See `RunStage.exported`."""
-    for each in run_stages():
+    for each in run_stages(config):
         if each.stands_at("exported"):
             with _blamed(each, "exported"):
                 await each.stage.exported(of_project(store, run.project), run, folder, about)

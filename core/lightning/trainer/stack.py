@@ -30,8 +30,7 @@ from lightning.policy_server.auto_settings import Demand
 from lightning.policy_server.process import reserved_port
 from lightning.policy_server.profiles import shares_gpu
 from lightning.policy_server.protocol import PolicyServer, Probe, Update
-from lightning.policy_server.weight_transfer import Sender
-from lightning.policy_server.weight_transfer.folder import WeightsFolder
+from lightning.policy_server.weights import WeightsFolder
 from lightning.runner.lease_loop import Source
 from lightning.runner.protocol import ClientRunner, Runner
 from lightning.store.memory import MemoryStore
@@ -342,21 +341,21 @@ async def open_stack(
     runner: Runner,
     prompts: Prompts | None = None,
     restores: bool,
-    sender: Sender | None = None,
+    sender: object | None = None,
 ) -> Stack:
     """Start everything that serves and runs agents; `resources` closes it. The store must be open already, and is that of all
     projects.
 
-    With `restores` the policy server does not have the run's weights yet: calls wait for the first `Stack.update`. Where
-    weights are sent over the network `sender` does so; without one this process does.
+    With `restores` the policy server does not have the run's weights yet: calls wait for the first `Stack.update`. `sender` is
+    the engine's, where its weights are in another process than this one.
     """
-    weights_folder = WeightsFolder(config.policy_server, model, folder, sender)
+    weights_folder = WeightsFolder(config.policy_server, model, folder, here=sender is None)
     resources.callback(weights_folder.close)  # after vLLM has ended
     server = _server_for(runner, config)
     settings = config.gateway if server is None else server.on_port(config).gateway
     check_ports(settings, config.policy_server)
     log, demand = folder / "vllm.log", _demand(runner, config)
-    policy = make_policy_server(model, config.policy_server, log=log, sender=sender, demand=demand)
+    policy = make_policy_server(model, config, log=log, sender=sender, demand=demand)
     resources.push_async_callback(policy.close)
     resources.push_async_callback(runner.close)
     await check_exposure(store, settings.host)

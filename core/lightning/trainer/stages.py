@@ -25,9 +25,9 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self, TypeAlias
 
 from lightning.bounded import Once
-from lightning.errors import ConfigError, LightningError, PluginError
+from lightning.errors import ConfigError, PluginError
 from lightning.plugins import plugins
-from lightning.plugins.stages import Contract, NamedStage, Stage, StageError, warn_of_order
+from lightning.plugins.stages import Contract, NamedStage, Stage, StageError, versions_of
 from lightning.types import Json
 
 if TYPE_CHECKING:
@@ -159,11 +159,13 @@ class StepStage(Stage):
 
 CONTRACT: Final = Contract(
     kind=StepStage,
+    asked="step_stages",
     api=API,
     points=("begun", "taken", "evaluated", "alarmed", "ended", "rehearsed"),
     ordered=("taken",),
     setting="trainer.stage_order",
     settings=OF_STAGES,
+    of_stages=OF_STAGES,
     error=PluginError,
     of="steps",
     where="trainer",
@@ -190,8 +192,6 @@ class StepLine:
                 )
         self.stages = CONTRACT.in_order(stages, order)
         self._said = Once()
-        if unknown := sorted(set(order) - {each.name for each in stages}):
-            log.warning("trainer.stage_order names stages that no plugin has here: %s", ", ".join(unknown))
         rehearsing = self._standing("rehearsed")
         if len(rehearsing) > 1:
             raise PluginError(
@@ -201,8 +201,8 @@ class StepLine:
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """The names of its stages, in their order, with the versions of their distributions."""
-        return {each.name: each.version for each in self.stages}
+        """See `versions_of`."""
+        return versions_of(self.stages)
 
     def _standing(self, point: str) -> list[NamedStage[StepStage]]:
         return [each for each in self.stages if each.stands_at(point)]
@@ -294,31 +294,5 @@ def _heard(each: NamedStage[StepStage], point: str) -> Iterator[None]:
 
 
 def step_line(config: Config) -> StepLine:
-    """The stages that plugins register, one of each kind for a run with these settings. Raises `PluginError`, and `ConfigError`
-    for a setting that is no default and that no stage carries out."""
-    named: list[NamedStage[StepStage]] = []
-    known = plugins().names("step_stages")
-    for name in known:
-        owner, make = plugins().owner("step_stages", name), plugins().step_stage(name)
-        try:
-            stage = make(config)
-        except LightningError:
-            raise
-        except Exception as error:
-            raise PluginError(
-                f"the stage {name!r} of the plugin {owner} cannot be made ({type(error).__name__}: {error}). Mend the plugin, "
-                f"or start without it: LIGHTNING_DISABLE_PLUGINS={owner.name}"
-            ) from error
-        if stage is not None:
-            named.append(NamedStage(name, stage, owner.version, owner.name))
-    line, trainer, plain = StepLine(named, config.trainer.stage_order), config.trainer, type(config.trainer)()
-    warn_of_order(line.stages, known)
-    for setting in OF_STAGES:
-        carried = any(setting in each.stage.carries_out for each in line.stages)
-        if not carried and getattr(trainer, setting) != (off := getattr(plain, setting)):
-            raise ConfigError(
-                f"trainer.{setting} is set, and no plugin is there that carries it out: the stages of steps here are "
-                f"{', '.join(line.versions) or 'none'}.{plugins().cures('step_stages', setting)} Or set trainer.{setting} = "
-                f"{json.dumps(off)} to go on without it"
-            )
-    return line
+    """The stages that plugins register, one of each kind for a run with these settings. Raises what `Contract.made` raises."""
+    return StepLine(CONTRACT.made(config, config.trainer), config.trainer.stage_order)

@@ -18,6 +18,7 @@ from lightning.asyncio_utils import run_to_end
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
+from lightning.policy_server import check_policy_server
 from lightning.runner.protocol import Agent
 from lightning.store.epochs import mark_over
 from lightning.store.places import DATABASE
@@ -106,6 +107,7 @@ class Trainer(RunOpening):
         check_server_settings(self.config)
         self.config.optimizer_model.check()  # settings are kept with the run: none that hold a password get that far
         check_gateway(self.config.gateway)
+        check_policy_server(self.config.policy_server)
         if resume and out is None:
             raise ConfigError("resume needs the run to go on with: give its folder as `out` (--out runs/NAME)")
         self.model = self._base = resolve_model(model)
@@ -241,7 +243,7 @@ class Trainer(RunOpening):
             logger.warning("a loop of your own does not look at trainer.%s: leave it out", ", trainer.".join(said))
 
     async def _dev(self, agent: Agent | None, tasks: list[Task]) -> DryRun:
-        check_prompts(self.config.runner.prompts)
+        check_prompts(self.config)
         rehearse = step_line(self.config).rehearsal()
         runner = self._runner_of(agent)
         async with AsyncExitStack() as resources:
@@ -254,7 +256,7 @@ class Trainer(RunOpening):
             numbers = [int(run.id.removeprefix("dev-")) for run in await store.list_runs(brief=True)]
             name = f"dev-{max(numbers, default=0) + 1}"
             run = await store.put_run(Run(name, name, self._described(tasks, []), project=self._project))
-            prompts = await prompts_of(store, run, self.config.runner.prompts, home=self._url())
+            prompts = await prompts_of(store, run, self.config, home=self._url())
             if not isinstance(self.algorithm, SearchAlgorithm):
                 await check_model(self._make_engine(self.config), self.model, reporter)
             reporter.phase("starting the policy server")

@@ -18,7 +18,7 @@ from lightning.config import Config
 from lightning.config.sections import TrainerConfig
 from lightning.credit import Branched
 from lightning.errors import ConfigError
-from lightning.gateway.routes import why_idle
+from lightning.gateway.stages import CONTRACT
 from lightning.store.exchanges import why_not_replayable
 from lightning.trainer.branch_points import branch_points
 from lightning.trainer.plan import branch_rollouts
@@ -47,7 +47,7 @@ def check_tree(config: Config, group_sizes: Iterable[int], *, recorded: bool, se
         )
     if not config.gateway.record_requests:
         raise ConfigError("trainer.sampling = tree needs gateway.record_requests: branches begin with what is recorded")
-    if why := why_idle(check_gateway(config.gateway), config.gateway, "record_requests"):
+    if why := CONTRACT.why_idle(check_gateway(config.gateway).stages, config.gateway, "record_requests"):
         raise ConfigError(f"trainer.sampling = tree: branches begin with what is recorded. {why}")
     for size in group_sizes:
         if (trunks := trunks_of(config.trainer, size)) >= size:

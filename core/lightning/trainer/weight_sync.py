@@ -28,7 +28,7 @@ from lightning.engines.protocol import Engine, WritesAdapters
 from lightning.errors import PolicyServerError
 from lightning.policy_server.model_folder import hash_weights
 from lightning.policy_server.protocol import Probe
-from lightning.policy_server.weight_transfer import BACKENDS
+from lightning.policy_server.weights import FILES
 from lightning.trainer.stack import Stack
 from lightning.types import StepRecord
 
@@ -239,7 +239,7 @@ class Publisher:
     def _write(self, file: Path) -> None:
         """Adapters alone where our own vLLM reads them: it has the model's folder, too, and merges them as the engine would."""
         server, engine = self._stack.config.policy_server, self._engine
-        reads_here = not server.attach and server.weight_transfer not in BACKENDS
+        reads_here = not server.attach and server.weight_transfer in FILES
         if not (reads_here and isinstance(engine, WritesAdapters) and engine.adapters(file)):
             engine.weights(file)
 

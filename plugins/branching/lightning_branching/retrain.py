@@ -18,7 +18,7 @@ from lightning.engines.protocol import Engine, WritesAdapters
 from lightning.errors import AuditError, ConfigError, LightningError
 from lightning.plugins import plugins
 from lightning.policy_server.model_folder import hash_weights
-from lightning.policy_server.weight_transfer import BACKENDS
+from lightning.policy_server.weights import FILES
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.checkpoints import Checkpoints
@@ -215,7 +215,7 @@ class _Watcher:
         """Of what was handed to the policy server: adapters alone where it merges them itself."""
         file, epoch = self._scratch / WEIGHTS, epoch_at(self._epochs, record.step)
         attached = epoch.setting("policy_server", "attach")
-        alone = not attached and epoch.setting("policy_server", "weight_transfer") not in BACKENDS
+        alone = not attached and (epoch.setting("policy_server", "weight_transfer") or "auto") in FILES
         if not (alone and isinstance(engine, WritesAdapters) and engine.adapters(file)):
             engine.weights(file)
         return hash_weights(file)

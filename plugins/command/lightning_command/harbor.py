@@ -144,7 +144,7 @@ def _json(values: Mapping[str, Any]) -> dict[str, Any]:
 def bubblewrap() -> str:
     """Where it is. Raises `ConfigError` when it is not installed, or nobody would tell the sandbox what to hide."""
     try:
-        plugins().attempt_stage("sandbox")
+        plugins().get("attempt_stages", "sandbox")
     except PluginError as error:
         raise ConfigError(
             f"tasks in Harbor's format run in a sandbox, which must hide what runner.sandbox_hidden names: {error}"

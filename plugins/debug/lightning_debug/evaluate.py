@@ -248,7 +248,7 @@ class Evaluator:
             raise RuntimeError("an Evaluator is used with `async with`")
         run = await store.put_run(self._runs[variant.run])
         await mark_over(store, run.id, False)
-        prompts: Prompts = await prompts_of(store, run, config.runner.prompts)
+        prompts: Prompts = await prompts_of(store, run, config)
         if variant.prompt:
             component, text = variant.prompt
             prompts = bindable(prompts)

@@ -9,6 +9,7 @@ from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
     import typer
+    from lightning.config import Config
     from lightning.store.operation import OperationGroup
     from lightning.trainer.run_stages import RunStage
 
@@ -20,7 +21,7 @@ def register_operations(register: Callable[[str, Callable[[], OperationGroup]], 
 
 
 @hookimpl
-def register_run_stages(register: Callable[[str, Callable[[], RunStage]], None]) -> None:
+def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | None]], None]) -> None:
     """`resources`."""
     register("resources", _stage)
 
@@ -37,7 +38,7 @@ def _resources() -> OperationGroup:
     return RESOURCES
 
 
-def _stage() -> RunStage:
+def _stage(config: Config) -> RunStage:
     from lightning_resources.prompts import ResourcesOfRun
 
     return ResourcesOfRun()

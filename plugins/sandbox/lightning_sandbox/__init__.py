@@ -1,1 +1,2 @@
-"""A sandbox for each agent's process, of bubblewrap; and what an agent needs to make one for a program that it runs."""
+"""What agents are held to on a machine: a sandbox of bubblewrap for each one's process, or for a program that it runs; and how
+many runs of a tool are under way at once."""

@@ -1,4 +1,4 @@
-"""Agents in a sandbox, as a plugin: a stage around attempts."""
+"""What agents are held to on a machine, as a plugin: a sandbox, and limits of their tools. Each is a stage around attempts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], AttemptStage | None]], None]) -> None:
-    """`sandbox`."""
+    """`sandbox`, `tool_limits`."""
     from lightning_sandbox.stage import SANDBOX, stage_for
+    from lightning_sandbox.tool_limits import TOOL_LIMITS, limits_for
 
     register(SANDBOX, stage_for)
+    register(TOOL_LIMITS, limits_for)

@@ -4,8 +4,8 @@ that agents make for their programs what to hide (`runner.sandbox_hidden`)."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from lightning.runner.stages import AttemptStage
 
@@ -23,7 +23,7 @@ class HidingStage(AttemptStage):
     """Agents' own sandboxes hide what the runner is told to hide."""
 
     api = 1
-    carries_out = ("sandbox", "sandbox_network", "sandbox_environment", "sandbox_files")
+    carries_out: ClassVar[Collection[str]] = ("sandbox_network", "sandbox_environment", "sandbox_files")
 
     def __init__(self, config: RunnerConfig) -> None:
         self._hidden = config.sandbox_hidden
@@ -35,6 +35,8 @@ class HidingStage(AttemptStage):
 
 class SandboxStage(HidingStage):
     """Each process of agents is alone in a sandbox."""
+
+    carries_out = ("sandbox", *HidingStage.carries_out)
 
     def __init__(self, config: RunnerConfig) -> None:
         super().__init__(config)

@@ -24,7 +24,7 @@ from lightning.gateway.gateway import Gateway
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import gateway_secret
 from lightning.plugins import plugins
-from lightning.policy_server import make_policy_server
+from lightning.policy_server import check_policy_server, make_policy_server
 from lightning.policy_server.auto_settings import Demand
 from lightning.policy_server.protocol import PolicyServer
 from lightning.store.protocol import Store
@@ -155,6 +155,7 @@ async def serve(
             "elsewhere and send their own: put the text into component(..., prompt=...) there (`lightning resources show "
             "NAME@ALIAS --content` prints it), and serve with --set 'runner.prompts={}'"
         )
+    check_policy_server(config.policy_server)
     if why := check_gateway(config.gateway).why_not("session"):
         raise PluginError(
             "each conversation with a served model is a rollout, and no plugin is there that tells them apart: "
@@ -173,7 +174,7 @@ async def serve(
         if follows is not None:
             config = with_dtypes(config, model, "torch")
         version, log, claims = follows.resource.version if follows else 0, folder / "vllm.log", follows is not None
-        policy = make_policy_server(model, config.policy_server, log=log, version=version, claims=claims, demand=demand)
+        policy = make_policy_server(model, config, log=log, version=version, claims=claims, demand=demand)
         resources.push_async_callback(policy.close)
         await policy.start()
         if follows is not None and policy.version != version:  # an attached one has what it was given last

@@ -15,15 +15,15 @@ from typing import Any
 from lightning.addresses import is_loopback
 from lightning.config import EngineConfig
 from lightning.errors import LightningError, PolicyServerError
-from lightning.policy_server.weight_transfer import Meeting
-from lightning.policy_server.weight_transfer.transfer import no_cuda
+from lightning_attach.sending import Meeting
+from lightning_attach.transfer import no_cuda
 
 from lightning_verl.device import choose
 
 
 class FirstWorker:
-    """Implements `weight_transfer.Sender`. `call(method, *arguments)` makes a call of the first worker's own sender and
-    returns what it answered, and what went wrong; whoever calls the workers holds `turn`."""
+    """Implements `lightning_attach.sending.Sender`. `call(method, *arguments)` makes a call of the first worker's own sender
+    and returns what it answered, and what went wrong; whoever calls the workers holds `turn`."""
 
     def __init__(self, call: Callable[..., tuple[Any, str]], turn: threading.Lock, config: EngineConfig) -> None:
         self._call, self._turn, self._config = call, turn, config

@@ -24,7 +24,7 @@ from lightning.engines.export import write_file, write_folder
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import LightningError
 from lightning.losses.protocol import Loss
-from lightning.policy_server.weight_transfer.transfer import LocalSender
+from lightning_attach.transfer import LocalSender
 
 from lightning_verl import api
 from lightning_verl.critic import WANTED, Learner, Wanted

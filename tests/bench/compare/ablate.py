@@ -57,7 +57,7 @@ def settings_of(demo: Demo, seed: int, given: argparse.Namespace) -> Config:
 def serving(demo: Demo, given: argparse.Namespace, *, log: Path) -> Iterator[str]:
     """A vLLM with the demonstration's model, for all its runs; gives its URL."""
     os.environ.setdefault("LIGHTNING_VLLM_SECRET", secrets.token_hex(32))  # its runs attach to it
-    server = make_policy_server(demo.model, settings_of(demo, 0, given).policy_server, log=log)
+    server = make_policy_server(demo.model, settings_of(demo, 0, given), log=log)
     with asyncio.Runner() as runner:
         try:
             runner.run(server.start())

@@ -26,7 +26,7 @@ Judge = Callable[[Path], list[float]]
 @contextmanager
 def judging(demo: Demo, held_out: int, *, log: Path) -> Iterator[Judge]:
     """Start a vLLM with the demonstration's model; each call puts weights into it and runs the agent on every task."""
-    config = with_settings(Config(), {"policy_server.max_model_len": 1024} | demo.settings).policy_server
+    config = with_settings(Config(), {"policy_server.max_model_len": 1024} | demo.settings)
     server = make_policy_server(demo.model, config, log=log)
     tasks: Sequence = demo.val_tasks(held_out)
     served = 0

@@ -11,9 +11,9 @@ import torch
 from lightning import __version__
 from lightning.cli import adapters, doctor
 from lightning.cli import check as installed
-from lightning.gateway import routes
 from lightning.installation import install_command
 from lightning.plugins import Plugins
+from lightning.plugins import stages as named
 from lightning.testing.tiny_models import make_tiny_family, make_tiny_model
 from torch import nn
 from torch.nn.functional import dropout
@@ -92,7 +92,7 @@ def test_doctor_says_which_stage_of_calls_cannot_stand(lightning, install, monke
     report = json.loads(lightning("doctor", "--json").out)
     assert check(report, "stages of calls")["detail"] == "branches, conversations, history, texts"
     install("strange", {"stranger": "strange_stage"}, {"strange_stage": source})
-    monkeypatch.setattr(routes, "plugins", Plugins)
+    monkeypatch.setattr(named, "plugins", Plugins)
     ran = lightning("doctor", "--json")
     found = check(json.loads(ran.out), "stages of calls")
     assert (ran.code, found["status"]) == (1, "broken")

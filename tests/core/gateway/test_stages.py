@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.config.sections import ProviderConfig
 from lightning.errors import ConfigError, GatewayError, StoreError
-from lightning.gateway import routes
 from lightning.gateway.stages import API, CONTRACT, POINTS, CallStage, Line, NamedStage
 from lightning.plugins import Plugins
+from lightning.plugins import stages as named
 from lightning.plugins.stages import StageError
 from lightning.testing import Reply
 from lightning.types import UNSERVED, CallStatus, Fault, Outcome, Rollout, Task
@@ -87,7 +87,7 @@ def stranger(install, monkeypatch: pytest.MonkeyPatch):
     def make(source: str = ANSWERS, name: str = "stranger") -> None:
         install(f"{name}-stage", {name: f"{name}_stage"}, {f"{name}_stage": source})
         found = Plugins()
-        monkeypatch.setattr(routes, "plugins", lambda: found)
+        monkeypatch.setattr(named, "plugins", lambda: found)
 
     return make
 
@@ -428,7 +428,7 @@ async def test_a_setting_is_carried_out_by_any_stage_that_says_so(stranger, buil
     stranger(source.replace('api, after = 1, ("texts",)', 'api, before = 1, ("branches",)'), "other")
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "record,stranger")
     found = Plugins()
-    monkeypatch.setattr(routes, "plugins", lambda: found)
+    monkeypatch.setattr(named, "plugins", lambda: found)
     with pytest.raises(ConfigError, match=r"gateway\.providers is set, and no plugin is there that carries it out"):
         await build(providers=providers)
 

@@ -21,8 +21,7 @@ import httpx2
 import pytest
 from lightning.bounded import Once
 from lightning.errors import DataError
-from lightning.instrument import activate, context, current_attempt, emit, label, last_call, reward, tool_slots
-from lightning.instrument.tool_slots import ToolLimits, limit_tools, tool_slot
+from lightning.instrument import activate, context, current_attempt, emit, label, last_call, reward
 from lightning.types import LLM, Caller, ToolEvent
 
 ONE = LLM("http://127.0.0.1:8000/v1", "one", "policy")
@@ -186,21 +185,18 @@ def test_what_a_forked_process_reports_is_said_once_to_be_lost(tmp_path: Path, m
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that is what this is about
-@pytest.mark.parametrize("module", [context, last_call, tool_slots], ids=["context", "last call", "slots"])
+@pytest.mark.parametrize("module", [context, last_call], ids=["context", "last call"])
 def test_a_process_that_is_forked_while_another_thread_reports_does_not_wait_for_it(
-    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(context, "_said_in_fork", mmap.mmap(-1, 1))
     held, let_go = threading.Event(), threading.Event()
-    limits = ToolLimits(str(tmp_path), {"pay": 1})
-    limits.files("pay")[0].touch()
 
     def report() -> None:
         with module._lock:
             held.set()
             let_go.wait(20)
 
-    undo = limit_tools(limits)
     with activate(ONE), ThreadPoolExecutor(1) as pool:
         reporting = pool.submit(report)
         held.wait(20)
@@ -208,16 +204,14 @@ def test_a_process_that_is_forked_while_another_thread_reports_does_not_wait_for
         if child == 0:
             try:
                 signal.alarm(3)  # ends it where it waits
-                with tool_slot("pay"):
-                    reward(1.0)
-                    emit(ToolEvent("pay", "ok"))
+                reward(1.0)
+                emit(ToolEvent("pay", "ok"))
                 os._exit(0)
             finally:
                 os._exit(1)
         status = os.waitpid(child, 0)[1]
         let_go.set()
         reporting.result()
-    undo()
     assert status == 0
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.config import Config
 from lightning.config.sections import PolicyServerConfig
 from lightning.errors import ConfigError, PolicyServerError
+from lightning.plugins import Plugins
 from lightning.policy_server import OwnedVLLM, make_policy_server, vllm_server
 
 
@@ -78,7 +80,7 @@ async def test_a_data_parallel_one_is_stopped_unless_its_weights_never_change(
     with pytest.raises(PolicyServerError, match=r"2 data-parallel engines.*policy_server\.args"):
         await server(model, tmp_path).start()
     assert processes[0].returncode == -9
-    config = PolicyServerConfig(device="cpu")
+    config = Config(policy_server=PolicyServerConfig(device="cpu"))
     serves = make_policy_server(model, config, log=tmp_path / "vllm.log", claims=False)
     await serves.start()
     assert processes[1].returncode is None
@@ -221,3 +223,54 @@ async def test_arguments_of_the_users_are_judged_as_those_of_an_attached_one(
     with pytest.raises(ConfigError, match=r"--distributed-executor-backend ray"):
         await server(model, tmp_path, args=("--distributed-executor-backend=ray",)).start()
     assert len(processes) == 1, "it was not even started"
+
+
+STRANGER = """
+import lightning
+from lightning.errors import ConfigError
+
+class Pigeons:
+    args, extension = ("--pigeons", "3"), "stranger.Extension"
+    def check(self, device):
+        if device != "cpu":
+            raise ConfigError("pigeons carry nothing to " + str(device))
+    async def ready(self, control): ...
+    async def load(self, control, files): ...
+
+@lightning.hookimpl
+def register_weight_transfers(register):
+    register("pigeons", lambda config, sender: Pigeons())
+
+@lightning.hookimpl
+def register_policy_servers(register):
+    register("loft", lambda model, config, transfer, claims: (model, transfer.extension, claims))
+"""
+
+
+async def test_a_stranger_brings_a_way_of_the_weights_and_a_server(
+    processes: list[StubProcess], fake: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Any
+) -> None:
+    install("stranger", {"stranger": "stranger"}, {"stranger": STRANGER})
+    found = Plugins()
+    monkeypatch.setattr(vllm_server, "plugins", lambda: found)
+
+    def made(**settings: Any) -> Any:
+        config = Config(policy_server=PolicyServerConfig(weight_transfer="pigeons", **settings))
+        return make_policy_server(model, config, log=tmp_path / "vllm.log")
+
+    assert made(attach="loft://here") == (model, "stranger.Extension", True)
+    with pytest.raises(ConfigError, match="pigeons carry nothing to cuda"):
+        await made(device="cuda").start()
+    assert processes == []
+    vllm = made(device="cpu", args=("--seed", "1"))
+    fake.info["vllm_config"]["parallel_config"]["worker_extension_cls"] = "stranger.Extension"
+    await vllm.start()
+    args = processes[0].args
+    assert args[args.index("--worker-extension-cls") + 1] == "stranger.Extension"
+    assert args[args.index("--pigeons") + 1] == "3"
+    await vllm.close()
+    fake.info["vllm_config"]["parallel_config"]["worker_extension_cls"] = "somebody.Else"
+    with pytest.raises(
+        PolicyServerError, match=r"its worker lacks our extension: --worker-extension-cls stranger\.Extension"
+    ):
+        await made(device="cpu", args=("--seed", "1")).start()

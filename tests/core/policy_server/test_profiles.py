@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from lightning.config.sections import Config, EngineConfig, PolicyServerConfig
@@ -86,16 +85,6 @@ def test_the_users_arguments_come_last_and_an_empty_parser_leaves_tools_off() ->
     args = server_args(Path("/m"), config, chosen, device="cpu", names=["policy", "policy-1"], port=1)
     assert args[-2:] == ["--max-num-seqs", "4"]
     assert not {"--enable-auto-tool-choice", "--tool-call-parser"} & set(args)
-
-
-@pytest.mark.parametrize(("way", "backend"), [("gloo", "lightning_gloo"), ("nccl", "nccl")])
-def test_how_weights_come_over_the_network(way: Literal["gloo", "nccl"], backend: str) -> None:
-    config = PolicyServerConfig(weight_transfer=way)
-    args = server_args(Path("/m"), config, CHOSEN, device="cuda", names=["policy", "policy-1"], port=1)
-    assert json.loads(value(args, "--weight-transfer-config")) == {"backend": backend}
-    assert "--weight-transfer-config" not in server_args(
-        Path("/m"), PolicyServerConfig(), CHOSEN, device="cpu", names=["p"], port=1
-    )
 
 
 def test_environment() -> None:

@@ -11,41 +11,39 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from lightning.config import Config
 from lightning.config.sections import PolicyServerConfig
 from lightning.errors import DataError, PolicyServerError
 from lightning.installation import install_command
-from lightning.policy_server import AttachedVLLM, OwnedVLLM, control, make_policy_server, vllm_server
-from lightning.policy_server import attached as attached_module
+from lightning.policy_server import OwnedVLLM, make_policy_server, vllm_server
 from lightning.policy_server.control import VLLMControl
 from lightning.policy_server.protocol import Probe
+from lightning.policy_server.vllm_server import VLLMServer
+from lightning.policy_server.weights import FromDisk
 
 Alter = Callable[[Path, Callable[[dict[str, Any]], object]], Path]
-ORDER = ["attach", "attach", "pause", "in_flight", "load", "reset_prefix_cache", "set_version", "resume"]
+ORDER = ["pause", "in_flight", "load", "reset_prefix_cache", "set_version", "resume"]
 
 
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server of another trainer's is taken over without a wait."""
-    monkeypatch.setattr("lightning.policy_server.attached.TAKE_OVER_SECONDS", 0.0)
+class Running(VLLMServer):
+    """The stand-in as a server that nobody else can have."""
+
+    def __init__(self, model: Path, url: str) -> None:
+        super().__init__(model, 0, FromDisk())
+        self._control, self._name, self._serving = VLLMControl(url), "policy", True
+
+    async def start(self) -> None: ...
+
+    async def restart(self, weights: Path | None, version: int) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def _give_up(self) -> str:
+        return "It stays paused, its weights are undefined; restart it"
 
 
-async def attached(fake: Any, model: Path) -> AttachedVLLM:
-    server = AttachedVLLM(model, PolicyServerConfig(attach=f"{fake.url}/v1/", start_timeout=5))
-    await server.start()
-    fake.calls.clear()
-    return server
-
-
-async def test_attach_takes_over_name_and_version(fake: Any, model: Path) -> None:
-    fake.version = 7
-    server = AttachedVLLM(model, PolicyServerConfig(attach=fake.url))
-    with pytest.raises(PolicyServerError, match="has not been started"):
-        _ = server.url
-    await server.start()
-    assert (server.url, server.model, server.alias, server.version) == (fake.url, "someone's", "someone's", 7)
-    assert await server.healthy()
-    await server.close()
-    assert await server.healthy()
+def running(fake: Any, model: Path) -> Running:
+    return Running(model, fake.url)
 
 
 async def test_it_sleeps_and_wakes_by_vllms_own_routes(fake: Any, model: Path) -> None:
@@ -56,146 +54,14 @@ async def test_it_sleeps_and_wakes_by_vllms_own_routes(fake: Any, model: Path) -
         return web.Response()  # as vLLM answers these two
 
     fake.answers |= {"/sleep": empty, "/wake_up": empty}
-    server = await attached(fake, model)
+    server = running(fake, model)
     await server.sleep()
     await server.wake()
     assert asked == ["/sleep?level=1&mode=wait", "/wake_up"]
 
 
-async def test_attach_resumes_what_was_left_paused(fake: Any, model: Path) -> None:
-    fake.paused = True
-    await attached(fake, model)
-    assert not fake.paused
-
-
-async def test_one_that_only_serves_resumes_what_is_nobodys(
-    fake: Any, model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A trainer's may be between its pause and its load, where the version is still the old one's."""
-    fake.paused, fake.claim = True, "theirs"
-    config = PolicyServerConfig(attach=fake.url)
-    serves = make_policy_server(model, config, log=Path("unused"), claims=False)
-    await serves.start()
-    assert fake.paused
-    assert f"{fake.url} was paused by its trainer (its claim is theirs)" in caplog.text
-    fake.claim = ""
-    await serves.start()
-    assert not fake.paused
-    await serves.close()
-    fake.paused, fake.claim = True, "a killed trainer's"
-    await attached(fake, model)
-    assert not fake.paused
-
-
-async def test_one_that_only_serves_resumes_what_a_killed_trainer_left_paused(
-    fake: Any, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, seconds in (("LOOK_SECONDS", 0.01), ("AWAKE_SECONDS", 0.01), ("SILENT_SECONDS", 0.3)):
-        monkeypatch.setattr(attached_module, name, seconds)
-    fake.paused, fake.claim, fake.version = True, "theirs", 1
-    serves = make_policy_server(model, PolicyServerConfig(attach=fake.url), log=Path("unused"), claims=False)
-    await serves.start()
-    for version in (None, 2):  # it lives, and is in the middle of an update
-        await asyncio.sleep(0.2)
-        assert (fake.paused, fake.claim) == (True, "theirs")
-        fake.version = version
-    await asyncio.sleep(0.2)
-    assert fake.paused
-    async with asyncio.timeout(30):
-        while fake.paused:
-            await asyncio.sleep(0.01)
-    assert (fake.claim, fake.version) == ("", 2)
-    await serves.close()
-
-
-async def test_one_that_only_serves_resumes_what_was_paused_while_it_served(
-    fake: Any, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, seconds in (("LOOK_SECONDS", 0.01), ("AWAKE_SECONDS", 0.01), ("SILENT_SECONDS", 0.3)):
-        monkeypatch.setattr(attached_module, name, seconds)
-
-    async def until(reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
-            while not reached():
-                await asyncio.sleep(0.005)
-
-    async def pause() -> None:
-        """As a trainer does, until it has been looked at twice."""
-        fake.calls.clear()
-        fake.paused = True
-        await until(lambda: fake.calls.count("attach") >= 4)
-
-    serves = make_policy_server(model, PolicyServerConfig(attach=fake.url), log=Path("unused"), claims=False)
-    fake.claim = "theirs"
-    await serves.start()
-    await pause()
-    fake.paused = False
-    await asyncio.sleep(0.35)
-    await pause()
-    assert (fake.paused, fake.claim) == (True, "theirs"), "it has done something since it paused the first time"
-    await until(lambda: not fake.paused)
-    assert fake.claim == ""
-    fake.claim = "the next trainer's"
-    await pause()
-    await until(lambda: not fake.paused)
-    await serves.close()
-
-
-@pytest.mark.parametrize("how", ["no version", "closed"])
-async def test_what_is_of_no_version_or_is_served_no_more_stays_paused(
-    how: str, fake: Any, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, seconds in (("LOOK_SECONDS", 0.01), ("AWAKE_SECONDS", 0.01), ("SILENT_SECONDS", 0.1)):
-        monkeypatch.setattr(attached_module, name, seconds)
-    fake.paused, fake.claim = True, "theirs"
-    serves = make_policy_server(model, PolicyServerConfig(attach=fake.url), log=Path("unused"), claims=False)
-    await serves.start()
-    if how == "closed":
-        await serves.close()
-    else:
-        fake.version = None
-    await asyncio.sleep(0.3)
-    assert (fake.paused, fake.claim) == (True, "theirs")
-    await serves.close()
-    if how == "no version":
-        await serves.start()
-        assert "are of no version" in caplog.text
-
-
-async def test_attach_does_not_resume_unknown_weights(fake: Any, model: Path) -> None:
-    fake.paused, fake.version = True, None
-    server = await attached(fake, model)
-    assert fake.paused
-    assert server.version == -1
-    await server.update(model / "model.safetensors", 4)
-    assert not fake.paused
-    assert server.version == fake.version == 4
-
-
-async def test_attach_says_how_to_start_the_server(fake: Any, model: Path) -> None:
-    fake.routes = False
-    with pytest.raises(PolicyServerError, match=r"VLLM_SERVER_DEV_MODE=1 and `--worker-extension-cls lightning"):
-        await attached(fake, model)
-
-
-async def test_a_data_parallel_vllm_serves_but_takes_no_weights(fake: Any, model: Path) -> None:
-    fake.engines, fake.claim = 3, "theirs"
-    with pytest.raises(PolicyServerError, match=r"3 data-parallel engines.* one alone.*--tensor-parallel-size"):
-        await attached(fake, model)
-    assert fake.claim == "theirs"
-    serves = make_policy_server(model, PolicyServerConfig(attach=fake.url), log=Path("unused"), claims=False)
-    await serves.start()
-    await serves.close()
-
-
-async def test_attach_to_nothing(model: Path) -> None:
-    server = AttachedVLLM(model, PolicyServerConfig(attach="http://127.0.0.1:9"))
-    with pytest.raises(PolicyServerError, match=r"no vLLM answers at policy_server\.attach.*refused.*leave"):
-        await server.start()
-
-
 async def test_the_order_of_an_update(fake: Any, model: Path) -> None:
-    server = await attached(fake, model)
+    server = running(fake, model)
     fake.counts = {"chatcmpl-a-00000000": 5, "1_chatcmpl-b-00000000": 0}
     fake.logprobs = [0.0, -1.0, -2.5]
     probe = Probe([1, 2, 3], [99.0, -1.25, -2.5])
@@ -209,14 +75,14 @@ async def test_the_order_of_an_update(fake: Any, model: Path) -> None:
 
 
 async def test_an_update_without_a_probe(fake: Any, model: Path) -> None:
-    server = await attached(fake, model)
+    server = running(fake, model)
     assert (await server.update(model / "model.safetensors", 1)).served == ()
     assert (await server.update(model / "model.safetensors", 2, Probe([1], [0.0]))).served == []
     assert fake.calls == [*ORDER, *ORDER]
 
 
 async def test_a_probe_that_is_not_a_number_is_an_infinite_gap(fake: Any, model: Path) -> None:
-    server = await attached(fake, model)
+    server = running(fake, model)
     fake.logprobs = [0.0, -1.0]
     probe = Probe([1, 2], [0.0, math.nan])
     update = await server.update(model / "model.safetensors", 1, probe)
@@ -224,7 +90,7 @@ async def test_a_probe_that_is_not_a_number_is_an_infinite_gap(fake: Any, model:
 
 
 async def test_an_uneven_probe_is_refused_before_anything_is_paused(fake: Any, model: Path) -> None:
-    server = await attached(fake, model)
+    server = running(fake, model)
     with pytest.raises(DataError, match="2 ids has 1 logprobs"):
         await server.update(model / "model.safetensors", 1, Probe([1, 2], [0.0]))
     assert fake.calls == []
@@ -233,7 +99,7 @@ async def test_an_uneven_probe_is_refused_before_anything_is_paused(fake: Any, m
 async def test_weights_that_do_not_fit_are_refused_before_anything_is_paused(
     fake: Any, model: Path, alter: Alter
 ) -> None:
-    server = await attached(fake, model)
+    server = running(fake, model)
     with pytest.raises(PolicyServerError, match=r"lacks 'model\.norm\.weight'"):
         await server.update(alter(model, lambda t: t.pop("model.norm.weight")), 1)
     assert fake.calls == []
@@ -242,7 +108,7 @@ async def test_weights_that_do_not_fit_are_refused_before_anything_is_paused(
 
 @pytest.mark.parametrize("step", ["lightning_load", "/reset_prefix_cache", "lightning_set_version"])
 async def test_a_failed_load_puts_the_old_weights_back(fake: Any, model: Path, alter: Alter, step: str) -> None:
-    server = await attached(fake, model)
+    server = running(fake, model)
     old = alter(model, lambda t: t)
     await server.update(old, 1)
     fake.fail[step] = 1
@@ -254,25 +120,9 @@ async def test_a_failed_load_puts_the_old_weights_back(fake: Any, model: Path, a
     assert (await server.update(model / "model.safetensors", 2)).version == 2
 
 
-async def test_weights_that_were_there_before_it_attached_are_not_known_to_be_put_back(fake: Any, model: Path) -> None:
-    """The model folder's are not them: under their version's name nothing else is ever sampled from."""
-    fake.version, fake.fail["lightning_load"] = 7, 1
-    server = await attached(fake, model)
-    with pytest.raises(PolicyServerError, match=r"broke; then version 7 could not.*has no weights of it.*stays paused"):
-        await server.update(model / "model.safetensors", 8)
-    assert fake.calls.count("load") == 1
-    assert (fake.paused, fake.version) == (True, None)
-    await server.update(model / "model.safetensors", 8)
-    fake.version, fake.paused = 7, False
-    await server.start()
-    fake.fail["lightning_load"] = 1
-    with pytest.raises(PolicyServerError, match="has no weights of it"):
-        await server.update(model / "model.safetensors", 9)
-
-
 @pytest.mark.parametrize("step", ["/pause", "lightning_in_flight"])
 async def test_a_failure_before_the_load_only_resumes(fake: Any, model: Path, step: str) -> None:
-    server = await attached(fake, model)
+    server = running(fake, model)
     fake.fail[step] = 1
     with pytest.raises(PolicyServerError, match="version 0 goes on"):
         await server.update(model / "model.safetensors", 1)
@@ -281,7 +131,7 @@ async def test_a_failure_before_the_load_only_resumes(fake: Any, model: Path, st
 
 
 async def test_what_cannot_be_put_back_stays_paused(fake: Any, model: Path) -> None:
-    server = await attached(fake, model)
+    server = running(fake, model)
     await server.update(model / "model.safetensors", 1)
     fake.fail["lightning_load"] = 2
     with pytest.raises(PolicyServerError, match=r"could not be put back.*broke.*stays paused.*undefined; restart it"):
@@ -292,20 +142,20 @@ async def test_what_cannot_be_put_back_stays_paused(fake: Any, model: Path) -> N
 
 
 async def test_a_resume_that_fails_is_told(fake: Any, model: Path) -> None:
-    server = await attached(fake, model)
+    server = running(fake, model)
     fake.fail["/resume"] = 1
     with pytest.raises(PolicyServerError, match="version 1 is loaded but paused"):
         await server.update(model / "model.safetensors", 1)
 
 
 async def test_updates_do_not_overlap(fake: Any, model: Path) -> None:
-    server = await attached(fake, model)
+    server = running(fake, model)
     await asyncio.gather(*(server.update(model / "model.safetensors", version) for version in (1, 2, 3)))
     assert fake.calls == ORDER * 3
 
 
 async def test_a_cancelled_update_does_not_leave_the_server_paused(fake: Any, model: Path) -> None:
-    server = await attached(fake, model)
+    server = running(fake, model)
     update = asyncio.create_task(server.update(model / "model.safetensors", 1))
     while not fake.paused:
         await asyncio.sleep(0)
@@ -316,14 +166,8 @@ async def test_a_cancelled_update_does_not_leave_the_server_paused(fake: Any, mo
     assert server.version == 1
 
 
-async def test_an_answer_without_end_is_named(fake: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "LONGEST_REPLY", 10)
-    with pytest.raises(PolicyServerError, match=r"GET .*/v1/models was answered with more than 10 bytes"):
-        await VLLMControl(fake.url).served_model()
-
-
 async def test_a_dead_engine_is_noticed(fake: Any, model: Path, soon: None) -> None:
-    server = await attached(fake, model)
+    server = running(fake, model)
     waiting = asyncio.create_task(server.wait_died())
     await asyncio.sleep(0.1)
     assert not waiting.done()
@@ -338,139 +182,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server's health is asked for without a second's pause."""
     monkeypatch.setattr(vllm_server, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(vllm_server, "POLL_SECONDS", 0.01)
-
-
-async def test_an_attached_vllm_that_was_started_again_is_noticed_and_claimed_anew(
-    fake: Any, model: Path, soon: None
-) -> None:
-    """However soon it answers again: it has other weights than it had."""
-    server = await attached(fake, model)
-    first = server.claim
-    assert fake.claim == first != ""
-    died = asyncio.create_task(server.wait_died())
-    await server.update(model / "model.safetensors", 3)
-    await asyncio.sleep(0.1)
-    assert not died.done()
-    fake.claim, fake.version = "", 0
-    await asyncio.wait_for(died, 120)
-    await server.restart(model / "model.safetensors", 3)
-    assert fake.version == 3
-    assert fake.claim == server.claim != first
-
-
-async def test_a_trainer_whose_vllm_another_one_has_attached_to_stops(fake: Any, model: Path, soon: None) -> None:
-    server = await attached(fake, model)
-    other = await attached(fake, model)
-    await asyncio.wait_for(server.wait_died(), 30)
-    with pytest.raises(PolicyServerError, match=r"another trainer has attached to the vLLM at .*policy_server\.attach"):
-        await server.restart(None, 0)
-    assert fake.claim == other.claim, "it has not been taken back"
-
-
-async def test_of_two_trainers_that_attach_at_one_moment_one_brings_weights(
-    fake: Any, model: Path, alter: Alter
-) -> None:
-    theirs = alter(model, lambda t: t)
-    trainers = [AttachedVLLM(model, PolicyServerConfig(attach=fake.url)) for _ in range(2)]
-    await asyncio.gather(*(trainer.start() for trainer in trainers))
-    assert all(trainer.claim for trainer in trainers), "both were told that it is theirs"
-    (winner,) = (trainer for trainer in trainers if trainer.claim == fake.claim)
-    (loser,) = (trainer for trainer in trainers if trainer is not winner)
-    await winner.update(theirs, 3)
-    fake.calls.clear()
-    for attempt in (loser.update(model / "model.safetensors", 8), loser.restart(None, 8)):
-        with pytest.raises(PolicyServerError, match=r"another trainer has attached to .*policy_server\.attach.*resume"):
-            await attempt
-    assert "pause" not in fake.calls
-    assert (fake.weights, fake.version, fake.claim) == ((str(theirs),), 3, winner.claim)
-
-
-@pytest.mark.parametrize(
-    ("after", "breaks", "version"),
-    [("lightning_in_flight", 0, 0), ("lightning_load", 0, None), ("lightning_load", 1, None)],
-)
-async def test_a_server_that_is_lost_during_an_update_is_left_to_its_new_trainer(
-    fake: Any, model: Path, after: str, breaks: int, version: int | None
-) -> None:
-    """Paused, where half of an update was done: the other trainer's own update resumes it."""
-    server, rpc = await attached(fake, model), fake.rpc
-    fake.fail[after] = breaks
-
-    def stolen(method: str, args: list[str]) -> dict[str, object]:
-        answer: dict[str, object] = rpc(method, args)
-        if method == after:
-            fake.claim = "theirs"
-        return answer
-
-    fake.rpc = stolen
-    with pytest.raises(PolicyServerError, match=r"another trainer has attached to .*its claim is theirs"):
-        await server.update(model / "model.safetensors", 1)
-    assert (fake.version, fake.paused) == (version, version is None)
-    assert fake.calls.count("load") == 1, "nothing was put back"
-
-
-async def test_a_trainers_server_is_taken_over_when_its_calls_have_ended_and_one_let_go_of_at_once(
-    fake: Any, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("lightning.policy_server.attached.TAKE_OVER_SECONDS", 60.0)
-    first = await attached(fake, model)
-    second = AttachedVLLM(model, PolicyServerConfig(attach=fake.url))
-    starting = asyncio.create_task(second.start())
-    while "is another trainer's, or was this run's" not in caplog.text:
-        await asyncio.sleep(0.01)
-    with pytest.raises(PolicyServerError, match="another trainer"):
-        await first.update(model / "model.safetensors", 1)
-    await first.close()
-    assert not starting.done()
-    assert fake.claim, "it was not the first one's to let go of"
-    starting.cancel()
-    await second.close()
-    assert fake.claim == "", "also one that had not taken it over yet lets go"
-    with pytest.raises(PolicyServerError, match=r"started again since, or another trainer has taken it over and ended"):
-        await first.update(model / "model.safetensors", 1)
-    monkeypatch.setattr("lightning.policy_server.attached.TAKE_OVER_SECONDS", 0.0)
-    await (await attached(fake, model)).close()
-    assert fake.claim == ""
-    monkeypatch.setattr("lightning.policy_server.attached.TAKE_OVER_SECONDS", 60.0)
-    async with asyncio.timeout(20):
-        await attached(fake, model)
-
-
-async def test_what_cannot_say_whose_it_is_is_the_same_and_what_has_no_weights_is_not(
-    fake: Any, model: Path, soon: None
-) -> None:
-    server = await attached(fake, model)
-    fake.fail["lightning_attach"] = 3
-    died = asyncio.create_task(server.wait_died())
-    while fake.fail["lightning_attach"] > 0:
-        await asyncio.sleep(0.01)
-    assert not died.done()
-    fake.routes = False
-    await asyncio.wait_for(died, 120)
-
-
-async def test_a_vllm_with_another_releases_extension_is_told_how_to_get_on(fake: Any, model: Path) -> None:
-    fake.fail["lightning_claim"] = 1
-    with pytest.raises(PolicyServerError, match=r"takes no claim.*lightning_claim broke.*start it again with this one"):
-        await attached(fake, model)
-
-
-async def test_one_that_only_serves_claims_nothing(fake: Any, model: Path) -> None:
-    fake.claim = "the trainer's"
-    config = PolicyServerConfig(attach=fake.url)
-    server = make_policy_server(model, config, log=Path("unused"), claims=False)
-    await server.start()
-    assert (fake.claim, server.claim, server.alias) == ("the trainer's", "", "someone's")
-    await server.close()
-
-
-async def test_an_attached_server_that_came_back_gets_its_weights(fake: Any, model: Path) -> None:
-    server = await attached(fake, model)
-    fake.version = 0
-    await server.restart(model / "model.safetensors", 5)
-    assert server.version == fake.version == 5
-    await server.restart(None, 6)
-    assert server.version == fake.version == 6
 
 
 def owned(model: Path, tmp_path: Path, **settings: Any) -> OwnedVLLM:
@@ -511,22 +222,19 @@ async def test_a_port_in_use_is_told_without_starting_anything(fake: Any, model:
     assert not (tmp_path / "vllm.log").exists()
 
 
-def test_make_policy_server_chooses(model: Path, tmp_path: Path) -> None:
-    log = tmp_path / "vllm.log"
-    ours = make_policy_server(model, PolicyServerConfig(), log=log, version=3)
+def test_make_policy_server_makes_ours(model: Path, tmp_path: Path) -> None:
+    ours = make_policy_server(model, Config(), log=tmp_path / "vllm.log", version=3)
     assert isinstance(ours, OwnedVLLM)
     assert (ours.version, ours.model) == (3, "policy")
-    theirs = make_policy_server(model, PolicyServerConfig(attach="http://127.0.0.1:1"), log=log)
-    assert isinstance(theirs, AttachedVLLM)
     assert vllm_server.REFUSALS > 1
 
 
 async def test_the_weights_that_are_there_get_another_version(fake: Any, model: Path) -> None:
     """Nothing is loaded, and what agents have in the prefix cache stays there."""
-    server = await attached(fake, model)
+    server = running(fake, model)
     fake.counts = {"chatcmpl-a-00000000": 5}
     update = await server.update(None, 1)
-    assert fake.calls == ["attach", "attach", "pause", "in_flight", "set_version", "resume"]
+    assert fake.calls == ["pause", "in_flight", "set_version", "resume"]
     assert (update.version, update.in_flight, server.version, fake.version) == (1, {"a": 5}, 1, 1)
     fake.fail["lightning_set_version"] = 1
     with pytest.raises(PolicyServerError, match="the name of version 2 was not taken, version 1 goes on"):

@@ -10,9 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -25,11 +26,10 @@ from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import PolicyServerError
 from lightning.gateway.upstream.servers import Found, Pool, Upstream
-from lightning.policy_server import AttachedVLLM, OwnedVLLM, vllm_server
-from lightning.policy_server.control import NotOursError, VLLMControl
+from lightning.policy_server import OwnedVLLM, vllm_server
 from lightning.policy_server.launch import COPIED
 from lightning.policy_server.protocol import Probe
-from lightning.policy_server.weight_transfer.transfer import LocalSender
+from lightning.policy_server.vllm_server import VLLMServer
 from lightning.testing.tiny_models import make_tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -54,7 +54,7 @@ def forward(folder: Path, ids: Sequence[int], *, temperature: float = 1.0) -> li
     return [0.0, *logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()]
 
 
-async def gap_of(server: OwnedVLLM | AttachedVLLM, folder: Path) -> float:
+async def gap_of(server: VLLMServer, folder: Path) -> float:
     """The largest difference to a folder's model."""
     asked = probe(folder)
     return max(asked.gaps(await server._running().served_logprobs(server.model, asked.ids)))
@@ -86,7 +86,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-async def call(server: OwnedVLLM | AttachedVLLM, route: str, request_id: str = "", **body: Any) -> dict[str, Any]:
+async def call(server: VLLMServer, route: str, request_id: str = "", **body: Any) -> dict[str, Any]:
     headers = {"x-request-id": request_id} if request_id else {}
     body = {"model": server.model, "logprobs": 0, "return_token_ids": True, "seed": 1} | body
     url = f"{server.url}/v1/{route}"
@@ -168,30 +168,6 @@ async def test_it_serves_a_name_of_this_start_alone_and_answers_under_the_other(
             assert await pool.check(pool.slots[0], session) is found
 
 
-async def test_an_attached_one_with_logprobs_of_another_distribution_is_refused(
-    model: Path, tmp_path: Path, warnings_of: Callable[[], list[str]]
-) -> None:
-    args = ("--logprobs-mode", "raw_logprobs")
-    with pytest.raises(PolicyServerError, match=r"logprobs are raw_logprobs.*--logprobs-mode processed_logprobs"):
-        await OwnedVLLM(model, PolicyServerConfig(device="cpu", args=args), log=tmp_path / "owned.log").start()
-    started = OwnedVLLM(
-        model,
-        PolicyServerConfig(device="cpu", args=("--generation-config", "auto", *args), tool_call_parser=""),
-        log=tmp_path / "vllm.log",
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VLLMControl, "check_settings", lambda *_, **__: asyncio.sleep(0))  # somebody who does not know
-        await started.start()
-    try:
-        attached = AttachedVLLM(model, PolicyServerConfig(attach=started.url))
-        with pytest.raises(PolicyServerError, match=r"raw_logprobs.*; .*generation_config 'auto'"):
-            await attached.start()
-        assert await started._running().claimed() == "", "it was not even claimed"
-        assert not await started._running().parses_tools("policy")
-    finally:
-        await started.close()
-
-
 async def test_what_requests_need_is_counted(served: Any) -> None:
     before = await served.vllm.usage()
     for _ in range(2):
@@ -201,31 +177,6 @@ async def test_what_requests_need_is_counted(served: Any) -> None:
     )
     assert (requests, tokens, preemptions) == (2, 2 * len(PROMPT), 0)
     assert cached == len(PROMPT) // 32 * 32, "the second finds all whole blocks of the first"
-    assert await served.vllm._running().parses_tools("policy")
-
-
-async def test_an_attached_one_is_the_trainers_that_attached_last(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning.policy_server.attached.TAKE_OVER_SECONDS", 0.0)
-    config = PolicyServerConfig(attach=served.vllm.url)
-    first, second = (AttachedVLLM(served.first, config) for _ in range(2))
-    await first.start()
-    async with aiohttp.ClientSession() as session:
-        pool = Pool([Upstream(first.url, first.alias, first.claim)])
-        assert await pool.check(pool.slots[0], session) is Found.WELL
-        await second.start()
-        assert await pool.check(pool.slots[0], session) is Found.OUT
-        assert "another trainer has attached" in pool.slots[0].other
-    version = second.version
-    with pytest.raises(PolicyServerError, match="another trainer has attached"):
-        await first.update(served.second / "model.safetensors", version + 1)
-    with pytest.raises(NotOursError, match="another trainer has attached"):
-        await first._running().load([served.second / "model.safetensors"])
-    await first.close()
-    assert await second._running().attach() == version
-    update = await second.update(served.first / "model.safetensors", version, probe(served.first))
-    assert max(probe(served.first).gaps(update.served)) <= GAP
-    await second.close()
-    assert await served.vllm._running().claimed() == ""
 
 
 async def test_ids_and_logprobs_are_those_of_the_model(served: Any) -> None:
@@ -352,22 +303,10 @@ async def test_a_load_that_fails_half_way_is_undone(
     assert await gap_of(served.vllm, served.second) <= GAP
 
 
-async def test_another_process_can_attach_and_finds_the_version(served: Any) -> None:
-    await served.use(served.second)
-    version = served.vllm.version
-    attached = AttachedVLLM(served.first, PolicyServerConfig(attach=served.vllm.url))
-    await attached.start()
-    assert (attached.version, attached.model) == (version, "policy")
-    update = await attached.update(served.first / "model.safetensors", version, probe(served.first))
-    assert max(probe(served.first).gaps(update.served)) <= GAP
-    await attached.close()
-    assert await served.vllm.healthy()
-
-
 async def test_attaching_to_a_vllm_without_the_extension_names_the_cure(served: Any) -> None:
     control = served.vllm._running()
     with pytest.raises(PolicyServerError, match=r"collective_rpc was answered 500"):
-        await control._rpc("no_such_method")
+        await control.rpc("no_such_method")
     assert await served.vllm.healthy()
 
 
@@ -413,12 +352,13 @@ OWNER = """
 import asyncio, sys
 from pathlib import Path
 import psutil
+from lightning.config import Config
 from lightning.config.sections import PolicyServerConfig
-from lightning.policy_server import OwnedVLLM
+from lightning.policy_server import make_policy_server
 
 async def main():
-    config = PolicyServerConfig(device="cpu", weight_transfer="gloo")
-    server = OwnedVLLM(Path(sys.argv[1]), config, log=Path(sys.argv[2]))
+    config = Config(policy_server=PolicyServerConfig(device="cpu", weight_transfer=sys.argv[3]))
+    server = make_policy_server(Path(sys.argv[1]), config, log=Path(sys.argv[2]))
     await server.start()
     children = psutil.Process(server.pid).children(recursive=True)
     print(server.url, server.pid, *(child.pid for child in children), flush=True)
@@ -430,8 +370,7 @@ asyncio.run(main())
 
 @dataclass
 class Owner:
-    """A process that owns a server of a model with a tied head, which takes weights over the network, too; `folders` are two
-    policies, it began with the first."""
+    """A process that owns a server of a model with a tied head; `folders` are two policies, it began with the first."""
 
     process: subprocess.Popen[bytes]
     folders: tuple[Path, Path]
@@ -439,11 +378,11 @@ class Owner:
     pids: list[int]
 
 
-@pytest.fixture(scope="module")
-def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
-    root = tmp_path_factory.mktemp("owner")
+@contextmanager
+def begun(root: Path, way: str) -> Iterator[Owner]:
+    """One whose server gets weights in this way."""
     folders = (make_tiny_model(root / "first", tied=True), make_tiny_model(root / "second", tied=True, seed=1))
-    command = [sys.executable, "-c", OWNER, str(folders[0]), str(root / "vllm.log")]
+    command = [sys.executable, "-c", OWNER, str(folders[0]), str(root / "vllm.log"), way]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         url, *pids = process.stdout.readline().decode().split()
@@ -451,69 +390,12 @@ def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
         process.kill()
 
 
-@pytest.mark.parametrize("way", ["file", "gloo"])
-async def test_a_tied_head_is_not_stale(owner: Owner, way: Literal["file", "gloo"], tmp_path: Path) -> None:
-    first, second = owner.folders
-    server = AttachedVLLM(first, PolicyServerConfig(attach=owner.url, weight_transfer=way))
-    await server.start()
-    steps = [(folder / "model.safetensors", folder) for folder in (second, first, second)]
-    for weights, folder in [*steps, *([adapters_of(first, tmp_path)] if way == "file" else [])]:
-        update = await server.update(weights, server.version + 1, probe(folder))
-        assert max(probe(folder).gaps(update.served)) <= GAP
-        answer = await call(server, "completions", prompt=PROMPT, max_tokens=16, ignore_eos=True)
-        choice = answer["choices"][0]
-        own = forward(folder, PROMPT + choice["token_ids"])[len(PROMPT) :]
-        assert gap(choice["logprobs"]["token_logprobs"], own) <= GAP
-    await server.close()
-
-
-async def test_a_transfer_that_breaks_off_is_undone(
-    owner: Owner, monkeypatch: pytest.MonkeyPatch, alter: Callable[..., Path]
-) -> None:
-    first, second = owner.folders
-    sender = LocalSender()
-    config = PolicyServerConfig(attach=owner.url, weight_transfer="gloo", transfer_timeout=60)
-    server = AttachedVLLM(first, config, sender=sender)
-    await server.start()
-    await server.update(second / "model.safetensors", 20)
-    monkeypatch.setattr(vllm_server, "check_weights", lambda weights, folder: None)
-    half = alter(first, lambda t: t.pop("model.layers.1.mlp.down_proj.weight"))
-    with pytest.raises(PolicyServerError, match=r"version 20 goes on.*over gloo.*no weights for .*down_proj"):
-        await server.update(half, 21)
-    odd = alter(first, lambda t: t.update({"model.layers.0.mlp.down_proj.weight": torch.zeros(3, 4)}))
-    with pytest.raises(PolicyServerError, match="version 20 goes on"):
-        await server.update(odd, 21)
-    assert await gap_of(server, second) <= GAP
-    sender.leave()  # as when its process was started again
-    update = await server.update(first / "model.safetensors", 21, probe(first))
-    assert max(probe(first).gaps(update.served)) <= GAP
-    control = server._running()
-    for begun in (control.pause, control.expect_weights, control.start_transfer):
-        await begun()
-    await server.close()  # without an end of the update, as when its trainer is killed
-    other = AttachedVLLM(first, config)
-    await other.start()
-    assert other.version == -1
-    update = await other.update(second / "model.safetensors", 22, probe(second))
-    assert max(probe(second).gaps(update.served)) <= GAP
-    await other.close()
-
-
-async def test_a_vllm_that_was_not_started_for_the_network_says_how(served: Any) -> None:
-    server = AttachedVLLM(served.first, PolicyServerConfig(attach=served.vllm.url, weight_transfer="gloo"))
-    await server.start()
-    with pytest.raises(
-        PolicyServerError, match=r"start it with --weight-transfer-config '\{\"backend\": \"lightning_gloo\"\}'"
-    ):
-        await server.update(served.first / "model.safetensors", served.vllm.version)
-    await server.close()
-
-
-def test_no_process_outlives_an_owner_that_was_killed(owner: Owner) -> None:
-    assert len(owner.pids) >= 2
-    assert not any(gone(pid) for pid in owner.pids)
-    owner.process.kill()
-    wait_for(lambda: all(gone(pid) for pid in owner.pids))
+def test_no_process_outlives_an_owner_that_was_killed(tmp_path: Path) -> None:
+    with begun(tmp_path, "auto") as owner:
+        assert len(owner.pids) >= 2
+        assert not any(gone(pid) for pid in owner.pids)
+        owner.process.kill()
+        wait_for(lambda: all(gone(pid) for pid in owner.pids))
 
 
 async def test_a_model_that_reasons_takes_a_budget_for_it(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from lightning.config.sections import PolicyServerConfig
 from lightning.errors import PolicyServerError
+from lightning.policy_server import weights as module
 from lightning.policy_server.model_folder import hash_weights
-from lightning.policy_server.weight_transfer import folder as module
-from lightning.policy_server.weight_transfer.folder import WeightsFolder
+from lightning.policy_server.weights import WeightsFolder
 from safetensors.torch import load_file, save_file
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import socket
@@ -11,18 +10,14 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from lightning.config import RunnerConfig
-from lightning.instrument import activate
-from lightning.instrument.tool_slots import UNLIMITED, limit_tools, tool_slot
 from lightning.runner import forkserver_main, worker
 from lightning.runner.forks import flush
 from lightning.runner.inline import InlineRunner
 from lightning.runner.protocol import Agent
-from lightning.runner.tool_limits import make_slots
 from lightning.runner.worker import run_agent
 from lightning.types import LLM, Lease, Outcome, Rollout, Task
 
@@ -167,12 +162,12 @@ def test_a_worker_never_comes_back_into_the_loop_of_the_fork_server(
     def become_worker() -> bool:
         child = os.fork()
         if child == 0:
-            setup = {"adapters": [], "reroute": [], "tool_limits": asdict(UNLIMITED)}
-            mine, theirs = socket.socketpair()
-            server = forkserver_main._Template(mine, os.getppid(), b"", setup)
-            server._pid = os.getppid()
             with suppress(BaseException):
-                server._become_worker(theirs.detach(), [])
+                mine, theirs = socket.socketpair()
+                setup = {"adapters": [], "reroute": []}
+                server = forkserver_main._Template(mine, os.getppid(), b"", setup, forkserver_main._Inside())
+                server._pid = os.getppid()
+                server._become_worker(theirs.detach())
             os._exit(9)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -198,15 +193,3 @@ def test_a_module_that_forks_makes_no_second_fork_server(tmp_path: Path, monkeyp
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert in_a_fork(lambda: forkserver_main._import_all(["forks_when_imported"])) == [[]]
-
-
-def test_a_child_that_leaves_a_tool_does_not_free_its_parents_slot() -> None:
-    limits = make_slots({"browser": 1})
-    undo = limit_tools(limits)
-    try:
-        with activate(NOWHERE), tool_slot("browser") as held, limits.files("browser")[0].open() as file:
-            assert in_a_fork(held.release) == [None]
-            with pytest.raises(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    finally:
-        undo()

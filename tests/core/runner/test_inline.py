@@ -84,11 +84,6 @@ async def test_whatever_an_agent_does_is_its_own_fault(agent: Agent, what: str, 
     assert (good.reward, good.rewards) == (1.0, {"reward": 1.0, "speed": 0.5})
 
 
-def test_a_sandbox_that_nothing_here_could_be_is_refused() -> None:
-    with pytest.raises(RunnerError, match=r"runner\.sandbox is 'bwrap'.*use runner='process'"):
-        InlineRunner(misbehave, RunnerConfig(sandbox="bwrap"))
-
-
 async def test_a_timeout_cancels_an_async_agent(lease: Leases) -> None:
     ended = []
 

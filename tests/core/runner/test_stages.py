@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from lightning.config import RunnerConfig
 from lightning.errors import ConfigError, RunnerError
 from lightning.gateway.stages import CallStage
 from lightning.plugins import Plugins
+from lightning.plugins import stages as named
 from lightning.plugins.stages import NamedStage
 from lightning.runner import stages
 from lightning.runner.inline import InlineRunner
@@ -35,6 +37,7 @@ from lightning.runner.stages import AttemptRefusedError, AttemptStage
 from lightning.types import Fault
 
 said = ContextVar("stranger_said", default="nothing")
+log = []
 
 
 class Stage(AttemptStage):
@@ -65,6 +68,19 @@ class Stage(AttemptStage):
         if task.input == "fails at the end":
             raise KeyError("a bug")
 
+    def noted(self, outcome):
+        if outcome.reward == 0.5:
+            raise KeyError("no note")
+        return None if outcome.reward == 0.25 else [os.getpid(), outcome.reward]
+
+    def heard(self, outcome, note):
+        log.append(note)
+        if outcome.reward == 0.25:
+            raise KeyError("unheard")
+
+    def closed(self):
+        log.append("closed")
+
 
 @lightning.hookimpl
 def register_attempt_stages(register):
@@ -77,7 +93,7 @@ def stranger(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plugin with a stage, found as an installed one is."""
     install("stranger-stage", {"stranger": "stranger_stage"}, {"stranger_stage": STRANGER})
     found = Plugins()
-    monkeypatch.setattr(stages, "plugins", lambda: found)
+    monkeypatch.setattr(named, "plugins", lambda: found)
 
 
 def make_agent(style: str) -> Agent:
@@ -129,6 +145,21 @@ async def test_a_stage_is_around_the_agent_and_fails_closed(
     assert "KeyError: 'a bug'" in ends.error
     assert (raises.fault, "the agent's own" in raises.error) == (Fault.AGENT, True)
     assert "STRANGER" not in os.environ
+
+
+@pytest.mark.usefixtures("stranger")
+@pytest.mark.parametrize("kind", [InlineRunner, pytest.param(ProcessRunner, marks=pytest.mark.slow)])
+async def test_a_stage_hears_in_the_runners_process_what_it_has_noted_in_the_agents(
+    kind: type[ProcessRunner | InlineRunner], lease: Leases
+) -> None:
+    runner = kind(lambda task, llm: task.input, RunnerConfig(concurrency=1, timeout=60))
+    whole, unnoted, unheard = await outcomes(runner, *(lease(reward, str(reward)) for reward in (1.0, 0.5, 0.25)))
+    (pid, reward), *rest, closed = sys.modules["stranger_stage"].log
+    assert (whole.reward, reward, pid == os.getpid()) == (1.0, 1.0, kind is InlineRunner)
+    assert (closed, set(rest)) == ("closed", {None})
+    for outcome, failure in ((unnoted, "noted: KeyError: 'no note'"), (unheard, "heard: KeyError: 'unheard'")):
+        assert outcome.fault is Fault.INFRASTRUCTURE
+        assert f"the stage 'stranger' of the plugin 'stranger' failed ({failure})" in outcome.error
 
 
 @pytest.mark.parametrize("kind", [InlineRunner, pytest.param(ProcessRunner, marks=pytest.mark.slow)])
@@ -244,7 +275,13 @@ def test_a_stage_that_cannot_be_sent_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("sandbox", "bwrap"), ("sandbox_network", ("a.example:443",)), ("sandbox_files", ("x",))]
+    ("setting", "value"),
+    [
+        ("sandbox", "bwrap"),
+        ("sandbox_network", ("a.example:443",)),
+        ("sandbox_files", ("x",)),
+        ("tool_limits", {"browser": 1}),
+    ],
 )
 @pytest.mark.parametrize("kind", [InlineRunner, ProcessRunner])
 async def test_settings_of_a_plugin_that_is_not_there_are_refused(
@@ -252,12 +289,10 @@ async def test_settings_of_a_plugin_that_is_not_there_are_refused(
 ) -> None:
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "sandbox")
     found = Plugins()
-    monkeypatch.setattr(stages, "plugins", lambda: found)
+    monkeypatch.setattr(named, "plugins", lambda: found)
     config = RunnerConfig(**{setting: value})  # type: ignore[arg-type]
-    if kind is InlineRunner and setting == "sandbox":
-        return  # refused for what it is
     with pytest.raises(
-        ConfigError, match=rf"runner\.{setting} is .*'sandbox' .* is disabled.*set runner\.{setting} to"
+        ConfigError, match=rf"runner\.{setting} is .*'sandbox' .* is disabled.*set runner\.{setting} = "
     ):
         await kind(make_agent("sync"), config).start()
 
@@ -269,7 +304,7 @@ def registered(monkeypatch: pytest.MonkeyPatch, install: Any, source: str) -> No
     text += "@lightning.hookimpl\ndef register_attempt_stages(register):\n    register('mine', make)\n"
     install("mine-stage", {"mine": "mine_stage"}, {"mine_stage": text})
     found = Plugins()
-    monkeypatch.setattr(stages, "plugins", lambda: found)
+    monkeypatch.setattr(named, "plugins", lambda: found)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +316,7 @@ def test_a_setting_that_no_stage_carries_out_is_refused_whatever_is_registered(
     source: str, install: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registered(monkeypatch, install, source)
-    with pytest.raises(ConfigError, match=r"runner.sandbox is 'bwrap', and no plugin is there that carries it out"):
+    with pytest.raises(ConfigError, match=r"runner.sandbox is set, and no plugin is there that carries it out"):
         stages.attempt_line(RunnerConfig(sandbox="bwrap"))
 
 
@@ -298,7 +333,7 @@ async def test_what_a_factory_and_an_undo_raise_names_the_plugin(
     install: Any, monkeypatch: pytest.MonkeyPatch, lease: Leases
 ) -> None:
     registered(monkeypatch, install, "def make(config): raise KeyError('no key')")
-    with pytest.raises(RunnerError, match=r"the stage 'mine' of the plugin 'mine' could not be made \(KeyError"):
+    with pytest.raises(RunnerError, match=r"the stage 'mine' of the plugin 'mine' .*cannot be made \(KeyError"):
         stages.attempt_line(RunnerConfig())
 
 

@@ -26,7 +26,7 @@ from lightning.gateway import Gateway, Upstream
 from lightning.losses.protocol import Loss
 from lightning.plugins import plugins
 from lightning.policy_server.protocol import Probe, Update, Usage
-from lightning.policy_server.weight_transfer.folder import WeightsFolder
+from lightning.policy_server.weights import WeightsFolder
 from lightning.runner.inline import InlineRunner
 from lightning.store.epochs import keep_epochs
 from lightning.store.protocol import Store

@@ -154,6 +154,19 @@ async def test_a_resume_and_an_audit_name_the_stages_that_are_not_there_any_more
     assert warning.startswith("from step 1 on calls were made with other stages than before: 'texts' (")
 
 
+async def test_a_resume_and_an_audit_name_the_stages_that_are_not_around_attempts_any_more(
+    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    await trained(bench, folder, trainer__steps=1, runner__tool_limits={"browser": 1})
+    await trained(bench, folder, trainer__steps=2)
+    assert "attempts are made with other stages than in step 1: 'tool_limits' (" in caplog.text
+    assert "calls are made with other stages" not in caplog.text
+    async with bench(folder, trainer__steps=2, trainer__eval_every=0) as run:
+        (warning,) = (await audit(run.store, "run")).warnings
+    assert warning.startswith("from step 1 on attempts were made with other stages than before: 'tool_limits' (")
+
+
 async def _answer(records: list[StepRecord]) -> list[StepRecord]:
     return records
 

@@ -11,7 +11,7 @@ import pytest
 from lightning.config import Config
 from lightning.errors import ConfigError, PluginError
 from lightning.plugins.stages import NamedStage, StageError
-from lightning.trainer.context import ADDED, STEP_STAGES
+from lightning.trainer.context import ADDED, STAGES
 from lightning.trainer.stages import Added, Alarm, StepLine, StepStage, StepTaken
 from lightning.trainer.summary import Evaluation
 from lightning.types import Json
@@ -62,7 +62,7 @@ async def test_a_stage_adds_to_each_step_and_its_alarms_are_said_once(
         records = await made.store.steps("run")
     assert [record.metrics["watch/groups"] for record in records] == [2.0, 2.0]
     assert [record.context[ADDED] for record in records] == [{"watch": {"looked": [step]}} for step in range(2)]
-    assert [record.context[STEP_STAGES] for record in records] == [[["watch", "1.0"]]] * 2
+    assert [record.context[STAGES]["steps"] for record in records] == [[["watch", "1.0"]]] * 2
     alarms = [
         {"run": "run", "step": step, **Alarm(f"step {step}", "look", True, (step,)).to_json()} for step in range(2)
     ]

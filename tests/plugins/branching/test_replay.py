@@ -575,7 +575,7 @@ def test_the_stages_of_plugins_stand_around_a_replay_as_around_the_attempt(
 ) -> None:
     install("scratch-stage", {"scratch": "scratch_stage"}, {"scratch_stage": SCRATCH})
     found = Plugins()
-    monkeypatch.setattr("lightning.runner.stages.plugins", lambda: found)
+    monkeypatch.setattr("lightning.plugins.stages.plugins", lambda: found)
 
     def agent(task: Task, llm: LLM) -> float:
         folder = Path(os.environ["SCRATCH"])

@@ -11,7 +11,6 @@ import pytest
 from lightning.batch.branches import is_void
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, GatewayError, StoreError
-from lightning.gateway import routes
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
 from lightning.plugins import Plugins
@@ -82,7 +81,7 @@ async def test_a_gateway_without_the_stage_refuses_branches_by_name(build, monke
     """Also with a key that another server has signed, which has the stage."""
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "branching")
     found = Plugins()
-    monkeypatch.setattr(routes, "plugins", lambda: found)
+    monkeypatch.setattr("lightning.plugins.stages.plugins", lambda: found)
     house = await build()
     policy = Mock(url=house.fake.url, alias="policy", claim="", version=0)
     tree = with_settings(Config(), {"trainer.sampling": "tree"})

@@ -12,6 +12,7 @@ from lightning.cli import app
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
 from lightning.plugins import Plugins
+from lightning.plugins import stages as named
 from lightning.trainer import stages
 
 from tests.core.trainer.conftest import open_bench
@@ -23,7 +24,7 @@ ABSENT = r"the stages of steps here are none\. The plugin 'debug' brings it\. Ru
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "debug")
     found = Plugins()
-    for module in (app, stages):
+    for module in (app, stages, named):
         monkeypatch.setattr(module, "plugins", lambda: found)
 
 

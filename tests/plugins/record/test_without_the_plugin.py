@@ -10,8 +10,8 @@ import pytest
 from lightning import Trainer
 from lightning.config import Config, GatewayConfig, ProviderConfig, with_settings
 from lightning.errors import ConfigError, PluginError
-from lightning.gateway import routes
 from lightning.plugins import Plugins
+from lightning.plugins import stages as named
 from lightning.trainer.tree_sampling import check_tree
 from lightning_server import serving
 
@@ -23,7 +23,7 @@ PROVIDERS = {"judge": ProviderConfig(base_url="https://host/v1", models=("gpt-4o
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "record")
     found = Plugins()
-    for module in (routes, serving):
+    for module in (named, serving):
         monkeypatch.setattr(module, "plugins", lambda: found)
 
 

@@ -11,7 +11,7 @@ from lightning import Trainer
 from lightning.cli import app
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, PluginError
-from lightning.plugins import Plugins
+from lightning.plugins import Plugins, stages
 from lightning.store.memory import MemoryStore
 from lightning.trainer import run_stages
 from lightning.trainer.run_stages import RunStage
@@ -25,7 +25,7 @@ RUN = Run("run", "run")
 def without(monkeypatch: pytest.MonkeyPatch) -> Plugins:
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "resources")
     found = Plugins()
-    for module in (app, run_stages):
+    for module in (app, run_stages, stages):
         monkeypatch.setattr(module, "plugins", lambda: found)
     return found
 
@@ -41,8 +41,8 @@ def test_a_prompt_by_its_resource_is_refused_before_anything_is_started(begin: s
     config = with_settings(Config(), {"engine.lr": 1e-4, "runner.prompts": {"writer": "resource:writer@live"}})
     trainer = Trainer(tmp_path, config=config, out=tmp_path / "run", runner="inline")
     named = (
-        r"^runner\.prompts\.writer is 'resource:writer@live', which names a prompt, and no plugin is there that finds it: the "
-        r"plugin 'resources' does\. Run: pip install .* is disabled.* Or give the text itself$"
+        r"^runner\.prompts\.writer is 'resource:writer@live', which names a prompt, and no plugin is there that finds it\. "
+        r"The plugin 'resources' brings it\. Run: pip install .* is disabled.* Or give the text itself$"
     )
     with pytest.raises(ConfigError, match=named):
         trainer.fit(agent, [Task("a")]) if begin == "train" else trainer.dev(agent, [Task("a")])
@@ -52,9 +52,9 @@ def test_a_prompt_by_its_resource_is_refused_before_anything_is_started(begin: s
 @pytest.mark.usefixtures("without")
 async def test_texts_need_no_plugin(tmp_path: Path) -> None:
     store = MemoryStore()
-    prompts = await run_stages.prompts_of(store, RUN, {"writer": "Write."})
+    prompts = await run_stages.prompts_of(store, RUN, with_settings(Config(), {"runner.prompts": {"writer": "Write."}}))
     assert prompts.of(Rollout("a", "run", Task("a"), "g")) == {"writer": "Write."}
-    await run_stages.tell_exported(store, RUN, tmp_path, {})
+    await run_stages.tell_exported(store, RUN, Config(), tmp_path, {})
 
 
 @pytest.mark.usefixtures("without")
@@ -80,28 +80,28 @@ class Known:
     def owner(self, kind: str, name: str) -> Any:
         return SimpleNamespace(name="odd", version="1")
 
-    def run_stage(self, name: str) -> Any:
-        return lambda: self._stages[name]
+    def get(self, kind: str, name: str) -> Any:
+        return lambda config: self._stages[name]
 
 
 async def test_a_stage_that_fails_ends_the_run_by_its_plugins_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(run_stages, "plugins", lambda: Known(late=Broken()))
+    monkeypatch.setattr(stages, "plugins", lambda: Known(late=Broken()))
     with pytest.raises(
         PluginError, match=r"the stage 'late' of the plugin 'odd' failed \(exported: OSError: no disk\)"
     ):
-        await run_stages.tell_exported(MemoryStore(), RUN, tmp_path, {})
+        await run_stages.tell_exported(MemoryStore(), RUN, Config(), tmp_path, {})
 
 
 def test_two_stages_that_find_prompts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_stages, "plugins", lambda: Known(late=ResourcesOfRun(), early=ResourcesOfRun()))
+    monkeypatch.setattr(stages, "plugins", lambda: Known(late=ResourcesOfRun(), early=ResourcesOfRun()))
     with pytest.raises(PluginError, match=r"'early' of the plugin 'odd' and 'late' .* both find the prompts of runs"):
-        run_stages.run_stages()
+        run_stages.run_stages(Config())
 
 
 def test_a_stage_for_another_contract_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     other = type("Other", (RunStage,), {"api": 2})
-    monkeypatch.setattr(run_stages, "plugins", lambda: Known(late=other()))
+    monkeypatch.setattr(stages, "plugins", lambda: Known(late=other()))
     with pytest.raises(PluginError, match=r"'late' .* was written for API 2; this trainer has API 1"):
-        run_stages.run_stages()
+        run_stages.run_stages(Config())

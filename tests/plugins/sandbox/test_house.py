@@ -11,12 +11,14 @@ from pathlib import Path
 import lightning
 import pytest
 from lightning.config import Config, RunnerConfig, with_settings
+from lightning.errors import RunnerError
+from lightning.runner.inline import InlineRunner
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
-from lightning.runner.tool_limits import make_slots
 from lightning.trainer import Trainer
 from lightning.types import LLM, Lease, Task
 from lightning_sandbox.sandbox import bubblewrap
+from lightning_sandbox.tool_limits import make_slots
 from lightning_server.client import Client
 from lightning_server.remote_runner import RemoteRunner
 
@@ -104,3 +106,8 @@ async def test_sandboxed_agents_share_the_slots(lease: Leases) -> None:
                 assert (await runner.run(lease(limits.folder), NOWHERE)).reward == 0.0
     finally:
         await runner.close()
+
+
+def test_a_sandbox_that_nothing_here_could_be_is_refused() -> None:
+    with pytest.raises(RunnerError, match=r"runner\.sandbox is 'bwrap'.*use runner='process'"):
+        InlineRunner(make_looker(), RunnerConfig(sandbox="bwrap"))

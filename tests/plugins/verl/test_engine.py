@@ -21,8 +21,8 @@ from lightning.engines.protocol import Engine, OptimizerConfig, SendsWeights
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import EngineError
 from lightning.losses.protocol import Loss, LossOutput, TokenBatch
-from lightning.policy_server.weight_transfer import Sender, entries
-from lightning.policy_server.weight_transfer.links import Spec, join
+from lightning_attach.links import Spec, join
+from lightning_attach.sending import Sender, entries
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM

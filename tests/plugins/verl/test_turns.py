@@ -16,7 +16,7 @@ from lightning.batch.sample import Sample, TokenSpan
 from lightning.config import Config, with_settings
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import EngineError, PolicyServerError, WorkersLostError
-from lightning.policy_server.weight_transfer import Meeting
+from lightning_attach.sending import Meeting
 from lightning_verl import engine as module
 from lightning_verl.engine import VerlEngine
 

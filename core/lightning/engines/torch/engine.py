@@ -46,7 +46,6 @@ from lightning.engines.torch.state import Progress, load_state, save_state
 from lightning.engines.torch.tree import why_no_tree
 from lightning.errors import EngineError
 from lightning.losses.protocol import Loss
-from lightning.policy_server.weight_transfer.transfer import LocalSender
 from lightning.types import Json
 
 if TYPE_CHECKING:
@@ -284,10 +283,6 @@ class TorchEngine:
             "threads": self._threads or torch.get_num_threads(),
             "tokens_per_microbatch": self._budget,
         }
-
-    def sender(self) -> LocalSender:
-        """This process; over NCCL from the GPU it trains on."""
-        return LocalSender(self._device_name)
 
     def close(self) -> None:
         """Free the model's memory. Idempotent."""

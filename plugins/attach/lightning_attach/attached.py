@@ -1,4 +1,4 @@
-"""A vLLM that somebody else runs, behind the `PolicyServer` contract; and whether a configuration asks for that, or for ours.
+"""A vLLM that somebody else runs, behind the `PolicyServer` contract.
 
 The invariant: it takes weights from one trainer at a time, the one that attached last; it is never stopped from here.
 """
@@ -11,20 +11,21 @@ import os
 import secrets
 import time
 from pathlib import Path
+from typing import cast
 
 from lightning.asyncio_utils import end
-from lightning.config.sections import PolicyServerConfig
+from lightning.config import PolicyServerConfig
 from lightning.errors import PolicyServerError
-from lightning.policy_server.auto_settings import DEFAULT_DEMAND, Demand
-from lightning.policy_server.control import NoRoutesError, NotOursError, VLLMControl
+from lightning.policy_server.control import HEALTH_SECONDS, NoRoutesError, NotOursError, VLLMControl
 from lightning.policy_server.model_facts import read_facts
 from lightning.policy_server.model_folder import check_model_folder
 from lightning.policy_server.owner_secret import SECRET
 from lightning.policy_server.parsers import parsers_for
-from lightning.policy_server.protocol import PolicyServer
-from lightning.policy_server.vllm_server import LOOK_SECONDS, OwnedVLLM, VLLMServer
-from lightning.policy_server.weight_transfer import Sender
-from lightning.policy_server.weight_transfer.transfer import make_loader
+from lightning.policy_server.profiles import EXTENSION as CORE_EXTENSION
+from lightning.policy_server.vllm_server import LOOK_SECONDS, VLLMServer
+from lightning.policy_server.weights import FromDisk, WeightTransfer
+
+from lightning_attach.transfer import EXTENSION
 
 logger = logging.getLogger(__name__)
 
@@ -40,23 +41,79 @@ AWAKE_SECONDS = 5.0
 """Between two looks at a vLLM that is not known to be paused."""
 
 
+class AttachedControl(VLLMControl):
+    """The control routes of a vLLM that others run: what it is, and whose."""
+
+    async def served_model(self) -> str:
+        """The first model it serves."""
+        answer = await self.call("GET", "/v1/models")
+        try:
+            return str(answer["data"][0]["id"])  # type: ignore[index]
+        except (KeyError, IndexError, TypeError) as error:
+            raise PolicyServerError(f"{self.url}/v1/models names no model; is it a vLLM server?") from error
+
+    async def parses_tools(self, model: str) -> bool:
+        """Whether it takes tools that the model may call or not: without a parser vLLM refuses them before it samples.
+
+        It samples one token otherwise; no answer in time is no refusal.
+        """
+        tool = {"type": "function", "function": {"name": "noop", "parameters": {"type": "object", "properties": {}}}}
+        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "tools": [tool], "max_tokens": 1}
+        try:
+            await self.call("POST", "/v1/chat/completions", json=body, seconds=HEALTH_SECONDS)
+        except PolicyServerError as error:
+            return "--tool-call-parser" not in str(error)
+        return True
+
+    async def claim(self, claim: str, *over: str) -> tuple[int | None, str]:
+        """Leave a word by which this vLLM is known and owned; the version of its weights then (None: unknown), and the word
+        that was there.
+
+        Raises `NotOursError` where, with `over`, a word is found that is none of these.
+        """
+        try:
+            answers = await self.rpc("lightning_claim", claim, *over)
+            if any("before" not in answer for answer in answers):
+                raise PolicyServerError("it does not say whose it was")
+        except NotOursError:
+            raise
+        except PolicyServerError as error:
+            raise PolicyServerError(
+                f"the vLLM at {self.url} takes no claim of a trainer ({error}); if it was started with another release of "
+                "lightning, start it again with this one"
+            ) from error
+        self.claimed_as = claim
+        versions = {cast("int | None", answer.get("version")) for answer in answers}
+        return versions.pop() if len(versions) == 1 else None, str(answers[0]["before"])
+
+    async def let_go(self) -> None:
+        """Take the word back that was left, where it is still there. Raises `NotOursError` where another one is."""
+        await self.dismiss(self.claimed_as)
+
+    async def dismiss(self, owner: str) -> None:
+        """Take the word of a trainer away, which brings no weights from then on. Raises `NotOursError` where another one is."""
+        await self.rpc("lightning_claim", "", owner, seconds=HEALTH_SECONDS)
+
+
 class AttachedVLLM(VLLMServer):
     """A vLLM that somebody else runs, at `config.attach`; it must see the files of the trainer under the same paths, unless
-    they are sent to it (`config.weight_transfer`).
+    they are sent to it by `transfer` (None: from files).
 
-    It needs VLLM_SERVER_DEV_MODE=1, `--worker-extension-cls lightning.policy_server.worker.WorkerExtension`,
-    `--logprobs-mode processed_logprobs` and `--generation-config vllm`, on CUDA also VLLM_USE_V2_MODEL_RUNNER=0 and
-    `--no-async-scheduling`; `start` refuses one without. `model` is the folder it serves. If its control routes have a secret
-    (`owner_secret`), it is in our environment, too.
+    It needs VLLM_SERVER_DEV_MODE=1, `--worker-extension-cls lightning.policy_server.worker.WorkerExtension` (for weights over
+    the network `transfer.EXTENSION`), `--logprobs-mode processed_logprobs` and `--generation-config vllm`, on CUDA also
+    VLLM_USE_V2_MODEL_RUNNER=0 and `--no-async-scheduling`; `start` refuses one without. `model` is the folder it serves. If its
+    control routes have a secret (`owner_secret`), it is in our environment, too.
 
     With `claims` its weights are this process's to change from `start` on, and no other's: a word is left in it, and a trainer
     that finds another's there later stops. Of two that attach at one moment the first is refused when it brings weights.
     """
 
+    _control: AttachedControl | None
+
     def __init__(
-        self, model: Path, config: PolicyServerConfig, *, claims: bool = True, sender: Sender | None = None
+        self, model: Path, config: PolicyServerConfig, transfer: WeightTransfer | None = None, *, claims: bool = True
     ) -> None:
-        super().__init__(model.resolve(), 0, make_loader(config, sender))
+        super().__init__(model.resolve(), 0, transfer or FromDisk())
         self._config, self._claims = config, claims
         self._root = config.attach.rstrip("/").removesuffix("/v1")
         self._waking: asyncio.Task[None] | None = None
@@ -74,8 +131,8 @@ class AttachedVLLM(VLLMServer):
     async def _attach(self, *over: str) -> None:
         """See `start`. With `over` raises `NotOursError` where another word was left than one of these."""
         check_model_folder(self._folder)
-        await asyncio.to_thread(self._loader.check)
-        control = VLLMControl(self._root, os.environ.get(SECRET, ""))
+        await asyncio.to_thread(self._transfer.check, None)
+        control = AttachedControl(self._root, os.environ.get(SECRET, ""))
         state = await control.health()
         if state != "ok":
             raise PolicyServerError(
@@ -83,7 +140,7 @@ class AttachedVLLM(VLLMServer):
                 "start it, or leave policy_server.attach empty to have one started"
             )
         self._name = await control.served_model()
-        await control.check_settings(updates=self._claims)
+        await control.check_settings(CORE_EXTENSION, EXTENSION, updates=self._claims)
         if self._claims:
             await control.check_one_engine()
         version = await (self._claim_it(control, *over) if self._claims else control.attach())
@@ -102,7 +159,7 @@ class AttachedVLLM(VLLMServer):
         self._control, self._serving = control, True
         await self._say_tools(control)
 
-    async def _say_tools(self, control: VLLMControl) -> None:
+    async def _say_tools(self, control: AttachedControl) -> None:
         """Warn where agents' tools would be refused although the model's chat template knows them."""
         facts = await asyncio.to_thread(read_facts, self._folder)
         if facts.knows_tools and not await control.is_paused() and not await control.parses_tools(self._name):
@@ -114,7 +171,7 @@ class AttachedVLLM(VLLMServer):
                 parser or "(that of the model's family)",
             )
 
-    async def _wake(self, control: VLLMControl) -> None:
+    async def _wake(self, control: AttachedControl) -> None:
         """Resume what was left paused, where it is nobody else's."""
         if not self._claims and (owner := await control.claimed()):
             logger.warning(
@@ -132,7 +189,7 @@ class AttachedVLLM(VLLMServer):
             await end(self._waking)
             self._waking = None
 
-    async def _wake_when_silent(self, control: VLLMControl) -> None:
+    async def _wake_when_silent(self, control: AttachedControl) -> None:
         """Resume what a trainer has paused, if that is killed: nothing about it changes then. It is that trainer's no more."""
         seen: tuple[str, int] | None = None
         since = time.monotonic()
@@ -145,7 +202,7 @@ class AttachedVLLM(VLLMServer):
                 await self._take_and_resume(control, now[0])
                 seen = None
 
-    async def _paused_as(self, control: VLLMControl) -> tuple[str, int] | None:
+    async def _paused_as(self, control: AttachedControl) -> tuple[str, int] | None:
         """Whose it is and of which version, where it is paused with weights of one."""
         try:
             if not await control.is_paused():
@@ -156,7 +213,7 @@ class AttachedVLLM(VLLMServer):
             return None
         return None if version is None else (owner, version)
 
-    async def _take_and_resume(self, control: VLLMControl, owner: str) -> None:
+    async def _take_and_resume(self, control: AttachedControl, owner: str) -> None:
         try:
             await control.dismiss(owner)
             await control.resume()
@@ -165,7 +222,7 @@ class AttachedVLLM(VLLMServer):
         else:
             logger.warning("the trainer of the vLLM at %s was silent for %g s: it goes on", self._root, SILENT_SECONDS)
 
-    async def _claim_it(self, control: VLLMControl, *over: str) -> int | None:
+    async def _claim_it(self, control: AttachedControl, *over: str) -> int | None:
         """Own its weights from now on; their version."""
         claim = secrets.token_hex(8)
         version, before = await control.claim(claim, *over)
@@ -224,23 +281,3 @@ class AttachedVLLM(VLLMServer):
             await self._control.let_go()
         except PolicyServerError as error:
             logger.info("%s was not told that its trainer has gone: %s", self._root, error)
-
-
-def make_policy_server(
-    model: Path,
-    config: PolicyServerConfig,
-    *,
-    log: Path,
-    version: int = 0,
-    claims: bool = True,
-    sender: Sender | None = None,
-    demand: Demand = DEFAULT_DEMAND,
-) -> PolicyServer:
-    """The server that `config` asks for, not started yet: ours (`log` gets its output), or the one at `config.attach`.
-
-    Without `claims` none is given new weights: an attached one is used as it is, and somebody else may train it. Over the
-    network `sender` sends weights; without one this process does. Ours is made for the `demand`.
-    """
-    if config.attach:
-        return AttachedVLLM(model, config, claims=claims, sender=sender)
-    return OwnedVLLM(model, config, log=log, version=version, updates=claims, sender=sender, demand=demand)

@@ -17,21 +17,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.errors import PolicyServerError
+from lightning.policy_server.worker import replace_weights
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 
-from lightning.errors import PolicyServerError
-from lightning.policy_server.weight_transfer import Meeting
-from lightning.policy_server.weight_transfer.links import GlooGroup, Spec, join
-from lightning.policy_server.worker import State, replace_weights
+from lightning_attach.links import GlooGroup, Spec, join
+from lightning_attach.sending import Meeting
+from lightning_attach.worker import NetworkState
 
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types here
-    """Where the sender is, see `weight_transfer.Meeting`; the new group's word and the trainer's claim."""
+    """Where the sender is, see `sending.Meeting`; the new group's word and the trainer's claim."""
 
     master_address: str
     master_port: int
@@ -60,7 +61,7 @@ class GlooReceiver(WeightTransferEngine):  # type: ignore[misc]  # as above
     supports_draft_weight_update = False
     problem = ""
     """What went wrong the last time; empty when nothing did."""
-    lightning_state: State | None = None
+    lightning_state: NetworkState | None = None
     """The worker's, as its extension has given it."""
     _group: GlooGroup | None = None
 
@@ -129,7 +130,7 @@ class GlooReceiver(WeightTransferEngine):  # type: ignore[misc]  # as above
         if group is not None:
             group.leave()
 
-    def _known(self) -> State:
+    def _known(self) -> NetworkState:
         if self.lightning_state is None:
             raise PolicyServerError("nobody has attached to this vLLM: the trainer must do so first")
         return self.lightning_state

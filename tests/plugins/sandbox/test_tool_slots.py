@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -17,11 +18,14 @@ from types import ModuleType
 import lightning
 import pytest
 from lightning.errors import ConfigError, RunnerError
-from lightning.instrument import activate, hold_slots
+from lightning.instrument import activate, emit, hold_slots, reward
 from lightning.instrument.threads import carry_names
-from lightning.instrument.tool_slots import ToolLimits, limit_tools, tool_slot, unheld
-from lightning.runner.tool_limits import make_slots
 from lightning.types import LLM, ToolEvent
+from lightning_sandbox import tool_slots
+from lightning_sandbox.tool_limits import make_slots
+from lightning_sandbox.tool_slots import ToolLimits, limit_tools, tool_slot, unheld
+
+from tests.core.runner.test_forks import in_a_fork
 
 ONE = LLM("http://127.0.0.1:8000/v1", "one", "policy")
 CASES = pytest.mark.parametrize(("name", "most"), [("search", 1), ("browse", 2), ("other", 4)])
@@ -336,7 +340,7 @@ def test_without_limits_a_framework_is_left_as_it_is() -> None:
 
 
 def test_tools_that_ran_past_their_limits_are_known(limits: ToolLimits, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning.instrument.tool_slots._held_once", set())
+    monkeypatch.setattr("lightning_sandbox.tool_slots._held_once", set())
 
     @lightning.tool
     def search() -> None:
@@ -372,3 +376,39 @@ def test_a_slot_is_given_back_by_the_process_that_took_it_wherever_it_was_made(l
             finally:
                 os._exit(found)
         assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_leaves_a_tool_does_not_free_its_parents_slot(limits: ToolLimits) -> None:
+    with activate(ONE), tool_slot("search") as held, limits.files("search")[0].open() as file:
+        assert in_a_fork(held.release) == [None]
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that is what this is about
+def test_a_process_that_is_forked_while_another_thread_takes_a_slot_does_not_wait_for_it(limits: ToolLimits) -> None:
+    held, let_go = threading.Event(), threading.Event()
+
+    def take() -> None:
+        with tool_slots._lock:
+            held.set()
+            let_go.wait(20)
+
+    with activate(ONE), ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(take)
+        held.wait(20)
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(3)  # ends it where it waits
+                with tool_slot("search"):
+                    reward(1.0)
+                    emit(ToolEvent("search", "ok"))
+                os._exit(0)
+            finally:
+                os._exit(1)
+        status = os.waitpid(child, 0)[1]
+        let_go.set()
+        taking.result()
+    assert status == 0

@@ -25,10 +25,10 @@ from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from lightning.errors import MissingExtraError, PolicyServerError
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]  # its stubs
 
-from lightning.errors import MissingExtraError, PolicyServerError
-from lightning.policy_server.weight_transfer import PACKED_BUFFERS, PACKED_BYTES, Meeting, TensorEntry, tensors
+from lightning_attach.sending import PACKED_BUFFERS, PACKED_BYTES, Meeting, TensorEntry, tensors
 
 PIECE_BYTES = 64 * 2**20
 """Tensors travel together in pieces of about this size; a larger one is a piece of its own."""
@@ -118,7 +118,7 @@ class Door:
 
 
 class GlooLink:
-    """Implements `weight_transfer.Link`."""
+    """Implements `sending.Link`."""
 
     def __init__(self, towards: str, world: int, seconds: float) -> None:
         self._door = Door(address_towards(towards), world, seconds)
@@ -229,7 +229,7 @@ def _room(piece: list[Spec]) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 class NcclLink:
-    """Implements `weight_transfer.Link` from a CUDA device, on which no other rank of the group may be."""
+    """Implements `sending.Link` from a CUDA device, on which no other rank of the group may be."""
 
     def __init__(self, device: str, towards: str, world: int, seconds: float) -> None:
         address = address_towards(towards)

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from lightning.config import Config
 from lightning.config.sections import PolicyServerConfig
 from lightning.errors import PolicyServerError
-from lightning.policy_server import AttachedVLLM, make_policy_server
+from lightning.policy_server import make_policy_server
+from lightning_attach.attached import AttachedVLLM
 
 
 def attach(fake: Any, model: Path) -> AttachedVLLM:
@@ -73,7 +75,9 @@ async def test_all_that_is_wrong_is_said_at_once(fake: Any, model: Path) -> None
 
 async def test_one_whose_weights_never_change_may_count_as_it_likes(fake: Any, model: Path) -> None:
     change(fake.info, "vllm_config.parallel_config.distributed_executor_backend", "ray")
-    server = make_policy_server(model, PolicyServerConfig(attach=fake.url), log=Path("unused"), claims=False)
+    server = make_policy_server(
+        model, Config(policy_server=PolicyServerConfig(attach=fake.url)), log=Path("unused"), claims=False
+    )
     await server.start()
     await server.close()
 

@@ -6,6 +6,7 @@ import ast
 import asyncio
 import importlib
 import importlib.util
+import json
 import socket
 import sys
 import threading
@@ -20,11 +21,15 @@ import torch
 from aiohttp import web
 from lightning.config.sections import PolicyServerConfig
 from lightning.errors import ConfigError, PolicyServerError
-from lightning.policy_server import AttachedVLLM, OwnedVLLM
-from lightning.policy_server.weight_transfer import Meeting, links
-from lightning.policy_server.weight_transfer.links import Door, GlooGroup, Spec, join
-from lightning.policy_server.weight_transfer.transfer import LocalSender
-from lightning.policy_server.worker import WorkerExtension
+from lightning.policy_server import OwnedVLLM
+from lightning.policy_server.auto_settings import Chosen
+from lightning.policy_server.profiles import server_args
+from lightning_attach import links
+from lightning_attach.attached import AttachedVLLM
+from lightning_attach.links import Door, GlooGroup, Spec, join
+from lightning_attach.sending import Meeting
+from lightning_attach.transfer import LocalSender, OverNetwork
+from lightning_attach.worker import NetworkExtension
 from safetensors.torch import load_file
 
 Alter = Callable[[Path, Callable[[dict[str, Any]], object]], Path]
@@ -33,7 +38,7 @@ LOAD = ["transfer", "expect", "start_weight_update", "update_weights", "transfer
 ORDER = ["attach", "transfer", "attach", "pause", "in_flight", *LOAD, "reset_prefix_cache", "set_version", "resume"]
 
 
-class Worker(WorkerExtension):
+class Worker(NetworkExtension):
     """As vLLM makes it, with a transfer engine, and with what vLLM's own refuses."""
 
     _weight_update_active = False
@@ -88,7 +93,7 @@ def receiver() -> Any:
     base = SimpleNamespace(WeightTransferEngine=Engine, WeightTransferInitInfo=object, WeightTransferUpdateInfo=object)
     path = ["vllm", "vllm.distributed", "vllm.distributed.weight_transfer"]
     with patch.dict(sys.modules, {**{name: SimpleNamespace() for name in path}, f"{path[-1]}.base": base}):
-        return importlib.import_module("lightning.policy_server.weight_transfer.receiver")
+        return importlib.import_module("lightning_attach.receiver")
 
 
 class Workers:
@@ -175,8 +180,8 @@ class Workers:
 
 
 async def attached(fake: Any, model: Path, sender: Any = None, backend: str = "gloo") -> AttachedVLLM:
-    config = PolicyServerConfig(attach=fake.url, weight_transfer=backend, transfer_timeout=30)
-    server = AttachedVLLM(model, config, sender=sender)
+    transfer = OverNetwork(backend, sender or LocalSender(), 30)
+    server = AttachedVLLM(model, PolicyServerConfig(attach=fake.url), transfer)
     await server.start()
     fake.calls.clear()
     return server
@@ -423,12 +428,23 @@ async def test_this_vllm_knows_what_it_is_told(fake: Any, model: Path) -> None:
 async def test_nccl_without_cuda_is_refused_at_the_start(fake: Any, model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"weight_transfer = 'nccl' needs a CUDA device.*'gloo'.*'file'"):
         await attached(fake, model, backend="nccl")
-    owned = OwnedVLLM(
-        model, PolicyServerConfig(device="cpu", weight_transfer="nccl"), log=tmp_path / "log", sender=Recorder()
-    )
+    transfer = OverNetwork("nccl", Recorder(), 30)
+    owned = OwnedVLLM(model, PolicyServerConfig(device="cpu"), transfer, log=tmp_path / "log")
     with pytest.raises(ConfigError, match="needs a CUDA device for vLLM"):
         await owned.start()
     assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize(("way", "backend"), [("gloo", "lightning_gloo"), ("nccl", "nccl")])
+def test_how_weights_come_over_the_network(way: str, backend: str) -> None:
+    config, chosen = PolicyServerConfig(), Chosen("float32", 300.0)
+    transfer = OverNetwork(way, LocalSender(), 30)
+    args = server_args(Path("/m"), config, chosen, device="cuda", names=["p"], port=1, transfer=transfer)
+    assert json.loads(args[args.index("--weight-transfer-config") + 1]) == {"backend": backend}
+    assert args.count("--worker-extension-cls") == 1
+    module, _, name = args[args.index("--worker-extension-cls") + 1].rpartition(".")
+    assert hasattr(importlib.import_module(module), name)
+    assert "--weight-transfer-config" not in server_args(Path("/m"), config, chosen, device="cpu", names=["p"], port=1)
 
 
 def test_a_sender_that_was_started_again_says_so(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Where files of new weights lie until vLLM has read them: in shared memory where it has room, else in the run's folder.
+"""How new weights come to a vLLM: the contract, and the core's own way, which is files. These lie in shared memory where it has
+room, else in the run's folder, until vLLM has read them.
 
 The invariant: in shared memory nobody but this user reads them, and they are gone when the run ends; those of a run that was
 killed are removed by the next one on the machine.
@@ -12,15 +13,22 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from lightning.config.sections import PolicyServerConfig
-from lightning.policy_server.auto_settings import free_memory
+from lightning.policy_server.auto_settings import Device, free_memory
 from lightning.policy_server.model_folder import folder_tensors
-from lightning.policy_server.weight_transfer import Sender
-from lightning.policy_server.weight_transfer.transfer import LocalSender
+from lightning.policy_server.profiles import EXTENSION
+
+if TYPE_CHECKING:
+    from lightning.policy_server.control import VLLMControl
 
 logger = logging.getLogger(__name__)
+
+FILES = ("auto", "shared_memory", "file")
+"""The values of `policy_server.weight_transfer` with which vLLM reads files."""
 
 SHARED = Path("/dev/shm")  # noqa: S108 — Linux's shared memory; what is made there is a folder of this user alone
 ROOM_RATIO = 2.2
@@ -28,13 +36,47 @@ ROOM_RATIO = 2.2
 _PREFIX, _UNLOCKED = "lightning-weights-", ".lightning-weights-"
 
 
-class WeightsFolder:
-    """The folder for the weights of a `model`, made when it is first asked for; `run` is the run's own folder. `sender` says
-    who writes the files, None: this process."""
+class WeightTransfer(Protocol):
+    """How a vLLM gets the tensors of files. Raises `PolicyServerError`."""
 
-    def __init__(self, config: PolicyServerConfig, model: Path, run: Path, sender: Sender | None = None) -> None:
-        self._config, self._model, self._run = config, model, run
-        self._here = sender is None or isinstance(sender, LocalSender)
+    args: Sequence[str]
+    """What `vllm serve` needs for it, where lightning starts vLLM."""
+    extension: str
+    """The class that has to stand in vLLM's workers, by its import path: our worker extension, or one derived from it."""
+
+    def check(self, device: Device | None) -> None:
+        """Raise `ConfigError` when it cannot work here at all, or in a vLLM on `device`; None: that somebody else runs."""
+
+    async def ready(self, control: VLLMControl) -> None:
+        """Do what can be done before vLLM is paused."""
+
+    async def load(self, control: VLLMControl, files: Sequence[Path]) -> None:
+        """Replace the model's weights by those of the files, in place. Call it while paused."""
+
+
+class FromDisk:
+    """Implements `WeightTransfer`: vLLM reads the files itself."""
+
+    args: Sequence[str] = ()
+    extension = EXTENSION
+
+    def check(self, device: Device | None) -> None:
+        """Nothing can be wrong yet."""
+
+    async def ready(self, control: VLLMControl) -> None:
+        """There is nothing to do before."""
+
+    async def load(self, control: VLLMControl, files: Sequence[Path]) -> None:
+        """See `WeightTransfer.load`."""
+        await control.load(files)
+
+
+class WeightsFolder:
+    """The folder for the weights of a `model`, made when it is first asked for; `run` is the run's own folder. `here` says
+    whether this process writes the files."""
+
+    def __init__(self, config: PolicyServerConfig, model: Path, run: Path, *, here: bool = True) -> None:
+        self._config, self._model, self._run, self._here = config, model, run, here
         self._made: Path | None = None
         self._lock = -1
 

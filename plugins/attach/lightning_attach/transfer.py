@@ -3,24 +3,27 @@ sends it meanwhile.
 
 The invariant: both sides are in the very group that this trainer has made, or a new one is made before anything is sent;
 while weights come, and after a transfer that broke off, vLLM says of none of its versions that it has it. What is sent are the
-tensors of the files, in the order of `weight_transfer.entries`; after an error the sender is in no group any more, so that the
+tensors of the files, in the order of `sending.entries`; after an error the sender is in no group any more, so that the
 next transfer begins with a new one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
+import shlex
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from lightning.errors import ConfigError, LightningError, MissingExtraError, PolicyServerError
-from lightning.policy_server.control import NotOursError
-from lightning.policy_server.weight_transfer import (
+from lightning.policy_server.control import NoRoutesError, NotOursError
+
+from lightning_attach.sending import (
     BACKENDS,
     PACKED_BUFFERS,
     PACKED_BYTES,
@@ -32,12 +35,12 @@ from lightning.policy_server.weight_transfer import (
 )
 
 if TYPE_CHECKING:
-    from lightning.config.sections import PolicyServerConfig
+    from lightning.policy_server.auto_settings import Device
     from lightning.policy_server.control import VLLMControl
 
 
 class LocalSender:
-    """Implements `weight_transfer.Sender` for weights that this process reads from its disk. `device` is where NCCL sends
+    """Implements `sending.Sender` for weights that this process reads from its disk. `device` is where NCCL sends
     from: a CUDA device of its own, since NCCL lets no two ranks share one; `auto` is torch's present one."""
 
     def __init__(self, device: str = "auto") -> None:
@@ -66,11 +69,11 @@ class LocalSender:
         self.leave()
         with self._doing(f"listening for vLLM at the address that {towards} reaches"):
             if backend == "nccl":
-                from lightning.policy_server.weight_transfer.links import NcclLink
+                from lightning_attach.links import NcclLink
 
                 self._link = NcclLink(self._device, towards, world, seconds)
             else:
-                from lightning.policy_server.weight_transfer.links import GlooLink
+                from lightning_attach.links import GlooLink
 
                 self._link = GlooLink(towards, world, seconds)
             return self._link.meeting
@@ -122,123 +125,166 @@ def no_cuda(where: str) -> ConfigError:
 
 logger = logging.getLogger(__name__)
 
+EXTENSION = "lightning_attach.worker.NetworkExtension"
+"""What has to stand in vLLM's workers, in the place of the core's extension."""
 GRACE_SECONDS = 60.0
 """vLLM is asked for longer than a transfer may take, so that its own error comes first."""
 HOLD_SECONDS = 0.02
 """How often a sender that is busy is asked whether it is free."""
 
 
-class Loader(Protocol):
-    """How a vLLM gets the tensors of files. Raises `PolicyServerError`."""
+class TransferState(NamedTuple):
+    """What one of vLLM's workers says of weights over the network."""
 
-    def check(self) -> None:
-        """Raise `ConfigError` when it cannot work here at all."""
-
-    async def ready(self, control: VLLMControl) -> None:
-        """Do what can be done before vLLM is paused."""
-
-    async def load(self, control: VLLMControl, files: Sequence[Path]) -> None:
-        """Replace the model's weights by those of the files, in place. Call it while paused."""
+    backend: str
+    """vLLM's name; empty: it takes none."""
+    group: str
+    """The word of the group that it is in; empty: none."""
+    problem: str
+    """What went wrong there the last time; empty where nothing did, or where it cannot say: vLLM's own backends."""
 
 
-class FromDisk:
-    """vLLM reads the files itself."""
+class TransferRoutes:
+    """The routes and methods of one vLLM by which weights come over the network."""
 
-    def check(self) -> None:
-        """Nothing can be wrong yet."""
+    def __init__(self, control: VLLMControl) -> None:
+        self.control = control
 
-    async def ready(self, control: VLLMControl) -> None:
-        """There is nothing to do before."""
+    async def states(self) -> list[TransferState]:
+        """What each worker says."""
+        return [
+            TransferState(*(str(self.control.part_of(answer, name)) for name in TransferState._fields))
+            for answer in await self.control.rpc("lightning_transfer")
+        ]
 
-    async def load(self, control: VLLMControl, files: Sequence[Path]) -> None:
-        """See `Loader.load`."""
-        await control.load(files)
+    async def problem(self) -> str:
+        """What went wrong on its workers in the last transfer; empty where they cannot say."""
+        try:
+            return "; ".join(dict.fromkeys(state.problem for state in await self.states() if state.problem))
+        except PolicyServerError:
+            return ""
+
+    async def know_group(self, group: str) -> None:
+        """Leave the word of the group that its workers have joined by one of vLLM's own backends; ours keeps it by itself."""
+        await self.control.rpc("lightning_group", group)
+
+    async def expect_weights(self) -> None:
+        """Declare that the weights are of no version until one is set. Raises `NotOursError`."""
+        await self.control.rpc("lightning_expect", self.control.claimed_as)
+
+    async def leave(self) -> None:
+        """Have all workers that still live leave the group, so that a sender that waits for them hears of it."""
+        try:
+            await self.control.rpc("lightning_leave")
+        except PolicyServerError as error:
+            logger.debug("%s did not leave: its connections have broken with it, or will: %s", self.control.url, error)
+
+    async def join(self, info: Mapping[str, object], seconds: float) -> None:
+        """Have all workers join the sender's group; returns when they have."""
+        await self.control.call("POST", "/init_weight_transfer_engine", json={"init_info": info}, seconds=seconds)
+
+    async def start(self) -> None:
+        """Prepare the model for new weights. Call it while paused."""
+        await self.control.call("POST", "/start_weight_update")
+
+    async def receive(self, info: Mapping[str, object], seconds: float) -> None:
+        """Have all workers receive what the sender sends; returns when they have."""
+        await self.control.call("POST", "/update_weights", json={"update_info": info}, seconds=seconds)
+
+    async def finish(self) -> None:
+        """All weights have come."""
+        await self.control.call("POST", "/finish_weight_update")
 
 
 class OverNetwork:
-    """The sender reads the files and sends them; `seconds` is how long that may take."""
+    """Implements `WeightTransfer`: the sender reads the files and sends them; `seconds` is how long that may take."""
+
+    extension = EXTENSION
 
     def __init__(self, backend: str, sender: Sender, seconds: float) -> None:
         self._backend, self._sender, self._seconds = backend, sender, seconds
+        self.args: Sequence[str] = ("--weight-transfer-config", json.dumps({"backend": BACKENDS[backend]}))
         self._used = False
         """Whether weights have come in the group of now: one that broke since is made anew before anything is given up."""
 
-    def check(self) -> None:
-        """See `Loader.check`."""
+    def check(self, device: Device | None) -> None:
+        """See `WeightTransfer.check`."""
         self._sender.check(self._backend)
+        if device == "cpu" and self._backend == "nccl":
+            raise no_cuda("for vLLM")
 
     async def ready(self, control: VLLMControl) -> None:
         """Have both sides in one group: the last one, unless one of them was started again or a transfer broke off."""
         async with self._held():
-            await self._ready(control)
+            await self._ready(TransferRoutes(control))
 
-    async def _ready(self, control: VLLMControl) -> None:
-        states = await control.transfer_states()
-        self._check_backend(control, {state.backend for state in states})
+    async def _ready(self, routes: TransferRoutes) -> None:
+        states = await self._states(routes)
         known = {state.group for state in states}
         if known == {await asyncio.to_thread(self._sender.group)} and known != {""}:
             return
         group, self._used = secrets.token_hex(8), False
-        world = 1 + await control.world_size()
-        towards = urlsplit(control.url).hostname or "127.0.0.1"
+        world = 1 + await routes.control.world_size()
+        towards = urlsplit(routes.control.url).hostname or "127.0.0.1"
         meeting = await asyncio.to_thread(self._sender.listen, self._backend, towards, world, self._seconds)
         await self._both(
-            control,
-            self._join(control, meeting, group),
+            routes,
+            self._join(routes, meeting, group),
             asyncio.to_thread(self._sender.join, group),
             f"vLLM could not join the trainer's {self._backend} group at {meeting.address}:{meeting.port}",
         )
-        logger.info("weights go to %s over %s from %s", control.url, self._backend, meeting.address)
+        logger.info("weights go to %s over %s from %s", routes.control.url, self._backend, meeting.address)
 
     async def load(self, control: VLLMControl, files: Sequence[Path]) -> None:
-        """See `Loader.load`."""
+        """See `WeightTransfer.load`."""
+        routes = TransferRoutes(control)
         async with self._held():
-            await self._ready(control)
+            await self._ready(routes)
             try:
-                await self._send(control, files)
+                await self._send(routes, files)
             except PolicyServerError as error:
                 if not self._used or isinstance(error, NotOursError):
                     raise
-                await control.check_ours()  # a vLLM that refuses us leaves the sender waiting for it
+                await routes.control.check_ours()  # a vLLM that refuses us leaves the sender waiting for it
                 logger.warning("the group that weights went in before has broken, a new one is made: %s", error)
                 await asyncio.to_thread(self._sender.leave)
-                await self._ready(control)
-                await self._send(control, files)
+                await self._ready(routes)
+                await self._send(routes, files)
             self._used = True
 
-    async def _join(self, control: VLLMControl, meeting: Meeting, group: str) -> None:
-        told = _told(self._backend, meeting, group, control.claimed_as)
-        await control.join_transfer(told, self._seconds + GRACE_SECONDS)
+    async def _join(self, routes: TransferRoutes, meeting: Meeting, group: str) -> None:
+        told = _told(self._backend, meeting, group, routes.control.claimed_as)
+        await routes.join(told, self._seconds + GRACE_SECONDS)
         if self._backend != "gloo":
-            await control.know_group(group)
-        await self._confirm(control, group)
+            await routes.know_group(group)
+        await self._confirm(routes, group)
 
-    async def _send(self, control: VLLMControl, files: Sequence[Path]) -> None:
+    async def _send(self, routes: TransferRoutes, files: Sequence[Path]) -> None:
         found = await asyncio.to_thread(entries, files)
         group = await asyncio.to_thread(self._sender.group)
-        await control.expect_weights()
-        await control.start_transfer()
+        await routes.expect_weights()
+        await routes.start()
         await self._both(
-            control,
-            self._receive(control, found, group),
+            routes,
+            self._receive(routes, found, group),
             asyncio.to_thread(self._sender.send, files),
             f"the weights did not come over {self._backend}",
         )
-        await control.finish_transfer()
+        await routes.finish()
 
-    async def _receive(self, control: VLLMControl, found: Sequence[TensorEntry], group: str) -> None:
-        told = _described(self._backend, found, group, control.claimed_as)
-        await control.receive(told, self._seconds + GRACE_SECONDS)
-        await self._confirm(control, group)
+    async def _receive(self, routes: TransferRoutes, found: Sequence[TensorEntry], group: str) -> None:
+        told = _described(self._backend, found, group, routes.control.claimed_as)
+        await routes.receive(told, self._seconds + GRACE_SECONDS)
+        await self._confirm(routes, group)
 
-    async def _confirm(self, control: VLLMControl, group: str) -> None:
+    async def _confirm(self, routes: TransferRoutes, group: str) -> None:
         """Our receivers do not raise: they are asked."""
-        states = await control.transfer_states()
+        states = await routes.states()
         problems = dict.fromkeys(state.problem for state in states if state.problem)
         if problems:
             raise PolicyServerError("; ".join(problems))
         if any(state.group != group for state in states):
-            raise PolicyServerError(f"the workers of the vLLM at {control.url} are not in this trainer's group")
+            raise PolicyServerError(f"the workers of the vLLM at {routes.control.url} are not in this trainer's group")
 
     @asynccontextmanager
     async def _held(self) -> AsyncIterator[None]:
@@ -250,18 +296,32 @@ class OverNetwork:
         finally:
             self._sender.release()
 
-    def _check_backend(self, control: VLLMControl, found: set[str]) -> None:
+    async def _states(self, routes: TransferRoutes) -> list[TransferState]:
+        """What its workers say. Raises with the cure where it was not started for this."""
         wanted = BACKENDS[self._backend]
+        cure = (
+            f"start it with {shlex.join(self.args)} --worker-extension-cls {EXTENSION}, or set "
+            "policy_server.weight_transfer = 'file'"
+        )
+        try:
+            states = await routes.states()
+        except (NoRoutesError, NotOursError):
+            raise
+        except PolicyServerError as error:
+            raise PolicyServerError(
+                f"{error}. If that vLLM was not started for weights over the network: {cure}"
+            ) from error
+        found = {state.backend for state in states}
         if found != {wanted}:
             has = f"takes weights over {', '.join(sorted(found))}" if found != {""} else "was not started for that"
             raise PolicyServerError(
-                f"policy_server.weight_transfer is {self._backend!r}, but the vLLM at {control.url} {has}: start it with "
-                f"""--weight-transfer-config '{{"backend": "{wanted}"}}', or set policy_server.weight_transfer = 'file'"""
+                f"policy_server.weight_transfer is {self._backend!r}, but the vLLM at {routes.control.url} {has}: {cure}"
             )
+        return states
 
     async def _both(
         self,
-        control: VLLMControl,
+        routes: TransferRoutes,
         asked: Coroutine[object, object, None],
         done: Coroutine[object, object, None],
         what: str,
@@ -270,22 +330,15 @@ class OverNetwork:
         theirs, ours = asyncio.ensure_future(asked), asyncio.ensure_future(done)
         await asyncio.wait([theirs, ours], return_when=asyncio.FIRST_EXCEPTION)
         if theirs.done() and theirs.exception() and not ours.done():
-            await control.leave_transfer()
+            await routes.leave()
             await asyncio.to_thread(self._sender.leave)
         await asyncio.wait([theirs, ours])
         failed = [error for task in (theirs, ours) if (error := task.exception())]
         if failed:
             await asyncio.to_thread(self._sender.leave)
-            problem = await control.transfer_problem()
+            problem = await routes.problem()
             reasons = "; ".join(dict.fromkeys([*map(str, failed), *([problem] if problem else [])]))
             raise PolicyServerError(f"{what}: {reasons}") from failed[0]
-
-
-def make_loader(config: PolicyServerConfig, sender: Sender | None) -> Loader:
-    """What `config.weight_transfer` asks for; without a sender this process sends."""
-    if config.weight_transfer not in BACKENDS:
-        return FromDisk()
-    return OverNetwork(config.weight_transfer, sender or LocalSender(), config.transfer_timeout)
 
 
 def _told(backend: str, meeting: Meeting, group: str, claim: str) -> Mapping[str, object]:

@@ -17,12 +17,12 @@ import pytest
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.instrument import emit
-from lightning.instrument.tool_slots import ToolLimits
 from lightning.runner.inline import InlineRunner
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
-from lightning.runner.tool_limits import ENOUGH, LimitWatch, make_slots
 from lightning.types import LLM, Fault, Lease, Outcome, Task, ToolEvent
+from lightning_sandbox.tool_limits import ENOUGH, LimitWatch, limits_for, make_slots
+from lightning_sandbox.tool_slots import ToolLimits
 
 NOWHERE = LLM("http://127.0.0.1:1/v1", "key", "policy")
 AGENTS = 4
@@ -216,9 +216,7 @@ async def test_limits_that_bound_nothing_are_named(
 
 def test_nothing_is_said_where_nothing_ran_or_nothing_is_limited(warnings_of: Callable[[], list[str]]) -> None:
     LimitWatch({"browser": 1}).close()
-    unlimited = LimitWatch({})
-    unlimited.heard(Outcome(reward=1.0))
-    unlimited.close()
+    assert limits_for(RunnerConfig()) is None
     ran = LimitWatch({"browser": 1})
     ran.heard(Outcome(reward=1.0, tool_events=(ToolEvent("browser", "ok"),)))
     ran.close()

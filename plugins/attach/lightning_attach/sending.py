@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from lightning.policy_server.model_folder import read_header
 
@@ -67,6 +67,7 @@ class Link(Protocol):
         """Leave the group, if it was joined."""
 
 
+@runtime_checkable
 class Sender(Protocol):
     """The process that has the weights, wherever it is. Methods block: call them off the event loop. All raise
     `PolicyServerError`."""

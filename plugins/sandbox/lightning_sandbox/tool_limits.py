@@ -1,4 +1,5 @@
-"""The tool limits of a runner's agents (`runner.tool_limits`): slots made ready, and what is said of limits that bound nothing.
+"""The tool limits of a runner's agents (`runner.tool_limits`): where they stand around attempts, slots made ready, and what is
+said of limits that bound nothing.
 
 The invariant: the slots are files of this user's in the machine's folder for temporary files, so that everything that runs
 here shares them: runs, clients, actors. They stay, since a file that is made anew would be another slot.
@@ -10,24 +11,30 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from lightning.config.fields import did_you_mean
 from lightning.errors import RunnerError
-from lightning.instrument.tool_slots import UNLIMITED, ToolLimits
-from lightning.types import Outcome
+from lightning.runner.stages import AttemptStage
+from lightning.types import Json, Outcome
+
+from lightning_sandbox.tool_slots import ToolLimits, limit_tools, unheld
+
+if TYPE_CHECKING:
+    from lightning.config import RunnerConfig
 
 logger = logging.getLogger(__name__)
 
+TOOL_LIMITS: Final = "tool_limits"
+"""The name of the stage."""
 ENOUGH = 64
 """Rollouts after which a tool that has not run is named: a wrong name should not bound nothing until the end of a long run."""
 
 
 def make_slots(runs: Mapping[str, int]) -> ToolLimits:
     """The slots of these tools, made where they are missing. Raises `RunnerError` when somebody else has the folder."""
-    if not runs:
-        return UNLIMITED
     folder = Path(tempfile.gettempdir(), f"lightning-tools-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -54,8 +61,6 @@ class LimitWatch:
 
     def heard(self, outcome: Outcome, unheld: Iterable[str] = ()) -> None:
         """A rollout has ended. `unheld` are tools that ran in it without a slot."""
-        if not self._limited:
-            return
         self._rollouts += 1
         self._ran.update(event.name for event in outcome.tool_events)
         for name in sorted((self._limited & set(unheld)) - self._told):
@@ -84,3 +89,40 @@ class LimitWatch:
                 ", ".join(sorted(self._ran)) or "none",
                 did_you_mean(name, self._ran),
             )
+
+
+class LimitStage(AttemptStage):
+    """The runs of tools with a limit wait for their turn."""
+
+    api = 1
+    carries_out = ("tool_limits",)
+
+    def __init__(self, runs: Mapping[str, int]) -> None:
+        self._runs = dict(runs)
+        self._watch = LimitWatch(runs)
+
+    async def begun(self) -> None:
+        """The slots are made. Raises `RunnerError` when somebody else has their folder."""
+        self._limits = make_slots(self._runs)
+        self.files = (self._limits.folder,)
+
+    def installed(self) -> Callable[[], None]:
+        """From now on they wait."""
+        return limit_tools(self._limits)
+
+    def noted(self, outcome: Outcome) -> Json:
+        """The tools that ran past their limits, if any."""
+        return list(unheld(outcome.tool_events)) or None
+
+    def heard(self, outcome: Outcome, note: Json) -> None:
+        """Limits that bound nothing are named."""
+        self._watch.heard(outcome, [str(name) for name in note] if isinstance(note, list) else ())
+
+    def closed(self) -> None:
+        """At the latest now."""
+        self._watch.close()
+
+
+def limits_for(config: RunnerConfig) -> LimitStage | None:
+    """The stage of a runner with these settings."""
+    return LimitStage(config.tool_limits) if config.tool_limits else None

@@ -1,0 +1,30 @@
+"""The ways of new weights that come with lightning, as a plugin: all of them are files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from lightning.config import Config
+    from lightning.policy_server.weights import WeightTransfer
+
+
+@hookimpl
+def register_weight_transfers(
+    register: Callable[[str, Callable[[Config, object | None], WeightTransfer]], None],
+) -> None:
+    """`auto` (the default), `shared_memory` and `file`: where the files lie is for `weights.WeightsFolder` to choose."""
+    from lightning.policy_server.weights import FILES
+
+    for name in FILES:
+        register(name, from_disk)
+
+
+def from_disk(config: Config, sender: object | None) -> WeightTransfer:
+    """See `lightning.policy_server.weights.FromDisk`."""
+    from lightning.policy_server.weights import FromDisk
+
+    return FromDisk()
