@@ -88,8 +88,8 @@ CONTRACT: Final = Contract(
 
 
 def run_stages(config: Config) -> list[NamedStage[RunStage]]:
-    """The stages that plugins register, for a run with these settings. Raises what `Contract.made` raises, and `PluginError` for
-    two that cannot stand together."""
+    """The stages that plugins register, for a run with these settings. Raises what `Contract.made` raises, and `PluginError`
+    for two that cannot stand together."""
     found: list[NamedStage[RunStage]] = CONTRACT.in_order(CONTRACT.made(config, config.runner), ())
     finding = [each for each in found if each.stands_at("prompts")]
     if len(finding) > 1:
