@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning.cli.app import Command
     from lightning.cli.check import Check
     from lightning.config import Config, RunnerConfig
+    from lightning.config.sections import TrainerConfig
     from lightning.credit import Credit
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from lightning.tracking.protocol import Tracker
     from lightning.trainer.run_server import RunServer
     from lightning.trainer.run_stages import RunStage
+    from lightning.trainer.samplers import Asked, Sampler, TaskOrder
     from lightning.trainer.stages import StepStage
     from lightning.types import Caller, Rollout, StepRecord, StepState, Task, ToolEvent
 
@@ -270,6 +272,22 @@ def register_step_stages(register: Callable[[str, Callable[[Config], StepStage |
     made to see that. A stage that raises ends the run, and its step is not committed. Which stages stand before or after it the
     stage says itself; what is not said is refused at the start, unless `trainer.stage_order` says it.
     """
+
+
+@hookspec
+def register_samplers(register: Callable[[str, Callable[[Asked], Sampler | None]], None]) -> None:
+    """Where a training's groups come from: `register("async", make_sampler)`.
+
+    The factory makes a `lightning.trainer.samplers.Sampler` of what a run asks for, once for each run, and opens nothing; None
+    where that run does not ask for it. It raises `ConfigError` for settings that cannot be met. A run has one sampler: two are
+    an error at the start, and so is a setting that the sampler does not carry out. One that raises ends the run's step.
+    """
+
+
+@hookspec
+def register_orders(register: Callable[[str, Callable[[Sequence[Task], TrainerConfig], TaskOrder]], None]) -> None:
+    """Orders of tasks for `trainer.order = "name"`: a function from the run's tasks and the settings `trainer` to a
+    `lightning.trainer.samplers.TaskOrder`, called once for each run. One that raises ends the run's step."""
 
 
 @hookspec

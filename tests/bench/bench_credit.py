@@ -27,6 +27,7 @@ from lightning.credit import Branched, Credit, Critic, LeaveOneOut, grpo
 from lightning.plugins import plugins
 from lightning.testing import CreditScore, DecisionTask, TreeSampling, bifurcation_tasks, score_credits
 from lightning.testing.decisions import DecisionPath, walk
+from lightning_branching.branch_points import branch_points
 
 VALUE_ERROR = 0.2
 SURE = 0.9
@@ -57,11 +58,11 @@ def trees(score: Score, known: Mapping[str, Credit], each: float) -> dict[str, C
     others = {f"{name}, tree": known[name] for name in ("identical", "leave-one-out")}
     randomly = {"branch, random": branch, "branch, prior 0": plain, "branch, not shared": unshared, **others}
     return {
-        **score(randomly, tree=TreeSampling(TRUNKS)),
-        **score({"branch, rate": branch}, tree=TreeSampling(TRUNKS, per_call=each)),
-        **score({"branch, variance": branch}, tree=TreeSampling(TRUNKS, "variance")),
-        **score({"branch, 2 trunks": branch}, tree=TreeSampling(2)),
-        **score({"branch, 6 trunks": branch}, tree=TreeSampling(6)),
+        **score(randomly, tree=TreeSampling(branch_points, TRUNKS)),
+        **score({"branch, rate": branch}, tree=TreeSampling(branch_points, TRUNKS, per_call=each)),
+        **score({"branch, variance": branch}, tree=TreeSampling(branch_points, TRUNKS, "variance")),
+        **score({"branch, 2 trunks": branch}, tree=TreeSampling(branch_points, 2)),
+        **score({"branch, 6 trunks": branch}, tree=TreeSampling(branch_points, 6)),
     }
 
 
@@ -70,8 +71,8 @@ def by_entropy(task: DecisionTask, groups: int, seed: int) -> dict[str, CreditSc
     score: Score = partial(score_credits, task=task, groups=groups, seed=seed)
     return {
         **score({"identical": plugins().credit("identical")}),
-        **score({"branch, random": Branched()}, tree=TreeSampling(TRUNKS)),
-        **score({"branch, entropy": Branched()}, tree=TreeSampling(TRUNKS, "entropy")),
+        **score({"branch, random": Branched()}, tree=TreeSampling(branch_points, TRUNKS)),
+        **score({"branch, entropy": Branched()}, tree=TreeSampling(branch_points, TRUNKS, "entropy")),
     }
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 from lightning.trainer.plan import tasks_of_step, train_rollouts
-from lightning.trainer.task_choice import TaskChoice
 from lightning.types import Status, Task
+from lightning_samplers.task_choice import TaskChoice
 
 GROUP, GROUPS = 8, 16
 """Rollouts of a group, and groups of a step."""

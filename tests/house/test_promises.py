@@ -179,8 +179,8 @@ LAWS: dict[str, tuple[str, ...]] = {
         "tests/plugins/branching/test_branches.py::test_only_what_follows_is_sampled_and_recorded",
         "tests/plugins/branching/test_branches.py::test_a_clock_in_a_prompt_makes_the_branch_void_by_name",
         "tests/plugins/branching/test_branches.py::test_another_chat_template_makes_branches_void",
-        "tests/core/trainer/test_tree_sampling.py::test_void_branches_are_counted_and_never_trained",
-        "tests/core/trainer/test_tree_sampling.py::test_the_audit_names_a_branch_that_is_none",
+        "tests/plugins/branching/test_tree_sampling.py::test_void_branches_are_counted_and_never_trained",
+        "tests/plugins/branching/test_tree_sampling.py::test_the_audit_names_a_branch_that_is_none",
     ),
 }
 _LAW = dict(enumerate(LAWS.values(), 1))
@@ -193,7 +193,7 @@ README: dict[str, tuple[str, ...]] = {
         *_LAW[4],
         "tests/e2e/test_survival.py::test_killing_the_trainer_then_interrupting_it_and_resuming_each_time",
         "tests/e2e/test_survival.py::test_killing_agents_then_vllm",
-        "tests/core/trainer/test_async.py::test_an_audit_finds_what_was_changed",
+        "tests/plugins/samplers/test_async.py::test_an_audit_finds_what_was_changed",
     ),
     "A failed rollout is data, never a reward of 0.": _LAW[5],
     "The agent cannot cheat.": _LAW[6],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.config.fields import Setting, settings
 from lightning.config.load import load_config, with_settings
 from lightning.config.sections import (
+    BranchBy,
     Config,
     EngineConfig,
     GatewayConfig,
@@ -24,6 +25,7 @@ from lightning.config.sections import (
 )
 
 __all__ = [
+    "BranchBy",
     "Config",
     "EngineConfig",
     "GatewayConfig",

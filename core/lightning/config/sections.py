@@ -202,7 +202,6 @@ class LimitsConfig(Section):
 
 
 FixedOrder = Literal["shuffled", "given"]
-TaskOrder = FixedOrder | Literal["learnable"]
 BranchBy = Literal["random", "entropy", "variance"]
 
 
@@ -222,14 +221,15 @@ class TrainerConfig(Section):
     max_waves: int = Field(default=4, ge=1)
     """For algorithms with dynamic sampling: a step samples at most this many times `tasks_per_step` groups to find
     `tasks_per_step` groups whose rewards differ."""
-    order: TaskOrder = "shuffled"
+    order: str = "shuffled"
     """Order of the training tasks in each pass: `shuffled` (by the seed, differently in each pass) or `given` (the order
-    of the list, for a curriculum). `learnable` takes no passes: each step takes the tasks whose rollouts will probably differ
-    in reward, by what earlier steps and past runs of the project earned; solved and hopeless ones come again now and then."""
-    sampling: Literal["independent", "tree"] = "independent"
-    """How the rollouts of a group are sampled: `independent`, each from the task's beginning, or as a `tree`: some from the
-    beginning (`trunks`), and branches of these, which are sampled from one of their calls on. Branches take as many tokens as
-    the group's other rollouts would; the credit `branch` compares them where they part."""
+    of the list, for a curriculum). Plugins bring others, of which `learnable` takes no passes: each step takes the tasks whose
+    rollouts will probably differ in reward, by what earlier steps and past runs of the project earned; solved and hopeless ones
+    come again now and then."""
+    sampling: str = "independent"
+    """How the rollouts of a group are sampled: `independent`, each from the task's beginning, or in a way that a plugin
+    brings. `tree` samples some from the beginning (`trunks`), and branches of these, which are sampled from one of their calls
+    on. Branches take as many tokens as the group's other rollouts would; the credit `branch` compares them where they part."""
     trunks: int | None = Field(default=None, ge=1)
     """With `sampling = tree`: rollouts of a group that begin at its task. null is half of the algorithm's group size."""
     branch_by: BranchBy = "random"

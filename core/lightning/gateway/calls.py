@@ -22,8 +22,16 @@ from starlette.types import Receive, Scope, Send
 from lightning.bounded import Once
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
-from lightning.gateway.answers import forget_unsound, pass_on, read_whole, refuse_unsound
-from lightning.gateway.call import Answer, Call, Request, Sent
+from lightning.gateway.call import (
+    Answer,
+    Call,
+    Request,
+    Sent,
+    forget_unsound,
+    pass_on,
+    read_whole,
+    refuse_unsound,
+)
 from lightning.gateway.chat_template import Tokenize
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator, offered_tools
 from lightning.gateway.dialects.base import why_no_ids
@@ -380,15 +388,9 @@ class CallEndpoint:
             await self._line.kept(call, call.ticket.appended)
 
     async def _record_refused(self, scope: Scope, claims: Claims, refusal: RefusalError) -> None:
-        """Record a request that no policy server is asked: an agent that goes on without an answer has made a call, and why it
-        got none is told."""
+        """Record a request that no policy server is asked."""
         name = f"{self._dialect.id_prefix}{PROCESS}{next(NUMBERS):x}"
-        try:
-            await self._recorder.append_refused(claims, self._identity.caller(scope, None), name, refusal)
-        except StoreError as error:
-            log.warning("that a call of %s was refused (%s) was not recorded: %s", claims.rollout, refusal.code, error)
-        except Exception:
-            log.exception("the gateway failed to record that a call of %s was refused", claims.rollout)
+        await self._recorder.record_refused(claims, self._identity.caller(scope, None), name, refusal)
 
     async def _refuse(self, call: Call | None, send: Send, refusal: RefusalError) -> None:
         if call is not None and call.started and not call.is_planned:

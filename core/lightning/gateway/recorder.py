@@ -122,9 +122,18 @@ class Recorder:
         taken = [replace(item, status=CallStatus.ABORTED) if item.status.answered else item for item in ticket.appended]
         await self._store.append(taken)
 
-    async def append_refused(self, claims: Claims, caller: Caller, call: str, refusal: RefusalError) -> None:
-        """Make durable that the gateway refused the call with this id. Of an expired key it is the first call alone, since an
-        agent may go on asking. Raises `StoreError`."""
+    async def record_refused(self, claims: Claims, caller: Caller, call: str, refusal: RefusalError) -> None:
+        """Record that the gateway refused the call with this id: an agent that goes on without an answer has made a call, and
+        why it got none is told. Of an expired key it is the first call alone, since an agent may go on asking. What fails is
+        only logged."""
+        try:
+            await self._append_refused(claims, caller, call, refusal)
+        except StoreError as error:
+            log.warning("that a call of %s was refused (%s) was not recorded: %s", claims.rollout, refusal.code, error)
+        except Exception:
+            log.exception("the gateway failed to record that a call of %s was refused", claims.rollout)
+
+    async def _append_refused(self, claims: Claims, caller: Caller, call: str, refusal: RefusalError) -> None:
         key = (claims.rollout, claims.attempt, claims.expires_at)
         if refusal.code == EXPIRED and key in self._expired:
             return

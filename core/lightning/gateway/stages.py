@@ -347,18 +347,11 @@ async def recording_refusals(parts: Parts, claims: Claims, scope: Scope, send: S
         yield passed
     except RefusalError as refusal:
         if refusal.code == FAILED or (scope["method"] == "POST" and refusal.status < 500):
-            await _record(parts, claims, scope, refusal)
+            caller, name = parts.identity.caller(scope, None), f"route-{secrets.token_hex(12)}"
+            await parts.recorder.record_refused(claims, caller, name, refusal)
         if started:
             raise ClientGoneError from refusal
         raise
-
-
-async def _record(parts: Parts, claims: Claims, scope: Scope, refusal: RefusalError) -> None:
-    name = f"route-{secrets.token_hex(12)}"
-    try:
-        await parts.recorder.append_refused(claims, parts.identity.caller(scope, None), name, refusal)
-    except StoreError as error:
-        log.warning("that a call of %s was refused (%s) was not recorded: %s", claims.rollout, refusal.code, error)
 
 
 @contextmanager

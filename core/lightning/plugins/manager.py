@@ -99,6 +99,12 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("stores", "https"): "server",
     ("runners", "remote"): "server",
     ("servers", ""): "server",
+    ("orders", "learnable"): "samplers",
+    ("samplers", "max_staleness"): "samplers",
+    ("samplers", "recorded"): "samplers",
+    ("samplers", "tree"): "branching",
+    ("samplers", "trunks"): "branching",
+    ("samplers", "branch_by"): "branching",
     ("policy_servers", "http"): "attach",
     ("policy_servers", "https"): "attach",
     ("weight_transfers", "gloo"): "attach",
@@ -110,7 +116,7 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("step_stages", "rehearsed"): "debug",
 }
 """The extras that bring names which the documentation gives to users of the core; for an empty name, any of the kind. Of stages
-it is a setting that one carries out, or a point where one stands."""
+it is a setting that one carries out, or a point where one stands; of samplers, a setting."""
 SOLE: Mapping[str, str] = {
     "servers": "lets clients in",
     "fleets": "knows of gateways elsewhere",

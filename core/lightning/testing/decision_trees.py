@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from lightning.batch.trajectory import Trajectory
-from lightning.config.sections import BranchBy
+from lightning.config import BranchBy
 from lightning.errors import ConfigError
 from lightning.testing.decisions import (
     DecisionPath,
@@ -23,19 +24,35 @@ from lightning.testing.decisions import (
     path_trajectory,
     walk,
 )
-from lightning.trainer.branch_points import branch_points
+from lightning.types import Transition
+
+
+class ChoosesPoints(Protocol):
+    """Chooses at which calls of trunks to branch, as `lightning_branching.branch_points.branch_points` does."""
+
+    def __call__(
+        self,
+        trunks: Sequence[Trajectory],
+        tokens: float,
+        by: BranchBy = ...,
+        seed: int = ...,
+        branches: Sequence[Trajectory] = ...,
+        per_call: float | None = ...,
+    ) -> Sequence[tuple[Trajectory, Transition]]:
+        """The calls, each with its trunk, for so many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeSampling:
     """How a group is sampled instead of as independent rollouts: `trunks` of them, and for the tokens of the others branches,
-    at the calls that `branch_points` chooses `by`.
+    at the calls that `points` chooses `by`.
 
     A call is a token here. Branches may sample so many calls for each of the trunks' as the group has other rollouts for each
     trunk; by `variance`, half of them before it looks at returns, as with `trainer.sampling = tree`. With `per_call`, each
     call has so many branches on average, whatever that costs.
     """
 
+    points: ChoosesPoints
     trunks: int = 4
     by: BranchBy = "random"
     per_call: float | None = None
@@ -63,7 +80,7 @@ def sample_tree(
     for part in (tokens / 2, tokens / 2) if tree.by == "variance" else (tokens,):
         seed = int(rng.integers(2**31))
         known = made[len(trunks) :]
-        for trunk, call in branch_points(trunks, part, tree.by, seed, known, tree.per_call):
+        for trunk, call in tree.points(trunks, part, tree.by, seed, known, tree.per_call):
             at = paths[trunk.rollout.index]
             whole = walk(task, at.part(slice(call.seq)), rng, at.states[call.seq])
             made.append(branch_of(path_trajectory(task, whole, name, len(made), values), trunk, call.seq))

@@ -104,12 +104,15 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.gateway.upstream.client",
         ),
         "a stage of calls": (
-            "lightning.gateway.answers",
             "lightning.gateway.call",
             "lightning.gateway.stages",
             "lightning.memory_budget",
             "lightning.redaction",
             "lightning.store.conversation",
+        ),
+        "a sampler, an order of tasks": (
+            "lightning.trainer.algorithm",
+            "lightning.trainer.samplers",
         ),
         "a runner": (
             "lightning.instrument.providers",
@@ -195,7 +198,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.config.fields",
             "lightning.trainer.held_out",
             "lightning.trainer.metrics",
-            "lightning.trainer.pacing",
             "lightning.trainer.weight_sync",
         ),
     }

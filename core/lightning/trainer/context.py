@@ -8,8 +8,9 @@ taken, which are those of version `step` (of the adapters, where these were hand
 `base`, `base_digest` of the model's folder · `teacher`, where there is one: its `name` as it was asked for, its folder
 (`model`) and that one's `base_digest` (`sha256`) · `own_loop`, where a loop of somebody's own took it: its updates
 (`lightning.trainer.own_loop`) · `stages`, the plugins' stages that stood in a line: by what goes through it (`calls` of the
-trainer's gateway; `attempts`, where they are made beside it; `steps`), in their order, each with the version of its
-distribution · `added`, what stages add to the step, by their names · and the numeric context, `NUMERIC`.
+trainer's gateway; `attempts`, where they are made beside it; `steps`; `groups`, of which they are the sampler and the order of
+tasks), in their order, each with the version of its distribution · `added`, what stages add to the step, by their names · and
+the numeric context, `NUMERIC`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from lightning.store.epochs import Epoch, epoch_at
 from lightning.store.rollout_state import REUSE
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
-from lightning.trainer.async_collection import Pipeline
 from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
 from lightning.trainer.context import ADDED, STAGES, named_stages, numeric_context, other_stages
 from lightning.trainer.held_out import HeldOut, compared_since
@@ -32,9 +31,8 @@ from lightning.trainer.lr_schedule import earlier_steps, rate_of
 from lightning.trainer.metrics import Remarks, UsageMeter, sampled_tokens, staleness, step_metrics
 from lightning.trainer.own_loop import OWN_LOOP, OwnStep
 from lightning.trainer.plan import VAL, val_rollouts
-from lightning.trainer.recorded import Record, RecordedSampler
 from lightning.trainer.replay import take_again
-from lightning.trainer.rollout_collection import Sampled, Sampler, TurnSampler
+from lightning.trainer.samplers import Ground, Sampled, Sampler, TurnSampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.stages import Alarm, StepLine, StepTaken
 from lightning.trainer.summary import NAMED, Evaluation, Reporter, evaluate_rollouts, evaluations
@@ -49,7 +47,7 @@ OTHER_STAGES = (
     "%s are made with other stages than in step %d: %s. For the same ones install the plugins that brought them, and look "
     "at LIGHTNING_DISABLE_PLUGINS and the settings of the section `%s`"
 )
-SECTIONS = {"calls": "gateway", "attempts": "runner", "steps": "trainer"}
+SECTIONS = {"calls": "gateway", "attempts": "runner", "steps": "trainer", "groups": "trainer"}
 """Of what goes through a line, the section of its settings."""
 
 DIFFER = (
@@ -64,8 +62,8 @@ DIFFER = (
 class Loop:
     """One run of the loop. `done` counts committed steps; the policy's version equals it.
 
-    `epochs` are the run's (none: its settings are as it was started); `base` is the digest of the model's folder. With a
-    `record` steps are taken on that, and agents run for evaluations only.
+    `epochs` are the run's (none: its settings are as it was started); `base` is the digest of the model's folder. `sampler` is
+    where groups come from: the core's own samples in turns with training.
     """
 
     stack: Stack
@@ -78,7 +76,7 @@ class Loop:
     trackers: Trackers
     epochs: Sequence[Epoch] = ()
     base: str = ""
-    record: Record | None = None
+    sampler: Sampler = field(default_factory=TurnSampler)
     own_loop: bool = False
     """Whether steps are taken by a loop of somebody's own (`Session`), which only its own code can take again."""
     teacher: Teacher | None = None
@@ -111,7 +109,12 @@ class Loop:
         they are made beside the trainer."""
         runner = self.stack.runner
         around = {"attempts": runner.stages} if isinstance(runner, StagedRunner) else {}
-        return {"calls": self.stack.gateway.stages, **around, "steps": self.stages.versions}
+        return {
+            "calls": self.stack.gateway.stages,
+            **around,
+            "steps": self.stages.versions,
+            "groups": self.sampler.versions,
+        }
 
     async def run(self, started: Mapping[str, float]) -> Evaluation | None:
         """Restore, evaluate, train to the configured number of steps, evaluate, export. `started` is logged as it is. Returns
@@ -123,10 +126,11 @@ class Loop:
                 warmup,
                 config.steps,
             )
+        sampler = self.sampling()
         await self.restore()
         await self.stack.store.log_metrics(self.stack.run.id, self.done, started)
         self.reporter.begin(self.done, config.steps)
-        async with self.writer, self.stages, self.sampling() as self.sampler:
+        async with self.writer, self.stages, sampler:
             due = await self.evaluation_begun()
             for step in range(self.done, config.steps):
                 if due or step == 0 or (config.eval_every and step % config.eval_every == 0):
@@ -161,20 +165,16 @@ class Loop:
         return kept
 
     def sampling(self) -> Sampler:
-        """What runs the agents: in turns with training, or all the time when tokens may be stale; or what reads a record."""
-        if self.record is not None:
-            return RecordedSampler(
-                self.stack, self.schedule, self.train, self.train_agents, self.reporter, self.finished, self.record
-            )
-        ahead = self.stack.config.trainer.max_staleness and not self.own_loop
-        make = Pipeline if ahead else TurnSampler
-        return make(self.stack, self.schedule, self.train, self.train_agents, self.reporter, self.finished, self.epochs)
+        """The sampler, with what it works with."""
+        agents, reporter = self.train_agents, self.reporter
+        ground = Ground(self.stack, self.schedule, self.train, agents, reporter, self.finished, self.epochs)
+        return self.sampler.begin(ground)
 
     async def step(self, step: int) -> dict[str, float]:
         """Sample the groups of a step, train on them once, and make the policy server serve the result."""
         self._seconds, algorithm = {}, self.schedule.at(step)
         with self.timed("rollout"):
-            sampled = await self.sampler.step(step)
+            sampled = await self.sampler.sample(step)
         with self.timed("checkpoint"):
             self.reporter.phase("waiting for the last checkpoint to be written")
             await self.writer.training()
@@ -212,7 +212,7 @@ class Loop:
         if hidden := await self.stack.gateway.hidden_tools():
             metrics["hidden_tools"] = float(hidden)
         metrics["tokens_per_second"] = sampled_tokens(sampled.groups) / max(sampled.seconds, 1e-9)
-        fresh = not metrics.get("staleness_max") and self.record is None  # other weights differ, as they should
+        fresh = not metrics.get("staleness_max") and not sampled.elsewhere  # other weights differ, as they should
         if fresh and (gap := bound_of(self.stack.config).problem_of_step(metrics)):
             computed = self.stack.config
             logger.warning(DIFFER, step + 1, gap, computed.engine.dtype, computed.policy_server.dtype)
@@ -230,10 +230,10 @@ class Loop:
                 context[REUSE] = {"limit": self.stack.config.trainer.max_reuse, "rollouts": [*reused]}
             await self.commit(step, groups, batch, metrics, context, taught=taught)
         with self.timed("update"):
-            self.publisher.prober.remember(batch, metrics if self.record is None else {})
+            self.publisher.prober.remember(batch, {} if sampled.elsewhere else metrics)
             metrics |= await self.publish(taught=taught)
         self.writer.committed(self.done, taught=taught, seconds=self._seconds["train"])
-        await self.sampler.served(self.done, sampled.rollouts)
+        await self.sampler.committed(self.done, sampled.rollouts)
         metrics |= {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
         metrics[HELD_SECONDS] = self.publisher.held
         await self.stack.store.log_metrics(self.stack.run.id, step, metrics)

@@ -33,10 +33,10 @@ from lightning.trainer.checkpoints import Checkpoints, check_disk
 from lightning.trainer.context import base_digest
 from lightning.trainer.loop import Loop
 from lightning.trainer.model import with_dtypes
-from lightning.trainer.recorded import RECORDED, Record, check_record, record_of, steps_of_pass
 from lightning.trainer.replay import optimizer_of
 from lightning.trainer.run_stages import PROBE, Prompts, check_prompts, prompts_of, tell_exported
 from lightning.trainer.runs import AGENT, check_run, claim_folder, describe_algorithm, name_folder
+from lightning.trainer.samplers import RECORDED, Brought, Sampler, TurnSampler
 from lightning.trainer.stack import Stack, open_stack
 from lightning.trainer.stages import step_line
 from lightning.trainer.summary import Evaluation, Reporter, Summary, summarize
@@ -58,7 +58,7 @@ class Prepared:
     agent: str
     runner: Runner
     train: list[Task]
-    record: Record | None
+    sampler: Sampler
     computed: Config
     teacher: Teacher | None
     began: float
@@ -122,9 +122,17 @@ class RunOpening:
 
     @asynccontextmanager
     async def _prepared(
-        self, agent: Agent | None, train: list[Task], val: list[Task], *, own_loop: bool = False
+        self,
+        agent: Agent | None,
+        train: list[Task],
+        val: list[Task],
+        sampler: Sampler | None = None,
+        *,
+        own_loop: bool = False,
     ) -> AsyncIterator[Prepared]:
-        """The run to begin or to go on with, and what it needs that costs little to open."""
+        """The run to begin or to go on with, and what it needs that costs little to open. `sampler` is where its groups come
+        from, None for the core's own."""
+        sampler = sampler or TurnSampler()
         check_prompts(self.config)
         runner = self._runner_of(agent, needed=own_loop or bool(val) or self.recorded is None)
         began = time.monotonic()
@@ -134,11 +142,9 @@ class RunOpening:
             store = self.open_store()
             await store.open()
             resources.push_async_callback(store.close)
-            record = await self._open_record(resources, store, reporter)
-            train = train if record is None else record.tasks
-            described = self._described(train, val)
-            if record is not None:
-                described[RECORDED] = record.described()
+            record = await self._open_record(resources, store, sampler, reporter)
+            train = [*record.tasks] if record else train
+            described = self._described(train, val) | ({RECORDED: record.described} if record else {})
             run = await check_run(
                 store,
                 self.run_id,
@@ -173,7 +179,7 @@ class RunOpening:
                 name_of(agent),
                 runner,
                 train,
-                record,
+                sampler,
                 computed,
                 teacher,
                 began,
@@ -201,7 +207,7 @@ class RunOpening:
             trackers,
             made.epochs,
             base,
-            made.record,
+            made.sampler,
             own_loop,
             made.teacher,
             step_line(made.computed),
@@ -222,21 +228,23 @@ class RunOpening:
         await tell_exported(made.store, made.run, self.config, self.out / "model", about)
         return summary
 
-    async def _open_record(self, resources: AsyncExitStack, store: Store, reporter: Reporter) -> Record | None:
-        """What the run is trained on, where that is a record; steps that were not set are one pass over it."""
-        known = await store.get_run(self.run_id)
-        record = await record_of(resources, self.recorded, known, self.out, self._project)
-        if record is None or not isinstance(self.schedule, AlgorithmSchedule):
+    async def _open_record(
+        self, resources: AsyncExitStack, store: Store, sampler: Sampler, reporter: Reporter
+    ) -> Brought | None:
+        """What the run is trained on, where that is a record; steps that were not set are one pass over it. Raises
+        `ConfigError` where a run goes on otherwise than it began."""
+        run = await store.get_run(self.run_id)
+        known = None if run is None else run.config.get(RECORDED)
+        if self.recorded is None:
+            if known is not None:
+                raise ConfigError(f"run {self.run_id!r} is trained on a record: give it again (recorded, --recorded)")
             return None
+        if run is not None and known is None:
+            raise ConfigError(f"run {self.run_id!r} is not trained on a record: give another `out`")
+        record = await sampler.opened(resources, known, self.out, self._project)
         if not self._steps_set:
-            units = len(record.groups(self.schedule.at(0).group_size))
-            steps = steps_of_pass(units, self.config.trainer.tasks_per_step)
-            self.config = with_settings(self.config, {"trainer.steps": steps})
-        await check_record(record, self.schedule, self.train_agents, self.config.trainer.policy_fault)
-        unrated = f"; {record.unrated} conversations without feedback are left out" if record.unrated else ""
-        reporter.say(
-            f"{len(record.rollouts)} recorded rollouts of {len(record.tasks)} tasks in {record.place}{unrated}"
-        )
+            self.config = with_settings(self.config, {"trainer.steps": record.steps})
+        reporter.say(record.said)
         return record
 
     async def _open_both(self, made: Prepared, engine: Engine, *, critic: bool) -> tuple[Stack, str]:

@@ -1,6 +1,6 @@
 """Which rollouts a step needs: a pure function of the settings, so that a resumed run plans exactly what it planned before.
 
-Where `trainer.order` is `learnable` the tasks are a function of the committed steps, too (`lightning.trainer.task_choice`).
+Where a plugin brings the order (`lightning.trainer.samplers`) the tasks are a function of the committed steps, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning.types import Fault, Json, Rollout, Status, Task, Transition
 
 if TYPE_CHECKING:
     from lightning.batch.trajectory import Trajectory
-    from lightning.config.sections import FixedOrder, TaskOrder
+    from lightning.config.sections import FixedOrder
     from lightning.store.epochs import Epoch
 
 TRAIN, VAL = "train", "val"
@@ -94,6 +94,11 @@ class Place:
 START = Place()
 
 
+def fixed_order(order: str) -> FixedOrder | None:
+    """An order that needs no plugin; None for others."""
+    return "given" if order == "given" else "shuffled" if order == "shuffled" else None
+
+
 def tasks_of_step(
     tasks: Sequence[Task], step: int, count: int, seed: int, order: FixedOrder = "shuffled", begin: Place = START
 ) -> list[Task]:
@@ -135,9 +140,9 @@ def place_after(epochs: Sequence[Epoch], taken: Sequence[int], tasks: Sequence[T
     place = START
     for (before, after), count in zip(pairwise(epochs), taken, strict=True):
         names, seed, order = _listed(before)
-        if count and order != "learnable":
+        if count and (fixed := fixed_order(order)):
             names = names or tuple(task.id for task in tasks)
-            ((place, _),) = _taken(names, count - 1, 1, seed, order, place)
+            ((place, _),) = _taken(names, count - 1, 1, seed, fixed, place)
         if _listed(after)[1:] != (seed, order):
             place = Place(place.over + 1)
     return place
@@ -155,11 +160,10 @@ def order_digest(epoch: Epoch) -> str:
     return hashlib.blake2b(json.dumps(_listed(epoch)).encode(), digest_size=16).hexdigest()
 
 
-def _listed(epoch: Epoch) -> tuple[tuple[str, ...], str, TaskOrder]:
+def _listed(epoch: Epoch) -> tuple[tuple[str, ...], str, str]:
     """The tasks, the seed and the order of a config epoch."""
     order = epoch.setting("trainer", "order")
-    known: TaskOrder = "given" if order == "given" else "learnable" if order == "learnable" else "shuffled"
-    return task_ids(epoch), str(epoch.setting("trainer", "seed")), known
+    return task_ids(epoch), str(epoch.setting("trainer", "seed")), order if isinstance(order, str) else "shuffled"
 
 
 def _taken(

@@ -34,13 +34,13 @@ from lightning.engines.protocol import Engine, StepResult
 from lightning.errors import DataError
 from lightning.losses.protocol import check_updates
 from lightning.store.protocol import Store
+from lightning.trainer.algorithm import warn_of_credit
 from lightning.trainer.loop import Loop
 from lightning.trainer.own_loop import OwnStep
 from lightning.trainer.plan import TRAIN, as_tasks, branch_rollouts, newest_generation, train_rollouts
-from lightning.trainer.rollout_collection import Sampled
+from lightning.trainer.samplers import Sampled
 from lightning.trainer.summary import Evaluation
 from lightning.trainer.training_data import all_rollouts, load_groups, row_digests, rows_digest
-from lightning.trainer.tree_sampling import warn_of_credit
 from lightning.types import Json, Rollout, Task, Transition
 
 
@@ -100,10 +100,11 @@ class Session:
     async def __aenter__(self) -> Self:
         loop = self._loop
         async with AsyncExitStack() as opened:
+            sampler = loop.sampling()
             await loop.restore()
             await opened.enter_async_context(loop.writer)
             await opened.enter_async_context(loop.stages)
-            loop.sampler = await opened.enter_async_context(loop.sampling())
+            await opened.enter_async_context(sampler)
             loop.reporter.begin(loop.done, loop.stack.config.trainer.steps)
             self._resources = opened.pop_all()
         return self

@@ -18,7 +18,7 @@ from typing import Any
 from lightning.asyncio_utils import cancel, together
 from lightning.config import Config
 from lightning.config.sections import GatewayConfig, PolicyServerConfig
-from lightning.errors import ConfigError, PolicyServerError
+from lightning.errors import PolicyServerError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.connections import bind
 from lightning.gateway.identity import gateway_secret
@@ -257,14 +257,10 @@ def check_gateway(config: GatewayConfig) -> Line:
 async def make_gateway(
     store: Store, policy: PolicyServer, config: Config, run: str, *, shared: bool = False
 ) -> Gateway:
-    """A gateway in front of a policy server that has started. With `shared` other servers answer for its keys, too. Raises
-    `ConfigError` where groups are to be sampled as trees, and the gateway answers no branches."""
+    """A gateway in front of a policy server that has started. With `shared` other servers answer for its keys, too."""
     upstreams = [upstream_of(policy)]
     secret, version, seed = await gateway_secret(store), policy.version, seed_of(config)
-    made = Gateway(store, upstreams, config.gateway, secret=secret, version=version, run=run, shared=shared, seed=seed)
-    if config.trainer.sampling == "tree" and (why := made.parts.line.why_not("branch")):
-        raise ConfigError(f"trainer.sampling = tree samples branches, and {why}")
-    return made
+    return Gateway(store, upstreams, config.gateway, secret=secret, version=version, run=run, shared=shared, seed=seed)
 
 
 async def open_gateway(

@@ -28,15 +28,15 @@ from lightning.trainer.held_out import check_held_out
 from lightning.trainer.learning_rate import default_rate
 from lightning.trainer.model import resolve_model
 from lightning.trainer.opening import RunOpening, check_model, say_how_to_join
-from lightning.trainer.plan import as_tasks
+from lightning.trainer.plan import as_tasks, fixed_order
 from lightning.trainer.run_server import check_server_settings, project_of
 from lightning.trainer.run_stages import check_prompts, prompts_of
 from lightning.trainer.runs import claim_folder
+from lightning.trainer.samplers import OF_SAMPLERS, Asked, sampler_of
 from lightning.trainer.session import Session
 from lightning.trainer.stack import check_gateway
 from lightning.trainer.stages import DryRun, step_line
 from lightning.trainer.summary import Reporter, Summary, summarize
-from lightning.trainer.tree_sampling import check_tree, warn_of_credit
 from lightning.types import Json, Run, Task
 from lightning.types.values import as_texts
 
@@ -120,8 +120,6 @@ class Trainer(RunOpening):
         self.from_run, self.recorded = from_run, recorded
         if recorded is not None and isinstance(schedule, SearchAlgorithm):
             raise ConfigError("a search for prompts runs its agents: it cannot learn from what was recorded")
-        if recorded is not None and self.config.trainer.order == "learnable":
-            raise ConfigError("a record has no tasks to choose from: set trainer.order to 'shuffled' or 'given'")
         self._steps_set = "steps" in base.trainer.model_fields_set or "trainer.steps" in given
         self.engine = engine
         self._make_engine, self._make_runner = plugins().engine(engine), plugins().runner(runner)
@@ -176,18 +174,15 @@ class Trainer(RunOpening):
                 "Trainer.fit trains each rollout in one step and does not use trainer.max_reuse: leave it out, or write a "
                 "loop of your own with a replay buffer (Trainer.session)"
             )
+        sampler = None
         if isinstance(self.algorithm, SearchAlgorithm):
             self.algorithm.check(val)
-            _say_unused(self.config)
+            _check_search(self.config)
         else:
             check_held_out(self.config, val)
-        searches = isinstance(self.schedule, SearchAlgorithm)
-        algorithms = [] if isinstance(self.schedule, SearchAlgorithm) else [each for _, each in self.schedule.phases]
-        sizes = (algorithm.group_size for algorithm in algorithms)
-        check_tree(self.config, sizes, recorded=self.recorded is not None, searches=searches)
-        if self.config.trainer.sampling == "tree":
-            warn_of_credit(algorithms)
-        async with self._prepared(agent, train, val) as made:
+        if isinstance(self.schedule, AlgorithmSchedule):
+            sampler = sampler_of(Asked(self.config, self.schedule, self.train_agents, self.recorded))
+        async with self._prepared(agent, train, val, sampler) as made:
             if isinstance(self.schedule, SearchAlgorithm):
                 stack = await self._open_stack(
                     made.resources, self.out, made.run, made.store, made.runner, made.prompts
@@ -223,14 +218,15 @@ class Trainer(RunOpening):
         if self.schedule.needs_critic:
             raise ConfigError("a critic is trained by Trainer.fit alone: choose a credit without one for your own loop")
         trainer, engine, plain = self.config.trainer, self.config.engine, Config()
-        if trainer.order == "learnable" or engine.minibatches * engine.epochs > 1:
+        if fixed_order(trainer.order) is None or engine.minibatches * engine.epochs > 1:
             raise ConfigError(
-                "trainer.order = learnable, engine.minibatches and engine.epochs belong to Trainer.fit: your own loop chooses "
-                "its tasks, and takes as many updates as it calls optim_step()"
+                "orders of plugins (trainer.order), engine.minibatches and engine.epochs belong to Trainer.fit: your own loop "
+                "chooses its tasks, and takes as many updates as it calls optim_step()"
             )
-        if trainer.sampling == "tree":
+        if trainer.sampling != plain.trainer.sampling:
             raise ConfigError(
-                "trainer.sampling = tree belongs to Trainer.fit: your own loop says where with session.branch()"
+                f"trainer.sampling = {trainer.sampling} belongs to Trainer.fit: your own loop says what is sampled, and where "
+                "branches begin with session.branch()"
             )
         if trainer.max_reuse and not trainer.max_staleness:
             raise ConfigError(
@@ -277,11 +273,16 @@ class Trainer(RunOpening):
             await store.close()
 
 
-def _say_unused(config: Config) -> None:
-    """A search for prompts trains no weights and has its own order of tasks."""
+def _check_search(config: Config) -> None:
+    """A search for prompts trains no weights, samples in its own way, and has its own order of tasks."""
     plain, asked = Config().trainer, config.trainer
-    names = [name for name in ("keep", "patience", "order", "alerts") if getattr(asked, name) != getattr(plain, name)]
-    if names:
+    changed = [name for name in type(plain).model_fields if getattr(asked, name) != getattr(plain, name)]
+    if shaped := [name for name in OF_SAMPLERS if name in changed and name != "max_staleness"]:
+        raise ConfigError(
+            f"a search for prompts samples in its own way, and trainer.{shaped[0]} is {getattr(asked, shaped[0])!r}: leave it "
+            "out"
+        )
+    if names := [name for name in ("keep", "patience", "order", "alerts", "max_staleness") if name in changed]:
         logger.warning("a search for prompts does not use trainer.%s: leave it out", ", trainer.".join(names))
 
 

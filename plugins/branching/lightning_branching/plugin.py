@@ -1,5 +1,5 @@
 """Branches and replays of recorded rollouts, as a plugin: a stage of calls and one around attempts, the route of a branch's
-tools, and two commands."""
+tools, groups that are sampled as trees, and two commands."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning.gateway.calls import Parts
     from lightning.gateway.stages import CallStage
     from lightning.runner.stages import AttemptStage
+    from lightning.trainer.samplers import Asked, Sampler
     from starlette.types import ASGIApp
 
 
@@ -39,6 +40,14 @@ def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None])
     from lightning_branching.stage import ToolRuns
 
     register("GET tool_runs", ToolRuns)
+
+
+@hookimpl
+def register_samplers(register: Callable[[str, Callable[[Asked], Sampler | None]], None]) -> None:
+    """`tree`."""
+    from lightning_branching.tree_sampling import TREE, tree_sampler
+
+    register(TREE, tree_sampler)
 
 
 @hookimpl

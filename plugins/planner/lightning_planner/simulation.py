@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lightning.trainer.pacing import Pacer
+from lightning_samplers.pacing import Pacer
 
 from lightning_planner.costs import Costs, Schedule
 from lightning_planner.event_queue import Kernel

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 from lightning.errors import StoreError
-from lightning.gateway.answers import well_shaped
+from lightning.gateway.call import well_shaped
 from lightning.gateway.http import Body, RefusalError, read_object, write_object
 from lightning.gateway.stages import CallStage
 from lightning.memory_budget import compact

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
-from lightning.gateway.answers import well_shaped
+from lightning.gateway.call import well_shaped
 from lightning.gateway.http import Body, write_object
 from lightning.gateway.request_body import beside
 from lightning.gateway.stages import CallStage

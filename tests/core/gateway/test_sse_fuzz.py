@@ -16,8 +16,9 @@ from contextlib import asynccontextmanager
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.gateway import Upstream, answers, http
-from lightning.gateway.answers import SHAPE_ERRORS
+from lightning.gateway import Upstream, http
+from lightning.gateway import call as gateway_call
+from lightning.gateway.call import SHAPE_ERRORS
 from lightning.gateway.dialects import Capture
 from lightning.gateway.http import EventCutter, UpstreamError, data_of
 from lightning.gateway.routes import spoken
@@ -277,7 +278,7 @@ PACKED = [gzip.compress(b" " * 100_000)]
 )
 async def test_what_a_policy_server_sends_is_bounded(build, monkeypatch, head, answer, stream, why):
     monkeypatch.setattr(client, "LONGEST_ANSWER", 5000)
-    monkeypatch.setattr(answers, "LONGEST_STREAM", 5000)
+    monkeypatch.setattr(gateway_call, "LONGEST_STREAM", 5000)
     async with junk_server(answer, head) as url:
         house = await build(upstreams=[Upstream(url, "tiny")])
         reply = await (await house.http()).post("/chat/completions", json={**HI, "stream": stream})

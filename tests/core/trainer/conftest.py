@@ -35,9 +35,9 @@ from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.beginning import Beginning
 from lightning.trainer.loop import Loop
-from lightning.trainer.recorded import RECORDED, Record
 from lightning.trainer.replay import optimizer_of
 from lightning.trainer.runs import check_run, describe_algorithm, name_folder
+from lightning.trainer.samplers import RECORDED, Asked, Sampler, sampler_of
 from lightning.trainer.stack import Stack
 from lightning.trainer.stages import StepLine
 from lightning.trainer.summary import Reporter
@@ -237,7 +237,9 @@ async def open_bench(
     algorithm: Algorithm | AlgorithmSchedule = ALGORITHM,
     parent: str | None = None,
     script: Callable[[Any], Reply] | None = None,
-    record: Record | None = None,
+    sampler: Sampler | None = None,
+    record: Json = None,
+    train: Sequence[Task] = TASKS,
     own_loop: bool = False,
     stages: Callable[[Config], StepLine] = lambda config: StepLine(),
     **settings: Any,
@@ -264,7 +266,7 @@ async def open_bench(
             "train_agents": [],
             "seed": 0,
             "config": config.model_dump(mode="json"),
-            **({} if record is None else {RECORDED: record.described()}),
+            **({} if record is None else {RECORDED: record}),
         }
         beginning = Beginning(
             store, folder, folder, schedule, config, lambda config: LedgerEngine(), "", Reporter(enabled=False)
@@ -290,9 +292,20 @@ async def open_bench(
         engine.open(folder, optimizer_of(config), seed=0)
         with Trackers((), config, run=run.id, folder=folder, store=store) as trackers:
             reporter = Reporter(enabled=False)
-            train = [] if own_loop else TASKS if record is None else record.tasks
+            sampler = sampler or sampler_of(Asked(Config() if own_loop else config, schedule))
             loop = Loop(
-                stack, engine, schedule, train, VAL, (), reporter, trackers, epochs, "the base", record, own_loop
+                stack,
+                engine,
+                schedule,
+                [] if own_loop else train,
+                VAL,
+                (),
+                reporter,
+                trackers,
+                epochs,
+                "the base",
+                sampler,
+                own_loop,
             )
             loop.stages = stages(config)
             yield Bench(loop, engine, policy, store)

@@ -1,4 +1,5 @@
-"""A folder of runs that has a rollout of two turns, recorded through the gateway."""
+"""A folder of runs that has a rollout of two turns, recorded through the gateway; and a run in one process, as the core tests
+have it."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from lightning.plugins import plugins
 from lightning.store.url import sqlite_url
 from lightning.testing import RolloutRecord, rollout
 from lightning.types import Outcome, Rollout, Run, Task
+
+from tests.core.trainer.conftest import bench, without_settling  # noqa: F401 — fixtures
 
 AGENT = """
 import httpx

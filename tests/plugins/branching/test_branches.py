@@ -17,7 +17,7 @@ import lightning
 import pytest
 from lightning.batch.branches import recorded_rollout
 from lightning.errors import StoreError
-from lightning.gateway import answers
+from lightning.gateway import call as gateway_call
 from lightning.store import exchanges
 from lightning.store.exchanges import Parent
 from lightning.testing import Reply, vllm_shapes
@@ -515,7 +515,7 @@ def test_a_stream_that_is_too_long_to_be_shown_at_once_is_told_so(
 
     parent = made.run(agent)
     monkeypatch.setattr(BranchedAttempt, "is_live", True)
-    monkeypatch.setattr(answers, "LONGEST_EVENT", 100)
+    monkeypatch.setattr(gateway_call, "LONGEST_EVENT", 100)
     found = made.run(agent, parent=parent.key(1))
     assert (
         "it sent more than 100 bytes, and a branch is shown all at once: let the agent ask for fewer"

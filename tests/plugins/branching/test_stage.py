@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock
 
 import pytest
+from lightning.algorithms.lightning_rl import LightningRL
 from lightning.batch.branches import is_void
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, GatewayError, StoreError
@@ -16,7 +17,9 @@ from lightning.gateway.identity import Claims
 from lightning.plugins import Plugins
 from lightning.runner.attempt_completion import report
 from lightning.store import exchanges
-from lightning.trainer.stack import make_gateway
+from lightning.trainer import samplers
+from lightning.trainer.algorithm import AlgorithmSchedule
+from lightning.trainer.samplers import Asked
 from lightning.types import UNSERVED, CallStatus, Fault, Outcome, Rollout, Task
 from lightning_branching.branches import Branches
 
@@ -83,10 +86,10 @@ async def test_a_gateway_without_the_stage_refuses_branches_by_name(build, monke
     found = Plugins()
     monkeypatch.setattr("lightning.plugins.stages.plugins", lambda: found)
     house = await build()
-    policy = Mock(url=house.fake.url, alias="policy", claim="", version=0)
-    tree = with_settings(Config(), {"trainer.sampling": "tree"})
-    with pytest.raises(ConfigError, match="tree samples branches, and no stage of this gateway answers the calls of"):
-        await make_gateway(house.store, policy, tree, "run")
+    monkeypatch.setattr(samplers, "plugins", lambda: found)
+    tree = Asked(with_settings(Config(), {"trainer.sampling": "tree"}), AlgorithmSchedule.of(LightningRL("grpo")))
+    with pytest.raises(ConfigError, match=r"trainer\.sampling is 'tree', and no plugin .* 'branching' .* is disabled"):
+        samplers.sampler_of(tree)
     await (await house.http()).post("/chat/completions", json=ASKED)
     (parent,) = await house.recorded()
     await house.store.create_rollouts([Rollout("b", "run", Task("q"), "g", parent=parent.key)])

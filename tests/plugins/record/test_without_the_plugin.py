@@ -8,11 +8,14 @@ from pathlib import Path
 import httpx
 import pytest
 from lightning import Trainer
+from lightning.algorithms.lightning_rl import LightningRL
 from lightning.config import Config, GatewayConfig, ProviderConfig, with_settings
 from lightning.errors import ConfigError, PluginError
 from lightning.plugins import Plugins
 from lightning.plugins import stages as named
-from lightning.trainer.tree_sampling import check_tree
+from lightning.trainer.algorithm import AlgorithmSchedule
+from lightning.trainer.samplers import Asked
+from lightning_branching.tree_sampling import check_tree
 from lightning_server import serving
 
 ASK = {"messages": [{"role": "user", "content": "hi there"}]}
@@ -65,7 +68,7 @@ async def test_nobody_is_served_where_conversations_are_not_told_apart(tmp_path:
 def test_trees_need_texts() -> None:
     config = with_settings(Config(), {"trainer.sampling": "tree"})
     with pytest.raises(ConfigError, match=r"trainer\.sampling = tree.*gateway\.record_requests is set, and no plugin"):
-        check_tree(config, [8], recorded=False, searches=False)
+        check_tree(Asked(config, AlgorithmSchedule.of(LightningRL("grpo", group_size=8))))
 
 
 def test_a_provider_without_its_key_is_refused_before_a_run_starts(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Rollouts that go on while the engine trains.
 
 The invariant: a group begins with the version that the policy server has, recorded as `Rollout.step` before an agent runs,
-and is taken by one step that is at most `trainer.max_staleness` later (`lightning.trainer.pacing`); none is thrown away. The
+and is taken by one step that is at most `trainer.max_staleness` later (`lightning_samplers.pacing`); none is thrown away. The
 store knows all of this: which groups have begun, and, by `StepRecord.groups`, which of them were taken.
 
 A group begins only when an agent's place is free, so that it begins with the newest weights there are. Evaluations run on the
@@ -13,19 +13,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from lightning.store.epochs import Epoch, epoch_at
-from lightning.trainer.algorithm import AlgorithmSchedule, samples_dynamically
-from lightning.trainer.pacing import OpenGroup, Pacer
-from lightning.trainer.plan import START, TRAIN, is_lost, order_digest, place_after, tasks_from, train_rollouts
-from lightning.trainer.rollout_collection import Sampled, Sampler
-from lightning.trainer.stack import Stack
-from lightning.trainer.summary import Reporter
+from lightning.store.epochs import epoch_at
+from lightning.trainer.algorithm import samples_dynamically
+from lightning.trainer.plan import (
+    START,
+    TRAIN,
+    fixed_order,
+    is_lost,
+    order_digest,
+    place_after,
+    tasks_from,
+    train_rollouts,
+)
+from lightning.trainer.samplers import Asked, Sampled, Sampler
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.types import Rollout, Task
+
+from lightning_samplers.pacing import OpenGroup, Pacer
 
 RESYNC_SECONDS = 5.0
 """After so long without news the store is asked: another process may have ended a rollout."""
@@ -55,17 +63,10 @@ class _Members:
 class Pipeline(Sampler):
     """Samples all the time. It is also the `Source` that the worker asks for rollouts."""
 
-    def __init__(
-        self,
-        stack: Stack,
-        schedule: AlgorithmSchedule,
-        tasks: Sequence[Task],
-        agents: Sequence[str],
-        reporter: Reporter,
-        finished: Callable[[Rollout], None],
-        epochs: Sequence[Epoch] = (),
-    ) -> None:
-        super().__init__(stack, schedule, tasks, agents, reporter, finished, epochs)
+    api, carries_out = 1, ("max_staleness", "order")
+
+    def __init__(self, asked: Asked) -> None:
+        self.config = asked.config.trainer
         self.changed = asyncio.Event()
         self._news = asyncio.Event()
         self._pacer = self._paced(0, [])
@@ -117,9 +118,8 @@ class Pipeline(Sampler):
             await self._wait()
             self._news.clear()
 
-    async def served(self, version: int, rollouts: Sequence[Rollout]) -> None:
+    async def served(self, version: int) -> None:
         """See `Sampler.served`. From now on groups begin with this version, and there is room for those of another step."""
-        await super().served(version, rollouts)
         self._pacer.advance(version)
         self.changed.set()
 
@@ -141,12 +141,10 @@ class Pipeline(Sampler):
     # inside -----------------------------------------------------------------------------------------------------
     def _next(self, size: int) -> list[Task]:
         """The task of the next group, in a list."""
-        if self.choice is not None:
-            waiting = {members.task for members in (*self._members.values(), *self._dropped)}
-            return self.choice.ranked(f"group {self._begun}", size, without=waiting)[:1]
-        assert self.config.order != "learnable"
-        done = self._begun - self._before
-        return tasks_from(self.tasks, done, 1, self.config.seed, self.config.order, self._order)
+        if (order := fixed_order(self.config.order)) is None:
+            place, waiting = f"group {self._begun}", {one.task for one in (*self._members.values(), *self._dropped)}
+            return self.ordered(lambda chosen: chosen.ranked(place, size, without=waiting)[:1])
+        return tasks_from(self.tasks, self._begun - self._before, 1, self.config.seed, order, self._order)
 
     def _paced(self, step: int, open_groups: Sequence[OpenGroup]) -> Pacer:
         config = self.config

@@ -21,11 +21,11 @@ from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
-
 from lightning.store.epochs import is_over
 from lightning.store.pages import each_rollout, each_step
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN
+from lightning.trainer.samplers import TaskOrder
 from lightning.trainer.training_data import PolicyFault
 from lightning.types import Fault, Json, Rollout, Run, Status, Task
 
@@ -63,8 +63,10 @@ Earned = list[tuple[int, float | Lost]]
 """Of some rollouts the place of the task, and the return, or how it failed."""
 
 
-class TaskChoice:
+class TaskChoice(TaskOrder):
     """What is known of each task. Call `recall` first, then `learn` with each step that is committed, in order."""
+
+    api = 1
 
     def __init__(self, tasks: Sequence[Task], seed: int, policy_fault: PolicyFault = 0.0) -> None:
         self._tasks, self._seed, self._policy_fault = tasks, seed, policy_fault
@@ -104,10 +106,7 @@ class TaskChoice:
         self._steps = step + 1
 
     def ranked(self, place: str, group_size: int, *, without: Collection[str] = ()) -> list[Task]:
-        """All tasks, each once, those that will probably teach most first; the ones with an id of `without` come last.
-
-        `place` says what the choice is for: the same place, after the same steps, gives the same order.
-        """
+        """See `TaskOrder.ranked`: all tasks, each once, those that will probably teach most first."""
         rng = np.random.default_rng(random.Random(f"{self._seed}/learnable/{place}").getrandbits(128))  # noqa: S311
         rates = rng.beta(*self._beliefs(), size=(DRAWS, len(self._tasks)))
         size = max(2, group_size) * (1.0 - self._left_out())
@@ -115,11 +114,6 @@ class TaskChoice:
         order = np.lexsort((rng.random(len(mixed)), -mixed))
         ranked = [self._tasks[place] for place in order]
         return sorted(ranked, key=lambda task: task.id in without) if without else ranked
-
-    def of_step(self, step: int, group_size: int, first: int, count: int) -> list[Task]:
-        """`count` tasks of a step from place `first` on, each once before one comes again. Further waves are further places."""
-        ranked = self.ranked(f"step {step}", group_size)
-        return [ranked[place % len(ranked)] for place in range(first, first + count)]
 
     def _left_out(self) -> Floats:
         """The share of each task's rollouts that fail by the agent's code and are not compared, shape (tasks,)."""

@@ -6,7 +6,7 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.trainer.pacing import OpenGroup, Pacer
+from lightning_samplers.pacing import OpenGroup, Pacer
 
 
 class World:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
 from lightning.batch.trajectory import Group, Trajectory
+from lightning.config import Config
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.trainer.algorithm import AlgorithmSchedule
-from lightning.trainer.recorded import Record, ages, check_record, open_record
+from lightning.trainer.samplers import Asked
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import (
     SERVED,
@@ -27,8 +29,16 @@ from lightning.types import (
 )
 from lightning_finetuning.dpo import DPO
 from lightning_finetuning.sft import SFT
+from lightning_samplers.recorded import Record, RecordedSampler, ages, check_record, open_record
 
 WHITENED = LightningRL("reinforce++", group_size=1)
+
+
+def of(record: Record) -> dict[str, Any]:
+    """What a bench is given so that its run is trained on a record."""
+    sampler = RecordedSampler(Asked(Config(), AlgorithmSchedule.of(WHITENED), recorded=record.place))
+    sampler.held = record
+    return {"sampler": sampler, "record": record.described(), "train": record.tasks}
 
 
 async def conversations(folder: Path, rewards: list[float | None], *, version: int = 0) -> Path:
@@ -58,7 +68,7 @@ async def test_a_run_s_own_rollouts_train_another_run(bench, tmp_path: Path) -> 
         before = await all_rollouts(source.store, "run", split="train")
     async with open_record(str(tmp_path / "source"), None, "default") as record:
         assert {rollout.id for rollout in record.rollouts} == {each.id for each in before}, "held-out ones are no data"
-        async with bench(tmp_path / "copy", record=record) as copy:
+        async with bench(tmp_path / "copy", **of(record)) as copy:
             called = len(copy.policy.fake.requests)
             await copy.loop.sampling().step(0)
             assert len(copy.policy.fake.requests) == called, "no agent runs for a step"
@@ -86,14 +96,14 @@ async def test_a_run_s_own_rollouts_train_another_run(bench, tmp_path: Path) -> 
 async def test_a_crash_changes_nothing_of_what_is_trained(bench, tmp_path: Path, crash: str) -> None:
     source = await conversations(tmp_path / "source", [float(number % 3) for number in range(8)])
     async with open_record(str(source), None, "default") as record:
-        async with bench(tmp_path / "whole", record=record, algorithm=WHITENED) as whole:
+        async with bench(tmp_path / "whole", **of(record), algorithm=WHITENED) as whole:
             await whole.loop.run({})
             expected = whole.engine.ledger
-        async with bench(tmp_path / "broken", record=record, algorithm=WHITENED) as broken:
+        async with bench(tmp_path / "broken", **of(record), algorithm=WHITENED) as broken:
             broken.engine.crash_at = crash
             with pytest.raises(broken.Crash):
                 await broken.loop.run({})
-        async with bench(tmp_path / "broken", record=record, algorithm=WHITENED) as resumed:
+        async with bench(tmp_path / "broken", **of(record), algorithm=WHITENED) as resumed:
             await resumed.loop.run({})
             assert resumed.engine.ledger == expected
             assert (await audit(resumed.store, "run")).ok
@@ -102,7 +112,7 @@ async def test_a_crash_changes_nothing_of_what_is_trained(bench, tmp_path: Path,
 async def test_copies_that_a_crash_left_are_not_run_by_agents(bench, tmp_path: Path) -> None:
     source = await conversations(tmp_path / "source", [1.0, 0.0, 1.0, 0.0])
     async with open_record(str(source), None, "default") as record:
-        async with bench(tmp_path / "run", record=record, algorithm=WHITENED) as one:
+        async with bench(tmp_path / "run", **of(record), algorithm=WHITENED) as one:
             sampler = one.loop.sampling()
             units = sampler._units(0)
             left = [
@@ -111,7 +121,7 @@ async def test_copies_that_a_crash_left_are_not_run_by_agents(bench, tmp_path: P
             ]
             await one.store.create_rollouts(left)
             await one.store.lease("run", "run/recorded", limit=1, ttl=600)
-        async with bench(tmp_path / "run", record=record, algorithm=WHITENED) as two:
+        async with bench(tmp_path / "run", **of(record), algorithm=WHITENED) as two:
             await two.loop.run({})
             calls = [
                 await two.store.transitions(each.id) for each in await all_rollouts(two.store, "run", split="train")
@@ -186,7 +196,7 @@ async def test_a_pass_has_each_recorded_rollout_once(bench, tmp_path: Path) -> N
     source = await conversations(tmp_path / "source", [float(number % 2) for number in range(5)])
     async with (
         open_record(str(source), None, "default") as record,
-        bench(tmp_path / "run", record=record, algorithm=WHITENED, trainer__steps=6) as run,
+        bench(tmp_path / "run", **of(record), algorithm=WHITENED, trainer__steps=6) as run,
     ):
         await run.loop.run({})
         known = await all_rollouts(run.store, "run", split="train")

@@ -18,11 +18,11 @@ from lightning.config.sections import TrainerConfig
 from lightning.errors import AuditError, RunnerError
 from lightning.store.epochs import Epoch
 from lightning.testing.fake_vllm import Reply
-from lightning.trainer.async_collection import Pipeline
 from lightning.trainer.plan import tasks_from
 from lightning.trainer.summary import summarize
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Rollout, StepRecord, Task
+from lightning_samplers.async_collection import Pipeline
 
 STEPS = 6
 PAIRS = LightningRL("grpo", group_size=2)
@@ -146,7 +146,7 @@ async def test_an_epoch_that_was_replaced_before_a_step_leaves_no_place_in_the_t
 
         found = Pipeline.__new__(Pipeline)
         found.stack = Mock(store=Mock(keep_state=keep_state))
-        found.tasks, found.choice, found.config = [Task("", id=name) for name in tasks], None, TrainerConfig()
+        found.tasks, found.config = [Task("", id=name) for name in tasks], TrainerConfig()
         found.epochs, found._begun = [Epoch(0, 0, config(first, 1e-5)), Epoch(1, 2, config(tasks, lr))], begun
         await found._find_place(2)
         return [task.id for group in range(4) for task in _next_of(found, begun + group)]

@@ -24,10 +24,12 @@ from lightning.store import exchanges
 from lightning.testing.fake_vllm import Reply
 from lightning.testing.tiny_models import make_tiny_family
 from lightning.tracking.trackers import attempts_of
+from lightning.trainer.algorithm import AlgorithmSchedule, warn_of_credit
+from lightning.trainer.samplers import Asked
 from lightning.trainer.session import Session
 from lightning.trainer.training_data import all_rollouts, load_groups
-from lightning.trainer.tree_sampling import check_tree, warn_of_credit
 from lightning.types import Status, Task
+from lightning_branching.tree_sampling import check_tree
 
 Open = Callable[..., AbstractAsyncContextManager[Any]]
 TREE = {"trainer__sampling": "tree"}
@@ -233,6 +235,12 @@ async def test_a_loop_of_ones_own_branches_where_it_likes(bench: Open, tmp_path:
         assert report.ok, report.findings
 
 
+def asked(settings: dict[str, Any], *sizes: int, recorded: str | None = None) -> Asked:
+    """What a run asks of its sampler whose algorithms have groups of these sizes."""
+    algorithms = [LightningRL("reinforce++", group_size=size) for size in sizes]
+    return Asked(with_settings(Config(), settings), AlgorithmSchedule(tuple(enumerate(algorithms))), recorded=recorded)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -245,19 +253,19 @@ async def test_a_loop_of_ones_own_branches_where_it_likes(bench: Open, tmp_path:
 )
 def test_settings_that_make_no_trees_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        check_tree(with_settings(Config(), settings), [8], recorded=False, searches=False)
+        check_tree(asked(settings, 8))
 
 
 def test_a_record_has_no_trees() -> None:
     with pytest.raises(ConfigError, match="a record and a search do not"):
-        check_tree(with_settings(Config(), {"trainer.sampling": "tree"}), [8], recorded=True, searches=False)
+        check_tree(asked({"trainer.sampling": "tree"}, 8, recorded="runs/one"))
 
 
 def test_a_group_of_one_has_no_branches() -> None:
-    tree = with_settings(Config(), {"trainer.sampling": "tree"})
-    check_tree(tree, [8, 2], recorded=False, searches=False)
+    tree = {"trainer.sampling": "tree"}
+    check_tree(asked(tree, 8, 2))
     with pytest.raises(ConfigError, match="1 trunks in groups of 1 rollouts"):
-        check_tree(tree, [8, 1], recorded=False, searches=False)
+        check_tree(asked(tree, 8, 1))
 
 
 def test_trees_belong_to_fit(tmp_path: Path) -> None:

@@ -21,9 +21,8 @@ from functools import partial
 from typing import TypeAlias, get_args
 
 import numpy as np
-
-from lightning.batch.trajectory import Trajectory, is_prefix, is_trained
-from lightning.config.sections import BranchBy
+from lightning.batch import Trajectory, is_prefix, is_trained
+from lightning.config import BranchBy
 from lightning.credit.protocol import rollout_return
 from lightning.errors import ConfigError
 from lightning.types import Transition

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-
 from lightning.algorithms.protocol import needs_critic
-from lightning.batch.trajectory import Group, is_trained
+from lightning.batch import Group, is_trained
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.store.pages import each_rollout
@@ -25,15 +24,11 @@ from lightning.store.places import existing_store, split_reference
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule
-from lightning.trainer.plan import TRAIN, units_from
-from lightning.trainer.rollout_collection import Sampled, TurnSampler
-from lightning.trainer.stack import Stack
-from lightning.trainer.summary import Reporter
+from lightning.trainer.plan import TRAIN, fixed_order, units_from
+from lightning.trainer.samplers import RECORDED, Asked, Brought, Sampled, TurnSampler
 from lightning.trainer.training_data import PolicyFault, all_rollouts, load_groups, of_groups
-from lightning.types import CONVERSATION_ID, SERVED, Json, Lease, Outcome, Rollout, Run, Task
+from lightning.types import CONVERSATION_ID, SERVED, Json, Lease, Outcome, Rollout, Task
 
-RECORDED = "recorded"
-"""The key of a run's configuration that names what it is trained on, where that is a record."""
 LEASE_SECONDS = 600.0
 TRIED = 256
 """Groups of a record that the algorithm is tried on before anything is started."""
@@ -138,23 +133,6 @@ async def _newest(store: Store, rollouts: Sequence[Rollout]) -> int:
     return newest
 
 
-async def record_of(
-    resources: AsyncExitStack, place: str | None, run: Run | None, out: Path, project: str
-) -> Record | None:
-    """The record at `place` for a run in `out`, which `resources` closes; `run` is the one that goes on. None without a place.
-
-    Raises `ConfigError` where a run goes on otherwise than it began, and what `open_record` does.
-    """
-    pinned = None if run is None else run.config.get(RECORDED)
-    if place is None:
-        if run is not None and pinned is not None:
-            raise ConfigError(f"run {run.id!r} is trained on a record: give it again (recorded, --recorded)")
-        return None
-    if run is not None and pinned is None:
-        raise ConfigError(f"run {run.id!r} is not trained on a record: give another `out`")
-    return await resources.enter_async_context(open_record(_beside(place, out), pinned, project))
-
-
 async def check_record(
     record: Record, schedule: AlgorithmSchedule, train_agents: Sequence[str], policy_fault: PolicyFault
 ) -> None:
@@ -185,21 +163,37 @@ async def check_record(
 class RecordedSampler(TurnSampler):
     """Takes each step's groups from a record. Agents run for held-out evaluations only."""
 
-    def __init__(
-        self,
-        stack: Stack,
-        schedule: AlgorithmSchedule,
-        tasks: Sequence[Task],
-        agents: Sequence[str],
-        reporter: Reporter,
-        finished: Callable[[Rollout], None],
-        record: Record,
-    ) -> None:
-        super().__init__(stack, schedule, tasks, agents, reporter, finished)
-        self.record, self._worker = record, f"{stack.run.id}/{RECORDED}"
+    api, carries_out = 1, (RECORDED,)
+
+    def __init__(self, asked: Asked) -> None:
+        if fixed_order(asked.config.trainer.order) is None:
+            raise ConfigError("a record has no tasks to choose from: set trainer.order to 'shuffled' or 'given'")
+        self.asked = asked
+        self.held: Record | None = None
+        """The record, once it is open."""
         self._groups: dict[int, list[tuple[Rollout, ...]]] = {}
         self._seen: set[str] = set()
         self._looked_at = 0
+
+    async def record(self, resources: AsyncExitStack, known: Json, out: Path, project: str) -> Brought:
+        """See `Sampler.record`. Raises `ConfigError` as `open_record` and `check_record` do."""
+        place, config, schedule = self.asked.recorded or "", self.asked.config.trainer, self.asked.schedule
+        held = await resources.enter_async_context(open_record(_beside(place, out), known, project))
+        await check_record(held, schedule, self.asked.agents, config.policy_fault)
+        self.held, tasks = held, held.tasks
+        unrated = f"; {held.unrated} conversations without feedback are left out" if held.unrated else ""
+        said = f"{len(held.rollouts)} recorded rollouts of {len(tasks)} tasks in {held.place}{unrated}"
+        steps = steps_of_pass(len(held.groups(schedule.at(0).group_size)), config.tasks_per_step)
+        return Brought(tasks, held.described(), steps, said)
+
+    @property
+    def _record(self) -> Record:
+        assert self.held is not None, "it is open before a step"
+        return self.held
+
+    @property
+    def _worker(self) -> str:
+        return f"{self.stack.run.id}/{RECORDED}"
 
     async def start(self) -> None:
         """Copy what a crash left undone: no agent may run it."""
@@ -217,31 +211,32 @@ class RecordedSampler(TurnSampler):
         known = await all_rollouts(self.stack.store, self.stack.run.id, split=TRAIN, step=step)
         rollouts = of_groups(known, list(dict.fromkeys(self._group(step, place) for place, _ in sources.values())))
         groups = await load_groups(self.stack.store, rollouts, self.agents, self.config.policy_fault)
-        newest = {name: self.record.newest.get(source.id, 0) for name, (_, source) in sources.items()}
+        newest = {name: self._record.newest.get(source.id, 0) for name, (_, source) in sources.items()}
         metrics = ages(step, groups, newest) | {"recorded_share": self._share(step)}
-        return Sampled(rollouts, groups, time.monotonic() - began, metrics)
+        return Sampled(rollouts, groups, time.monotonic() - began, metrics, elsewhere=True)
 
     def _group(self, step: int, place: int) -> str:
         return f"{self.stack.run.id}/{step}/{place}"
 
     def _units(self, step: int) -> list[tuple[Rollout, ...]]:
         """The groups of a step: the next ones of a pass over the record, whose last step has what is left."""
-        assert self.config.order != "learnable", "refused before"
+        order = fixed_order(self.config.order)
+        assert order is not None, "refused before"
         size = self.schedule.at(step).group_size
         if size not in self._groups:
-            self._groups[size] = self.record.groups(size)
+            self._groups[size] = self._record.groups(size)
         groups = self._groups[size]
         count = self.config.tasks_per_step
         over, place = divmod(step, steps_of_pass(len(groups), count))
         left = min(count, len(groups) - place * count)
         names = [unit[0].id for unit in groups]
-        return units_from(groups, names, over * len(groups) + place * count, left, self.config.seed, self.config.order)
+        return units_from(groups, names, over * len(groups) + place * count, left, self.config.seed, order)
 
     def _share(self, step: int) -> float:
         while self._looked_at <= step:
             self._seen |= {rollout.id for unit in self._units(self._looked_at) for rollout in unit}
             self._looked_at += 1
-        return len(self._seen) / len(self.record.rollouts)
+        return len(self._seen) / len(self._record.rollouts)
 
     async def _copy(self, step: int) -> dict[str, tuple[int, Rollout]]:
         """Have the rollouts of a step in the run's store; what each is a copy of, with its group's place in the step."""
@@ -271,7 +266,7 @@ class RecordedSampler(TurnSampler):
     async def _fill(self, leases: Sequence[Lease], sources: Sequence[Rollout]) -> None:
         """Give leased rollouts the calls and the outcomes of recorded ones."""
         named = [(source.id, source.attempt) for source in sources]
-        calls, ended = await self.record.store.transitions_of(named), await self.record.store.attempts_of(named)
+        calls, ended = await self._record.store.transitions_of(named), await self._record.store.attempts_of(named)
         await self.stack.store.append(
             [
                 replace(call, rollout=lease.rollout.id, attempt=lease.attempt)

@@ -17,9 +17,9 @@ from lightning.plugins import plugins
 from lightning.store.epochs import mark_over
 from lightning.store.protocol import Store
 from lightning.trainer.plan import train_rollouts
-from lightning.trainer.task_choice import STATE, TaskChoice
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Fault, Outcome, Rollout, Run, Status, StepRecord, StepReward, Task
+from lightning_samplers.task_choice import STATE, TaskChoice
 
 TASKS = [Task(f"question {number}", id=str(number)) for number in range(6)]
 SOLVED, HOPELESS, MIXED, FAILING = TASKS[:4]

@@ -13,8 +13,8 @@ from lightning.batch.trajectory import Trajectory
 from lightning.config.sections import BranchBy
 from lightning.errors import ConfigError
 from lightning.testing.trajectories import make_trajectory
-from lightning.trainer.branch_points import branch_points
 from lightning.types import CallStatus, ToolEvent, logprobs
+from lightning_branching.branch_points import branch_points
 
 WAYS: tuple[BranchBy, ...] = ("random", "entropy", "variance")
 few = settings(max_examples=60)

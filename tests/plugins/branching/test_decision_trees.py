@@ -12,6 +12,7 @@ from lightning.errors import ConfigError
 from lightning.testing.credit_score import score_credit, score_credits
 from lightning.testing.decision_trees import TreeSampling, sample_tree
 from lightning.testing.decisions import bifurcation_tasks, early, late, retry, wasteful_tool
+from lightning_branching.branch_points import branch_points
 
 
 @pytest.mark.parametrize("by", ["random", "entropy", "variance"])
@@ -22,7 +23,7 @@ def test_a_branch_goes_on_from_a_state_of_its_trunk(task, by: BranchBy) -> None:
     rng = np.random.default_rng(0)
     values = task.truth().values
     for _ in range(20):
-        sampled = sample_tree(task, 8, TreeSampling(3, by), rng, values=values)
+        sampled = sample_tree(task, 8, TreeSampling(branch_points, 3, by), rng, values=values)
         members = sampled.group.trajectories
         calls = {call.key: (member, place) for member in members for place, call in enumerate(member.transitions)}
         assert [member.rollout.parent for member in members[:3]] == [None] * 3
@@ -39,7 +40,7 @@ def test_a_branch_goes_on_from_a_state_of_its_trunk(task, by: BranchBy) -> None:
 
 def test_an_answer_has_the_logprob_that_the_policy_gives_it() -> None:
     """So trees by entropy branch first where the policy was least sure."""
-    sampled = sample_tree(wasteful_tool(), 8, TreeSampling(8), np.random.default_rng(0))
+    sampled = sample_tree(wasteful_tool(), 8, TreeSampling(branch_points, 8), np.random.default_rng(0))
     decisions = list(wasteful_tool().states.values())
     for member, states, actions in zip(sampled.group.trajectories, sampled.states, sampled.actions, strict=True):
         for call, state, action in zip(member.transitions, states, actions, strict=True):
@@ -52,7 +53,7 @@ def test_a_branch_earns_what_its_prefix_did() -> None:
     rng = np.random.default_rng(0)
     inherited = 0
     for _ in range(20):
-        sampled = sample_tree(wasteful_tool(), 8, TreeSampling(2), rng)
+        sampled = sample_tree(wasteful_tool(), 8, TreeSampling(branch_points, 2), rng)
         members = sampled.group.trajectories
         actions = {
             call.id: int(action)
@@ -75,24 +76,26 @@ def test_a_branch_earns_what_its_prefix_did() -> None:
 
 def test_trees_cost_what_as_many_rollouts_would() -> None:
     assert score_credit(identical, late(), groups=10).calls == 40
-    assert score_credit(Branched(), late(), groups=40, tree=TreeSampling(4)).calls == pytest.approx(40, rel=0.03)
-    each = score_credit(Branched(), late(), groups=40, tree=TreeSampling(4, per_call=0.5))
+    assert score_credit(Branched(), late(), groups=40, tree=TreeSampling(branch_points, 4)).calls == pytest.approx(
+        40, rel=0.03
+    )
+    each = score_credit(Branched(), late(), groups=40, tree=TreeSampling(branch_points, 4, per_call=0.5))
     assert each.calls == pytest.approx(4 * (5 + 0.5 * (4 + 3 + 2 + 1)), rel=0.05)
 
 
 def test_credit_from_branches_keeps_the_direction_that_others_lose() -> None:
     """Other credits compare a trunk's first call with what came of the same call; and states after a node count too often."""
     named: dict[str, Credit] = {"branch": Branched(), "identical": identical, "leave-one-out": LeaveOneOut()}
-    scores = score_credits(named, wasteful_tool(), groups=150, tree=TreeSampling(4))
+    scores = score_credits(named, wasteful_tool(), groups=150, tree=TreeSampling(branch_points, 4))
     assert scores["branch"].bias < 0.2 < min(scores["identical"].bias, scores["leave-one-out"].bias)
 
 
 def test_credit_from_branches_is_nearer_to_the_truth_where_the_first_call_decides() -> None:
     alone = score_credit(identical, early(), groups=60)
-    tree = score_credit(Branched(), early(), groups=60, tree=TreeSampling(4))
+    tree = score_credit(Branched(), early(), groups=60, tree=TreeSampling(branch_points, 4))
     assert tree.correlation > alone.correlation + 0.05
 
 
 def test_a_tree_has_a_trunk() -> None:
     with pytest.raises(ConfigError, match="trunks=0"):
-        TreeSampling(0)
+        TreeSampling(branch_points, 0)

@@ -1,0 +1,448 @@
+"""Where a step's groups come from: the place of samplers and task orders, and the core's own sampler, which samples when the
+step is due.
+
+The invariant: what a step looked at is a list of groups that can be read from the store again, each finished, each looked
+at by one step only; whatever was planned before an interruption is run to its end after it and not planned twice. A sampler or
+an order that fails ends the step with its plugin's name; a setting that no sampler carries out is refused before a run begins.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, ClassVar, Final, Self, TypeVar, cast
+
+from lightning.batch.trajectory import Group
+from lightning.config.sections import TrainerConfig
+from lightning.errors import ConfigError, LightningError, PluginError, RunnerError
+from lightning.plugins import plugins
+from lightning.plugins.discovery import DISABLE
+from lightning.plugins.stages import Contract, NamedStage, Stage, StageError
+from lightning.store.epochs import Epoch, epoch_at
+from lightning.store.protocol import Store
+from lightning.store.url import redacted
+from lightning.trainer.algorithm import AlgorithmSchedule, samples_dynamically
+from lightning.trainer.plan import TRAIN, fixed_order, generation, is_lost, place_after, tasks_of_wave, train_rollouts
+from lightning.trainer.reasons import grouped
+from lightning.trainer.stack import Stack
+from lightning.trainer.summary import Reporter
+from lightning.trainer.training_data import all_rollouts, load_groups, of_groups
+from lightning.types import Json, Rollout, Run, Status, Task
+
+if TYPE_CHECKING:
+    from lightning.config import Config
+
+logger = logging.getLogger(__name__)
+
+API: Final = 1
+"""The number of this file's contract. A minor release raises it when a sampler or an order that was written for it would not do
+any more what it did, and the change log says what to change in one."""
+OF_SAMPLERS: Final = ("sampling", "trunks", "branch_by", "max_staleness")
+"""Settings of the trainer that samplers of plugins carry out."""
+RECORDED: Final = "recorded"
+"""What names the record that a run is trained on: an argument of `Trainer`, and a key of the run's configuration."""
+MOST_REASONS = 3
+"""Reasons that a warning names at most."""
+Kind = TypeVar("Kind", bound=Stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step looked at: the groups, and all of their rollouts, failed ones included, in the same order.
+
+    `seconds` is the time in which they were sampled; `metrics` are the sampler's own. `elsewhere`: other policies than this
+    run's sampled them.
+    """
+
+    rollouts: Sequence[Rollout]
+    groups: Sequence[Group]
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    elsewhere: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a run asks of its sampler, before anything is opened. `recorded` names the record that it is to be trained on."""
+
+    config: Config
+    schedule: AlgorithmSchedule
+    agents: Sequence[str] = ()
+    recorded: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a sampler brings that has a record: its tasks, what the run's configuration says of it, the steps of one pass over
+    it, and what the user is told."""
+
+    tasks: Sequence[Task]
+    described: Mapping[str, Json]
+    steps: int
+    said: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a sampler works with, once everything is open. `finished` hears of every rollout that ends for good."""
+
+    stack: Stack
+    schedule: AlgorithmSchedule
+    tasks: Sequence[Task]
+    agents: Sequence[str]
+    reporter: Reporter
+    finished: Callable[[Rollout], None]
+    epochs: Sequence[Epoch] = ()
+
+
+class TaskOrder(Stage, ABC):
+    """Which tasks come next, by a plugin. One is made for each run, of its tasks and the settings `trainer`.
+
+    The same place, after the same committed steps, must give the same tasks, so that a resumed run plans what it planned.
+    """
+
+    async def recall(self, store: Store, run: Run) -> None:
+        """The run begins or goes on: read what its committed steps say."""
+
+    async def learn(self, store: Store, step: int, rollouts: Sequence[Rollout]) -> None:
+        """A step is committed that looked at these rollouts; branches are not among them."""
+
+    @abstractmethod
+    def ranked(self, place: str, group_size: int, *, without: Collection[str] = ()) -> list[Task]:
+        """The tasks, those first that are to be sampled first. `place` says what for; tasks with an id of `without` are being
+        sampled, and come last."""
+
+    def of_step(self, step: int, group_size: int, first: int, count: int) -> list[Task]:
+        """`count` tasks of a step from place `first` on, each once before one comes again. Further waves are further places."""
+        ranked = self.ranked(f"step {step}", group_size)
+        return [ranked[place % len(ranked)] for place in range(first, first + count)]
+
+
+class Sampler(Stage, ABC):
+    """Where a run's groups come from. One is made for each run, of what the run asks, and opens nothing until `start`.
+
+    `carries_out` names the settings of the trainer that it carries out: those of `OF_SAMPLERS`, `order` where it takes orders
+    of plugins, and `recorded`. After `begin` it has all that is in `Ground`, the settings as `config`, and `order`. A
+    `LightningError` that it raises ends the run as it says; anything else is a failure of the plugin.
+    """
+
+    named: NamedStage[Sampler] | None = None
+    """Itself under its name; None for the core's own."""
+    order: NamedStage[TaskOrder] | None = None
+    """The order of a plugin that the run asks for."""
+    stack: Stack
+    schedule: AlgorithmSchedule
+    tasks: Sequence[Task]
+    agents: Sequence[str]
+    reporter: Reporter
+    finished: Callable[[Rollout], None]
+    epochs: Sequence[Epoch]
+    config: TrainerConfig
+
+    # where a plugin stands --------------------------------------------------------------------------------------
+    async def record(self, resources: AsyncExitStack, known: Json, out: Path, project: str) -> Brought:
+        """The run in `out` is trained on a record: open it, `resources` closes it. `known` is what the run's configuration says
+        of it, None at its first start."""
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        """Begin what goes on in the background, after the policy server has the weights of the last committed step."""
+
+    async def close(self) -> None:
+        """End what goes on in the background."""
+
+    @abstractmethod
+    async def step(self, step: int) -> Sampled:
+        """The groups of a step. Raises `RunnerError` when every one of its rollouts failed."""
+
+    @abstractmethod
+    async def finish(self, rollouts: list[Rollout]) -> None:
+        """Create rollouts (again, harmlessly, after a resume); every one of them has ended when this returns."""
+
+    async def served(self, version: int) -> None:
+        """The policy server has the weights of `version`: so many steps are committed."""
+
+    # what the loop asks -----------------------------------------------------------------------------------------
+    def begin(self, ground: Ground) -> Self:
+        """Everything is open: take what there is to work with."""
+        self.stack, self.schedule, self.tasks, self.agents = ground.stack, ground.schedule, ground.tasks, ground.agents
+        self.reporter, self.finished = ground.reporter, ground.finished
+        self.epochs = ground.epochs or [Epoch(0, 0, self.stack.run.config)]
+        self.config = self.stack.config.trainer
+        self.order = _order_of(self.config, self.tasks)
+        return self
+
+    async def __aenter__(self) -> Self:
+        if self.order is not None:
+            with _failing(self.order, "recall"):
+                await self.order.stage.recall(self.stack.store, self.stack.run)
+        with _failing(self.named, "start"):
+            await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _failing(self.named, "close"):
+            await self.close()
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """The sampler and the order, where plugins bring them, with the versions of their distributions."""
+        found = {} if self.named is None else {self.named.name: self.named.version}
+        return found | ({} if self.order is None else {f"order {self.order.name}": self.order.version})
+
+    async def opened(self, resources: AsyncExitStack, known: Json, out: Path, project: str) -> Brought:
+        """See `record`."""
+        with _failing(self.named, "record"):
+            return await self.record(resources, known, out, project)
+
+    async def sample(self, step: int) -> Sampled:
+        """See `step`."""
+        with _failing(self.named, f"step {step + 1}"):
+            if not isinstance(found := await self.step(step), Sampled):
+                raise TypeError(f"it returned {found!r:.80} and no Sampled")
+            return found
+
+    async def committed(self, version: int, rollouts: Sequence[Rollout]) -> None:
+        """See `served`. The last of the committed steps looked at these rollouts."""
+        if self.order is not None:
+            begun = [
+                rollout for rollout in rollouts if rollout.parent is None
+            ]  # branches begin in states that were chosen
+            with _failing(self.order, "learn"):
+                await self.order.stage.learn(self.stack.store, version - 1, begun)
+        with _failing(self.named, "served"):
+            await self.served(version)
+
+    async def execute(self, plan: Callable[[int], list[Rollout]], what: str) -> list[Rollout]:
+        """Run a planned evaluation to its end. Raises `RunnerError` when it is lost as a whole.
+
+        `plan(n)` plans the n-th try at it; a try that was lost as a whole before a resume is not the last.
+        """
+        first = plan(0)
+        known = await all_rollouts(self.stack.store, first[0].run, split=first[0].split, step=first[0].step)
+        rollouts = await self.ended(plan(generation(known, first)), what)
+        self.check(what, rollouts)
+        return rollouts
+
+    # what a sampler may use -------------------------------------------------------------------------------------
+    def ordered(self, ask: Callable[[TaskOrder], Sequence[Task]]) -> list[Task]:
+        """The tasks that the order of a plugin says."""
+        assert self.order is not None, "the run has an order of the core's"
+        with _failing(self.order, "ranked"):
+            found = list(ask(self.order.stage))
+            known = {task.id for task in self.tasks}
+            if not found or not all(isinstance(task, Task) and task.id in known for task in found):
+                raise TypeError("it returned no tasks, or others than the run's")
+        return found
+
+    async def ended(self, planned: list[Rollout], what: str) -> list[Rollout]:
+        """Run planned rollouts of one step and split to their end."""
+        self.reporter.phase(what, len(planned))
+        with _failing(self.named, what):
+            await self.finish(planned)
+        one = planned[0]
+        known = await all_rollouts(self.stack.store, one.run, split=one.split, step=one.step)
+        return of_groups(known, [rollout.group for rollout in planned])
+
+    async def groups_of(self, rollouts: Sequence[Rollout]) -> list[Group]:
+        """The groups of ended rollouts."""
+        return await load_groups(self.stack.store, rollouts, self.agents, self.config.policy_fault)
+
+    def check(self, what: str, rollouts: Sequence[Rollout]) -> None:
+        """Tell how many failed. Raises `RunnerError` when that leaves nothing to learn from."""
+        said = self.tell_failed(what, rollouts)
+        if said and is_lost(rollouts):
+            raise RunnerError(
+                f"{what}: all {len(rollouts)} failed, there is nothing to learn from: {said} "
+                f"(whole tracebacks: lightning runs show {self.stack.run.id} --failed --json)"
+            )
+
+    def tell_failed(self, what: str, rollouts: Sequence[Rollout]) -> str:
+        """Warn of those that failed, and return why they did; empty where none has."""
+        failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
+        if not failed:
+            return ""
+        reasons = [f"{count} x {why}" for count, why in grouped(rollout.error for rollout in failed)]
+        said = "; ".join(reasons[:MOST_REASONS]) + ("; ..." if len(reasons) > MOST_REASONS else "")
+        logger.warning("%s: %d of %d failed: %s", what, len(failed), len(rollouts), said)
+        return said
+
+
+class TurnSampler(Sampler):
+    """Samples and trains in turns: every token of a step comes from the weights that the step starts with.
+
+    With dynamic sampling a step samples in waves until `tasks_per_step` of its groups teach something, or for
+    `trainer.max_waves` waves; it trains on all that teach.
+    """
+
+    carries_out: ClassVar[Collection[str]] = ("order",)
+
+    async def finish(self, rollouts: list[Rollout]) -> None:
+        """See `Sampler.finish`."""
+        await self.stack.execute(rollouts, self.finished)
+
+    def begun(self, group_size: int) -> int:
+        """How many rollouts of a group begin at its task."""
+        return group_size
+
+    async def grow(self, ended: list[Rollout], group_size: int, what: str) -> list[Rollout]:
+        """Add to groups whose rollouts have ended; returns all of their rollouts."""
+        return ended
+
+    async def step(self, step: int) -> Sampled:
+        """See `Sampler.step`."""
+        began, algorithm = time.monotonic(), self.schedule.at(step)
+        count, what = self.config.tasks_per_step, f"rollouts of step {step + 1}"
+        waves = self.config.max_waves if samples_dynamically(algorithm) else 1
+        plan = functools.partial(self._planned, step, algorithm.group_size)
+        known = await all_rollouts(self.stack.store, self.stack.run.id, split=TRAIN, step=step)
+        later = [rollout for wave in range(1, waves) for rollout in plan(wave, 0)] if known else []
+        number = generation(known, plan(0, 0), later)
+        rollouts: list[Rollout] = []
+        groups: list[Group] = []
+        teaching, wave = 0, 0
+        while teaching < count and wave < waves:
+            named = f"{what}, wave {wave + 1}" if wave else what
+            ended = await self.ended(plan(wave, number), named)
+            ended = await self.grow(ended, algorithm.group_size, named)
+            rollouts += ended
+            self.check(what, rollouts)
+            groups += await self.groups_of(ended)
+            if samples_dynamically(algorithm):
+                teaching += sum(algorithm.teaches(group) for group in groups[-count:])
+            wave += 1
+        metrics = {"waves": float(wave), "groups_teaching": float(teaching)} if samples_dynamically(algorithm) else {}
+        return Sampled(rollouts, groups, time.monotonic() - began, metrics)
+
+    def _planned(self, step: int, size: int, wave: int, number: int) -> list[Rollout]:
+        """The rollouts of one wave of a step, in the `number`-th try at it."""
+        config, attempts = self.config, self.stack.config.runner.max_attempts
+        count, first = config.tasks_per_step, wave * config.tasks_per_step
+        if (order := fixed_order(config.order)) is None:
+            tasks = self.ordered(lambda chosen: chosen.of_step(step, size, first, count))
+        else:
+            now = epoch_at(self.epochs, step)
+            until = self.epochs[: now.number + 1]
+            taken = [(after.first - before.first) * _per_step(before, count) for before, after in pairwise(until)]
+            begin = place_after(until, taken, self.tasks)
+            tasks = tasks_of_wave(self.tasks, step - now.first, wave, count, config.seed, order, begin)
+        begun = self.begun(size)
+        return train_rollouts(self.stack.run.id, step, tasks, begun, attempts, generation=number, first=first)
+
+
+def _per_step(epoch: Epoch, otherwise: int) -> int:
+    """How many tasks a step of a config epoch takes."""
+    found = epoch.setting("trainer", "tasks_per_step")
+    return found if isinstance(found, int) else otherwise
+
+
+# which sampler and which order ----------------------------------------------------------------------------------
+SAMPLER: Final = Contract(
+    kind=Sampler,
+    asked="samplers",
+    api=API,
+    points=("record", "start", "close", "step", "finish", "served"),
+    ordered=(),
+    setting="",
+    settings=(*OF_SAMPLERS, "order", RECORDED),
+    of_stages=(),
+    error=ConfigError,
+    of="groups",
+    where="trainer",
+)
+ORDER: Final = Contract(
+    kind=TaskOrder,
+    asked="orders",
+    api=API,
+    points=("recall", "learn", "ranked"),
+    ordered=(),
+    setting="",
+    settings=(),
+    of_stages=(),
+    error=ConfigError,
+    of="groups",
+    where="trainer",
+)
+
+
+def sampler_of(asked: Asked) -> Sampler:
+    """The sampler that a run asks for: a plugin's, or the core's own. Nothing is opened. Raises `ConfigError` where two would
+    sample the run, for a setting that the sampler does not carry out, and for an order that is not there."""
+    named: list[NamedStage[Sampler]] = SAMPLER.made(asked, asked.config.trainer)
+    for each in named:
+        each.stage.named = each
+    if len(named) > 1:
+        both = " and ".join(f"{each.said} ({', '.join(each.stage.carries_out)})" for each in named)
+        raise ConfigError(f"a run has one sampler, and its settings ask for {both}: leave out those of all but one")
+    sampler = named[0].stage if named else TurnSampler()
+    config, plain = asked.config.trainer, TrainerConfig()
+    wanted = {f"trainer.{name}": (name, getattr(config, name), getattr(plain, name)) for name in OF_SAMPLERS}
+    wanted["recorded (--recorded)"] = RECORDED, asked.recorded and redacted(asked.recorded), None
+    for said, (name, value, off) in wanted.items():
+        if value != off and name not in sampler.carries_out:
+            cures = plugins().cures("samplers", str(value) if name == "sampling" else name)
+            known = ", ".join(plugins().names("samplers")) or "none"
+            raise ConfigError(
+                f"{said} is {value!r}, and no plugin is there that carries it out: the samplers here are {known}.{cures} Bring "
+                "the plugin back, or leave the setting out to go on without it"
+            )
+    if fixed_order(config.order) is None:
+        _make_order(config.order)
+        if "order" not in sampler.carries_out:
+            raise ConfigError(
+                f"trainer.order is {config.order!r}, and the sampler {named[0].said} takes no order of a plugin: set it to "
+                "'shuffled' or 'given'"
+            )
+    return sampler
+
+
+def _make_order(name: str) -> Callable[[Sequence[Task], TrainerConfig], TaskOrder]:
+    try:
+        return cast("Callable[[Sequence[Task], TrainerConfig], TaskOrder]", plugins().get("orders", name))
+    except PluginError as error:
+        raise ConfigError(f"trainer.order = {name!r} is neither 'shuffled' nor 'given', and {error}") from error
+
+
+def _order_of(config: TrainerConfig, tasks: Sequence[Task]) -> NamedStage[TaskOrder] | None:
+    """The order of a plugin that the settings ask for."""
+    if fixed_order(config.order) is not None:
+        return None
+    make, owner = _make_order(config.order), plugins().owner("orders", config.order)
+    try:
+        order = make(tasks, config)
+    except LightningError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the order {config.order!r} of the plugin {owner} cannot be made ({type(error).__name__}: {error}). Mend the "
+            f"plugin, or start without it: {DISABLE}={owner.name}"
+        ) from error
+    each = NamedStage(config.order, order, owner.version, owner.name)
+    ORDER.check(each)
+    return each
+
+
+@contextmanager
+def _failing(each: NamedStage[Kind] | None, point: str) -> Iterator[None]:
+    """What a plugin raises in the block ends the step with its name, but for errors that say their own cause."""
+    try:
+        yield
+    except LightningError:
+        raise
+    except Exception as error:
+        if each is None:
+            raise
+        raise StageError(
+            f"the stage {each.said} failed ({point}: {type(error).__name__}: {error}). Mend the plugin, or start without it: "
+            f"{each.off}"
+        ) from error
