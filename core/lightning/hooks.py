@@ -191,8 +191,8 @@ def register_tasks(register: Callable[[str, Callable[[str], Sequence[Task]]], No
 def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], None]) -> None:
     """Where metrics go besides the store, for `trackers=["name"]`.
 
-    One that also has a method `attempt(record)` hears of finished rollouts (`lightning.tracking.protocol.RolloutTracker`), one
-    with `alert(alert)` of alarms (`AlertTracker`).
+    One that also has a coroutine `attempt(record, store)` hears of finished rollouts
+    (`lightning.tracking.protocol.RolloutTracker`), one with `alert(alert)` of alarms (`AlertTracker`).
     """
 
 

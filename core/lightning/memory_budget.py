@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 T = TypeVar("T")
 
@@ -116,7 +117,7 @@ class Budget:
 class Holder:
     """One of those who share a budget: a token, or an agent's process."""
 
-    __slots__ = ("_budget", "_rests_until", "_turn", "held")
+    __slots__ = ("__weakref__", "_budget", "_rests_until", "_turn", "held")
 
     def __init__(self, budget: Budget) -> None:
         self._budget, self.held = budget, 0
@@ -127,6 +128,11 @@ class Holder:
     def largest(self) -> int:
         """What it can have when nobody else holds anything."""
         return self._budget.largest
+
+    @property
+    def rests(self) -> bool:
+        """Whether its long work has to wait for what it took before."""
+        return self._rests_until > time.monotonic()
 
     def take(self, size: int) -> bool:
         """Hold so many bytes more, if there is room for them."""
@@ -173,3 +179,28 @@ class Holder:
             return do()
         finally:
             self._rests_until = time.monotonic() + REST * (time.thread_time() - began)
+
+
+class Holders:
+    """The holders of one budget by name. One is remembered as long as it has something to be remembered for: while somebody
+    works with it, and while it rests. Work is done in one thread, so that few rest at a time."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._known = WeakValueDictionary[bytes, Holder]()
+        self._resting = list[Holder]()
+
+    def of(self, name: bytes) -> Holder:
+        """The holder of this name. Whoever asks gives it to `done` in the end."""
+        holder = self._known.get(name)
+        if holder is None:
+            self._known[name] = holder = Holder(self._budget)
+        return holder
+
+    def done(self, holder: Holder) -> None:
+        """Somebody has ended to work with it."""
+        if holder.rests:
+            self._resting = [holder, *(other for other in self._resting if other.rests and other is not holder)]
+
+    def __len__(self) -> int:
+        return len(self._known)

@@ -104,11 +104,10 @@ def place(kind: str, root: Path) -> Iterator[str]:
         yield f"sqlite:///{folder}/{NAME}.db"
     elif kind == "postgres":
         with PostgresServer(folder, settings=()) as server:
-            yield f"{server.url}{'&' if '?' in server.url else '?'}schema={NAME}"
+            yield server.url_of(NAME)
     elif kind == "redis":
         with RedisServer(folder, appendfsync="always") as redis:
-            url = redis.url()
-            yield f"{url}{'&' if '?' in url else '?'}prefix={NAME}"
+            yield redis.url(f"prefix={NAME}")
     else:
         yield ""
 

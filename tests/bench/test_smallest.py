@@ -130,6 +130,7 @@ SMALLEST: dict[str, Size] = {
     "store": Size(["--only", "rollouts"], {"ROLLOUTS": 64}),
     "store_reads": Size(["--rollouts", "200", "--steps", "8", "--step-rollouts", "8"]),
     "threads": Size((), {"TURNS": 1, "CALLS": 20}, json=False),
+    "trees": Size(["--only", "start", "--rounds", "1"]),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning import memory_budget
-from lightning.memory_budget import Budget, Holder, json_values, memory
+from lightning.memory_budget import Budget, Holder, Holders, json_values, memory
 
 MOST = 1000
 
@@ -111,3 +111,40 @@ def test_the_memory_is_that_of_the_control_group(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(memory_budget, "CONTROL_GROUP", tmp_path / "max")
         assert memory() == found
     assert Budget().most == machine // 8
+
+
+async def test_a_holder_is_remembered_while_somebody_works_with_it_or_it_rests() -> None:
+    budget = Budget(MOST)
+    holders = Holders(budget)
+    mine = holders.of(b"mine")
+    assert mine.take(400)
+    for invented in range(20_000):
+        holders.done(holders.of(b"%d" % invented))
+    assert holders.of(b"mine") is mine
+    assert len(holders) == 1, "those who left nothing behind are forgotten"
+
+    def work() -> None:
+        began = time.thread_time()
+        while time.thread_time() - began < 0.02:
+            pass
+
+    await mine.work(work)
+    mine.give(400)
+    holders.done(mine)
+    rests = mine.rests
+    del mine
+    assert rests
+    assert holders.of(b"mine").rests, "its rest is not over because nobody asks"
+    budget.close()
+
+
+async def test_a_holder_that_has_rested_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_budget, "REST", 0.0)
+    budget = Budget(MOST)
+    holders = Holders(budget)
+    holder = holders.of(b"mine")
+    await holder.work(lambda: None)
+    holders.done(holder)
+    del holder
+    assert len(holders) == 0
+    budget.close()

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from lightning.config import Config
 from lightning.gateway import Upstream
+from lightning.gateway.stages import NO_LINE
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM, Reply
@@ -114,7 +115,7 @@ async def training(url: str, count: int) -> AsyncIterator[tuple[Store, Agents, l
         await owner.open([Upstream(fake.url, fake.model)], 0)
         rollouts = [Rollout(f"run/{n}", "run", Task(n), "g", index=n, max_attempts=4) for n in range(count)]
         await store.create_rollouts(rollouts)
-        agents = Agents(store, "run", RemoteRunner(), Config().runner, _never)
+        agents = Agents(store, "run", RemoteRunner(), Config().runner, _never, NO_LINE)
         agents.expect(rollouts)
         try:
             yield store, agents, rollouts

@@ -33,7 +33,6 @@ REFERENCES: Final = {
     "answers.run": "runs.id",
     "attempts.rollout": "rollouts.id",
     "transitions.rollout": "rollouts.n",
-    "spans.rollout": "rollouts.n",
     "transitions.parent": "transitions.n",
 }
 """Which column names a row of which table. The schema declares no foreign keys: events may arrive in any order."""
@@ -41,7 +40,7 @@ REFERENCES: Final = {
 COLUMNS_OF_TABLES: Final = (
     ("runs", "steps", "metrics", "state"),
     ("rollouts", "attempts"),
-    ("transitions", "spans"),
+    ("transitions",),
     ("operation_groups", "answers", "revisions"),
 )
 """The places of the tables, from left to right and from top to bottom."""

@@ -21,13 +21,12 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning.addresses import is_loopback
-from lightning.bounded import Bounded
 from lightning.config import LimitsConfig
 from lightning.errors import GatewayError
 from lightning.gateway.http import JSON_TYPE, RefusalError, send_bytes
 from lightning.gateway.identity import KEYS, ROLLOUT_HEADER, bearer, keys_in
 from lightning.gateway.request_body import KEY, RequestBody
-from lightning.memory_budget import Budget, Holder
+from lightning.memory_budget import Budget, Holders
 from lightning.plugins import plugins
 
 log = logging.getLogger(__name__)
@@ -39,8 +38,6 @@ OF_THE_CORE: Final = frozenset({"hosts", "body_memory", "json_values"})
 """The settings of `gateway.limits` that need no `PortGuard`."""
 CLIENT: Final = "lightning.client"
 """Under this name the scope of a request has a word for its token; empty without one."""
-CLIENTS = 16_384
-"""Tokens and addresses whose share of the memory is remembered at most."""
 CREDENTIALS = frozenset({b"authorization", *KEYS, ROLLOUT_HEADER})
 
 
@@ -67,7 +64,7 @@ class Entrance:
         self._hosts = frozenset(host.lower() for host in limits.hosts)
         self._loopback, self._checks_host = loopback, loopback or bool(limits.hosts)
         self._budget = Budget(limits.body_memory)
-        self._holders = Bounded[bytes, Holder](CLIENTS)
+        self._holders = Holders(self._budget)
         self._is_ours = lru_cache(256)(self._means_us)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,13 +77,13 @@ class Entrance:
         except RefusalError as refusal:
             await send_bytes(send, refusal.status, refusal.body, [JSON_TYPE, *refusal.headers])
             return
-        client = client or (scope["client"] or ("",))[0].encode()
-        holder = self._holders.used(client) or self._holders.keep(client, Holder(self._budget))
+        holder = self._holders.of(client or (scope["client"] or ("",))[0].encode())
         scope[KEY] = body = RequestBody(self._budget, holder, self._values, receive)
         try:
             await self._app(scope, body.receive, send)
         finally:
             body.close()
+            self._holders.done(holder)
 
     def close(self) -> None:
         """Let go of what it works with, once the last request has been answered."""

@@ -241,8 +241,6 @@ class Operations:
     append = _own(Store.append)
     transitions_of = _own(Store.transitions_of)
     attempts_of = _own(Store.attempts_of)
-    spans = _own(Store.spans)
-    append_spans = _own(Store.append_spans)
     steps = _own(Store.steps)
     last_step = _own(Store.last_step)
     commit_step = _own(Store.commit_step)

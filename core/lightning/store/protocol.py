@@ -18,7 +18,6 @@ from lightning.types import (
     Outcome,
     Rollout,
     Run,
-    Span,
     Status,
     StepRecord,
     StepReward,
@@ -39,9 +38,6 @@ PRUNED: Final = "pruned"
 TRACES_RUN: Final = "gateway/traces"
 """Where in the state gateways keep the traces of attempts: `[rollout, attempt, expires_at]` by trace. No run has this id, since
 it would be a folder's name."""
-
-MAX_SPANS = 10_000
-"""Spans kept of one attempt; a service in an endless loop must not fill the database."""
 
 KNOWN_SECONDS: Final = 3600.0
 """For how long a store knows the answer to a call that was named by its caller (`once`)."""
@@ -222,18 +218,6 @@ class Store(Protocol):
 
         Raises `StoreError` for an unknown rollout.
         """
-
-    # spans ------------------------------------------------------------------------------------------------------
-    async def append_spans(self, spans: Sequence[Span]) -> int:
-        """Store spans durably; return how many of them are stored now, those that were before included.
-
-        The first content of a span id stays. Exporters send late, so spans of the current attempt are taken after its end
-        too; what is refused is what belongs to an unknown rollout or another than its current attempt, and what an attempt
-        has beyond `MAX_SPANS`. Repeating gives the same answer.
-        """
-
-    async def spans(self, rollout: str, attempt: int | None = None) -> list[Span]:
-        """The spans of an attempt (default: the rollout's current one) in the order they began."""
 
     # steps and metrics ------------------------------------------------------------------------------------------
     async def commit_step(self, record: StepRecord) -> None:

@@ -155,12 +155,6 @@ SELECT_NEXT_SEQ: Final = (
     "WHERE r.id = ? AND t.attempt = ?"
 )
 
-# spans ----------------------------------------------------------------------------------------------------------
-SPAN_COLUMNS: Final = rows.SPANS.names()
-INSERT_SPAN: Final = insert("spans", f"rollout, attempt, {SPAN_COLUMNS}", "rollout, attempt, span_id")
-COUNT_SPANS: Final = "SELECT count(*) FROM spans WHERE rollout = ? AND attempt = ?"
-SELECT_SPAN: Final = "SELECT 1 FROM spans WHERE rollout = ? AND attempt = ? AND span_id = ?"
-SELECT_SPANS: Final = f"SELECT {SPAN_COLUMNS} FROM spans WHERE rollout = ? AND attempt = ? ORDER BY started_at, span_id"  # noqa: S608
 
 # steps, metrics, state ------------------------------------------------------------------------------------------
 STEP_COLUMNS: Final = rows.STEPS.names()

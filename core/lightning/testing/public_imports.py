@@ -80,6 +80,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a store of SQL": (
             "lightning.store.relational.brought",
             "lightning.store.relational.notify",
+            "lightning.store.relational.rollouts",
             "lightning.store.relational.schema",
             "lightning.store.relational.store",
             "lightning.store.relational.transaction",

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from lightning.store.exchanges import Parent
-from lightning.types import Json, Rollout, Span, StepReward, ToolEvent, Transition
+from lightning.store.protocol import Store
+from lightning.types import Json, Rollout, StepReward, ToolEvent, Transition
 
 
 class Tracker(Protocol):
@@ -31,15 +32,15 @@ class AttemptRecord:
     transitions: Sequence[Transition]
     tool_events: Sequence[ToolEvent]
     step_rewards: Sequence[StepReward]
-    spans: Sequence[Span]
     branch_of: Parent | None = None
 
 
 @runtime_checkable
 class RolloutTracker(Tracker, Protocol):
-    """A tracker that is also told of each attempt of each rollout that has ended for good."""
+    """A tracker that is also told of each attempt of each rollout that has ended for good; `store` is the run's, for what else
+    it wants to know."""
 
-    def attempt(self, record: AttemptRecord) -> None: ...
+    async def attempt(self, record: AttemptRecord, store: Store) -> None: ...
 
 
 @runtime_checkable

@@ -161,7 +161,7 @@ class _Feed:
                     tracker.alert(item)
             elif isinstance(tracker, RolloutTracker):
                 for record in loop.run(attempts_of(self._store, item)):
-                    tracker.attempt(record)
+                    loop.run(tracker.attempt(record, self._store))
         except Exception as error:  # noqa: BLE001 — as above; the next call may find the disk or the backend well again
             self._failed += 1
             if self._failed.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...: one that is down for days fills no log
@@ -171,7 +171,7 @@ class _Feed:
 
 
 async def attempts_of(store: Store, rollout: Rollout) -> list[AttemptRecord]:
-    """The attempts of a rollout in order; lost ones only if they recorded anything."""
+    """The attempts of a rollout in order; lost ones only if they called the model."""
     records = []
     numbers = range(1, rollout.attempt + 1)
     (parent,) = await parents_of(store, [rollout])
@@ -184,9 +184,8 @@ async def attempts_of(store: Store, rollout: Rollout) -> list[AttemptRecord]:
             await store.transitions(rollout.id, attempt),
             list(ended.tool_events),
             list(ended.step_rewards),
-            await store.spans(rollout.id, attempt),
             parent,
         )
-        if attempt == rollout.attempt or record.transitions or record.spans:
+        if attempt == rollout.attempt or record.transitions:
             records.append(record)
     return records

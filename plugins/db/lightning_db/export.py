@@ -34,6 +34,7 @@ from lightning.types import (
     ToolEvent,
     Transition,
 )
+from lightning_otel.traces.store import spans
 
 BATCH: Final = 32
 """Attempts whose calls are read together."""
@@ -205,7 +206,7 @@ async def _outcome_extras(store: Store, run: Run, scope: ExportScope) -> AsyncIt
 
 async def _spans(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
     async for rollout, attempt in _attempts(store, run, scope):
-        for span in await store.spans(rollout.id, attempt):
+        for span in await spans(store, rollout.id, attempt):
             yield {**_of_attempt(run, rollout, attempt), **_plain(span, _SPAN)}
 
 

@@ -16,7 +16,6 @@ TABLES: Final = (
     "rollouts",
     "attempts",
     "transitions",
-    "spans",
     "steps",
     "metrics",
     "state",
@@ -25,8 +24,9 @@ TABLES: Final = (
 )
 """Every table that holds what was recorded, those before that others refer to."""
 
-COUNTED: Final = ("runs", "transitions", "spans", "steps", "resources")
+COUNTED: Final = ("runs", "transitions", "steps", "resources")
 BY_STATUS: Final = "SELECT status, count(*) FROM rollouts GROUP BY status"
+SPANS: Final = "SELECT count(*) FROM spans"
 TOKENS: Final = "SELECT expires_at, revoked_at FROM tokens"
 FIRST_RUN: Final = "SELECT min(created_at) FROM runs"
 ACTIVITY: Final = (
@@ -45,12 +45,12 @@ UNENDED: Final = (
 )
 FORGET_CALLS: Final = (
     f"DELETE FROM transitions WHERE rollout IN {_MEMBERS}",  # noqa: S608
-    f"DELETE FROM spans WHERE rollout IN {_MEMBERS}",  # noqa: S608
     (
         "UPDATE attempts SET tool_events = '[]', step_rewards = '[]', step_states = '[]', labels = '{}', extras = NULL "
         "WHERE rollout IN (SELECT id FROM rollouts WHERE run = ? AND group_id = ?)"
     ),
 )
+FORGET_SPANS: Final = f"DELETE FROM spans WHERE rollout IN {_MEMBERS}"  # noqa: S608
 """Parameters of each: run, group."""
 RUNS: Final = "SELECT id FROM runs"
 UNNAMED_STATE: Final = "SELECT name, value FROM state WHERE run = ''"

@@ -78,6 +78,7 @@ class RelationalKeeper(ABC):
         activity = await transaction.all(queries.ACTIVITY)
         first = await transaction.one(queries.FIRST_RUN)
         tokens = await transaction.all(queries.TOKENS) if "tokens" in there else []
+        (spans,) = await transaction.one(queries.SPANS) or (0,) if "spans" in there else (0,)
         return DatabaseStatus(
             store=redacted(self._url),
             schema=SCHEMA,
@@ -85,7 +86,7 @@ class RelationalKeeper(ABC):
             runs=counts["runs"],
             rollouts={row[0]: row[1] for row in await transaction.all(queries.BY_STATUS)},
             calls=counts["transitions"],
-            spans=counts["spans"],
+            spans=spans,
             steps=counts["steps"],
             resources=counts["resources"],
             tokens=count_tokens([(row[0], row[1]) for row in tokens], await transaction.now()),
@@ -105,10 +106,10 @@ class RelationalKeeper(ABC):
         """See `Keeper.weigh`."""
 
         async def weigh(transaction: Transaction) -> list[Weight]:
-            found = []
+            found, has_spans = [], "spans" in await self._tables(transaction)
             for group in groups:
                 calls, size = await transaction.one(queries.WEIGH_CALLS, (run, group)) or (0, 0)
-                (spans,) = await transaction.one(queries.WEIGH_SPANS, (run, group)) or (0,)
+                (spans,) = await transaction.one(queries.WEIGH_SPANS, (run, group)) or (0,) if has_spans else (0,)
                 found.append(Weight(calls, spans, int(size)))
             return found
 
@@ -117,7 +118,16 @@ class RelationalKeeper(ABC):
     async def forget_calls(self, run: str, groups: Sequence[str]) -> None:
         """See `Keeper.forget_calls`. A transaction for each group: whoever writes meanwhile waits for one of them at most."""
         for group in groups:
-            await self._write(lambda tx, group=group: _forget_calls(tx, run, group))  # type: ignore[misc]
+            await self._write(lambda tx, group=group: self._forget_calls(tx, run, group))  # type: ignore[misc]
+
+    async def _forget_calls(self, transaction: Transaction, run: str, group: str) -> None:
+        await transaction.alone(f"rollouts {run}")  # a rollout that is created now comes after this, with its calls
+        (unended,) = await transaction.one(queries.UNENDED, (run, group)) or (0,)
+        if not unended:
+            if "spans" in await self._tables(transaction):
+                await transaction.run(queries.FORGET_SPANS, (run, group))
+            for statement in queries.FORGET_CALLS:
+                await transaction.run(statement, (run, group))
 
     async def forget_run(self, run: str) -> None:
         """See `Keeper.forget_run`."""
@@ -177,14 +187,6 @@ def parts() -> dict[str, SqlPart]:
 
 async def _busy(transaction: Transaction) -> frozenset[str]:
     return frozenset(row[0] for row in await transaction.all(queries.BUSY, (await transaction.now(),)))
-
-
-async def _forget_calls(transaction: Transaction, run: str, group: str) -> None:
-    await transaction.alone(f"rollouts {run}")  # a rollout that is created now comes after this, with its calls
-    (unended,) = await transaction.one(queries.UNENDED, (run, group)) or (0,)
-    if not unended:
-        for statement in queries.FORGET_CALLS:
-            await transaction.run(statement, (run, group))
 
 
 async def _clear(transaction: Transaction) -> None:

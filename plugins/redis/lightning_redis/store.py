@@ -20,7 +20,6 @@ from lightning.store.threads import check_process, closed_error
 
 from lightning_redis import records
 from lightning_redis import rollouts as rollout_ops
-from lightning_redis import spans as span_ops
 from lightning_redis import transitions as transition_ops
 from lightning_redis.change_listener import EntryWatch, entry_of, newest
 from lightning_redis.handshake import Ask, check_mark, check_same, check_server
@@ -45,8 +44,6 @@ FUNCTIONS: Final[Mapping[str, Callable[..., Awaitable[Any]]]] = {
     "transitions": transition_ops.read,
     "transitions_of": transition_ops.read_many,
     "attempts_of": records.attempts_of,
-    "append_spans": span_ops.append,
-    "spans": span_ops.read,
     "commit_step": records.commit_step,
     "steps": records.steps,
     "last_step": records.last_step,

@@ -140,22 +140,6 @@ class HttpTable:
         doc="What several attempts were completed with, of as many of the first ones as fit into one answer; ask again for the "
         "rest. An attempt that is null is the rollout's current one.",
     )
-    spans = operation(
-        Store.spans,
-        "GET /rollouts/{rollout}/spans",
-        LOOK,
-        cursor=("span_id",),
-        doc="The spans of an attempt in the order they began.",
-    )
-    append_spans = operation(
-        Store.append_spans,
-        "POST /spans",
-        RUN,
-        answer="stored",
-        doc="Store spans durably. Those of unknown rollouts and of other than current attempts are not taken. The answer "
-        "counts those that are stored now, those that were before included.",
-    )
-
     # steps, metrics, small state --------------------------------------------------------------------------------
     steps = operation(
         Store.steps,

@@ -210,11 +210,6 @@ class ProjectStore(Operations):
                 "of their run"
             ) from error
 
-    async def append_spans(self, spans: Sequence[Span]) -> int:
-        """See `Store.append_spans`: those of other projects are refused as those of unknown rollouts are."""
-        seen = {rollout: await self._sees(rollout) for rollout in dict.fromkeys(span.rollout for span in spans)}
-        return await self._store.append_spans([span for span in spans if seen[span.rollout]])
-
 
 def _touched(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What the arguments of an operation name: the kind of each thing, and its id."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning.errors import MissingExtraError, PluginError
 from lightning.store.exchanges import Exchange
+from lightning.store.protocol import Store
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Json, ToolEvent, Transition
 
@@ -130,7 +131,7 @@ class MLflow:
         with cured(f"MLflow did not take the metrics of step {step}", CURE):
             self._client.log_batch(self._run, metrics=metrics)
 
-    def attempt(self, record: AttemptRecord) -> None:
+    async def attempt(self, record: AttemptRecord, store: Store) -> None:
         """Send an attempt as a trace."""
         if self._client is None:
             return

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lightning.errors import ConfigError, MissingExtraError
+from lightning.store.protocol import Store
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Json
 from lightning_otel.attributes import SERVICE_NAME
+from lightning_otel.traces.store import spans
 
 if TYPE_CHECKING:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -65,16 +67,16 @@ class OpenTelemetry:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Nothing: metrics have trackers of their own."""
 
-    def attempt(self, record: AttemptRecord) -> None:
+    async def attempt(self, record: AttemptRecord, store: Store) -> None:
         """Send one attempt."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         if self._exporter is None or self._maker is None:
             return
-        spans = self._maker.spans_of(record)
-        for begin in range(0, len(spans), BATCH):
-            if self._exporter.export(spans[begin : begin + BATCH]) is not SpanExportResult.SUCCESS:
-                self._failures += len(spans) - begin  # whoever did not take this does not take the rest either
+        made = self._maker.spans_of(record, await spans(store, record.rollout.id, record.attempt))
+        for begin in range(0, len(made), BATCH):
+            if self._exporter.export(made[begin : begin + BATCH]) is not SpanExportResult.SUCCESS:
+                self._failures += len(made) - begin  # whoever did not take this does not take the rest either
                 return
 
     def close(self) -> None:

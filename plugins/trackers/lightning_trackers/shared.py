@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -97,9 +97,9 @@ def error_of(record: AttemptRecord) -> str:
     return "" if record.rollout.reward is not None else record.rollout.error or record.rollout.status.value
 
 
-def times_of(record: AttemptRecord) -> tuple[float, float]:
+def times_of(record: AttemptRecord, spans: Sequence[Span] = ()) -> tuple[float, float]:
     """When the attempt began and ended, as far as what happened in it tells; its own duration is known, not its beginning."""
-    happened: list[Transition | Span] = [*record.transitions, *record.spans]
+    happened: list[Transition | Span] = [*record.transitions, *spans]
     begins = [one.started_at for one in happened]
     ends = [*(one.ended_at for one in happened), *(event.at for event in record.tool_events)]
     end = max(ends, default=time.time())

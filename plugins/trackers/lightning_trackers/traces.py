@@ -32,22 +32,22 @@ class TraceMaker:
     def __init__(self, run: str, resource: Resource) -> None:
         self._run, self._resource = run, resource
 
-    def spans_of(self, record: AttemptRecord) -> list[ReadableSpan]:
-        """Every span of an attempt, the top first."""
-        trace_id = _trace_id(record)
+    def spans_of(self, record: AttemptRecord, told: Sequence[Span]) -> list[ReadableSpan]:
+        """Every span of an attempt, the top first; `told` are those that others sent."""
+        trace_id = _trace_id(record, told)
         top = _context(trace_id, root_span_id(trace_id))
-        known = {span.span_id for span in record.spans}
+        known = {span.span_id for span in told}
         tools = [event for event in record.tool_events if event.caller is None or event.caller.span_id not in known]
         return [
-            self._top(record, top),
+            self._top(record, told, top),
             *(self._call(call, top) for call in record.transitions),
             *(self._tool(event, number, top) for number, event in enumerate(tools)),
-            *(self._foreign(span) for span in record.spans),
+            *(self._foreign(span) for span in told),
         ]
 
-    def _top(self, record: AttemptRecord, context: SpanContext) -> ReadableSpan:
+    def _top(self, record: AttemptRecord, told: Sequence[Span], context: SpanContext) -> ReadableSpan:
         rollout = record.rollout
-        begin, end = times_of(record)
+        begin, end = times_of(record, told)
         attributes: dict[str, Json] = {genai.OPERATION: genai.INVOKE_AGENT, "lightning.run": self._run}
         attributes |= {f"lightning.{name}": value for name, value in facts_of(record).items()}
         status = Status(StatusCode.ERROR, LOST)
@@ -130,15 +130,15 @@ class TraceMaker:
         )
 
 
-def _trace_id(record: AttemptRecord) -> str:
+def _trace_id(record: AttemptRecord, told: Sequence[Span]) -> str:
     """The trace that services continued from the attempt; where none did, one made from the attempt's name.
 
     The spans of one trace alone are of that trace too when the agent's own span, which they hang under, was not sent here.
     """
-    for span in record.spans:
+    for span in told:
         if span.parent_id == root_span_id(span.trace_id):
             return span.trace_id
-    only = {span.trace_id for span in record.spans}
+    only = {span.trace_id for span in told}
     if len(only) == 1:
         return only.pop()
     return hashlib.sha256(f"{record.rollout.id} {record.attempt}".encode()).hexdigest()[:32]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning.errors import MissingExtraError
 from lightning.store.exchanges import Exchange
+from lightning.store.protocol import Store
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Json, ToolEvent, Transition
 
@@ -63,7 +64,7 @@ class Trackio:
         if self._run is not None:
             self._run.log(dict(finite(values)), step=step)
 
-    def attempt(self, record: AttemptRecord) -> None:
+    async def attempt(self, record: AttemptRecord, store: Store) -> None:
         """Write an attempt as a trace."""
         import trackio
 

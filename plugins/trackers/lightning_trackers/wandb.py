@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning.errors import MissingExtraError, PluginError
+from lightning.store.protocol import Store
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Json
 
@@ -102,7 +103,7 @@ class WandB:
             self._rows = []
         self._run.log(told)
 
-    def attempt(self, record: AttemptRecord) -> None:
+    async def attempt(self, record: AttemptRecord, store: Store) -> None:
         """Keep an attempt for the table of its step."""
         facts = facts_of(record) | {"error": error_of(record)}
         facts["tokens"] = sum(len(call.response_ids) for call in record.transitions)

@@ -13,6 +13,7 @@ from lightning.instrument import activate
 from lightning.store.memory import MemoryStore
 from lightning.types import Outcome, Rollout, Run, Task
 from lightning_otel.traces.derive import with_spans
+from lightning_otel.traces.store import spans
 
 PAGE = Path(__file__).parents[3] / "docs" / "tracing.md"
 BLOCK = re.compile(r"<!-- run by tests/adapters/otel/test_docs.py -->\n```sh\n(.*?)```", re.DOTALL)
@@ -37,8 +38,8 @@ async def test_a_shell_reports_a_tool() -> None:
         assert (shell.returncode, out, err) == (0, b"{}", b"")
     finally:
         await gateway.close()
-    (event,) = with_spans(Outcome(reward=1.0), await store.spans("r"), []).tool_events
+    (event,) = with_spans(Outcome(reward=1.0), await spans(store, "r"), []).tool_events
     assert (event.name, event.status, event.error, event.call_id) == ("price", "error", "no such item", "call_1")
-    (span,) = await store.spans("r")
+    (span,) = await spans(store, "r")
     assert (span.service, span.parent_id) == ("shop", session.traceparent.split("-")[2])
     await store.close()

@@ -21,6 +21,7 @@ from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.trainer.training_data import load_groups, rollout_digest
 from lightning.types import LLM, Caller, Rollout, Run, Status, Task
+from lightning_otel.traces.store import append_spans, spans
 
 SERVICE = """
 import json, sys
@@ -123,7 +124,7 @@ async def test_a_service_joins_the_rollout_by_its_traceparent(shop) -> None:
     rollouts = (await store.list_rollouts("run")).items
     assert [(rollout.status, rollout.error) for rollout in rollouts] == [(Status.SUCCEEDED, "")] * 3
     for item, rollout in enumerate(rollouts):
-        tool, clerk, chat = await store.spans(rollout.id)
+        tool, clerk, chat = await spans(store, rollout.id)
         assert (tool.parent_id, clerk.parent_id, chat.parent_id) == (
             root_span_id(tool.trace_id),
             tool.span_id,
@@ -138,12 +139,12 @@ async def test_a_service_joins_the_rollout_by_its_traceparent(shop) -> None:
 
     before = await load_groups(store, rollouts, ["clerk"])
     for rollout in rollouts:
-        tool, _, chat = await store.spans(rollout.id)
+        tool, _, chat = await spans(store, rollout.id)
         late = replace(tool, span_id="e" * 16, attributes={**tool.attributes, "gen_ai.tool.call.id": "late"})
         named = replace(
             chat, span_id="d" * 16, parent_id="", attributes={**chat.attributes, "gen_ai.agent.name": "late"}
         )
-        assert await store.append_spans([late, named]) == 2
+        assert await append_spans(store, [late, named]) == 2
     after = await load_groups(store, rollouts, ["clerk"])
     digests = [[rollout_digest(member) for member in group.trajectories] for group in (*before, *after)]
     assert digests[0] == digests[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from unittest.mock import AsyncMock
 
 import aiohttp
 import openai
@@ -15,7 +14,7 @@ from lightning.errors import ConflictError, GatewayError, UnavailableError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.upstream.client import Forwarder
 from lightning.store.memory import MemoryStore
-from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
+from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.types import UNSERVED, CallStatus, Fault, Outcome
 
 from tests.servers.ports import free_port
@@ -157,23 +156,6 @@ async def test_a_call_that_is_cut_off_while_it_is_stored_is_one_row(build):
     serving.cancel()  # as the server does that has waited long enough for its calls to end
     await statuses(house, CallStatus.ABORTED)
     asking.cancel()
-
-
-async def test_a_call_that_is_not_stored_leaves_no_tool_that_it_has_invented(build):
-    """Its next try has another id, under which the same tool would be told again."""
-    store = MemoryStore()
-    house = await build(store=store)
-    tools = [{"type": "function", "function": {"name": "add"}}]
-    asked = {"messages": HI, "tools": tools}
-    for _ in range(2):
-        house.fake.queue(Reply("", tool_calls=[ToolCall("divide", "{}", "bad")]))
-    store.append = AsyncMock(side_effect=UnavailableError("the store is away"))
-    http = await house.http()
-    assert (await http.post("/chat/completions", json=asked)).status_code == 503
-    assert await store.spans("rollout-0") == []
-    del store.append
-    assert (await http.post("/chat/completions", json=asked)).status_code == 200
-    assert [span.name for span in await store.spans("rollout-0")] == ["execute_tool divide"]
 
 
 class BuggyStore(SlowStore):

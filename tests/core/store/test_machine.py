@@ -27,7 +27,6 @@ from lightning.types import (
     Outcome,
     Rollout,
     Run,
-    Span,
     Status,
     StepRecord,
     StepReward,
@@ -70,7 +69,6 @@ class Model:
     uses: int = 0
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     calls: dict[tuple[int, int], Transition] = field(default_factory=dict)
-    spans: dict[tuple[int, str], Span] = field(default_factory=dict)
 
     def called(self, attempt: int) -> list[Transition]:
         """The calls of an attempt under the names they have by now."""
@@ -220,17 +218,6 @@ class StoreMachine(RuleBasedStateMachine):
         model.calls = stored
 
     @precondition(lambda self: self.models)
-    @rule(data=st.data(), back=BACK, told=st.lists(st.tuples(st.sampled_from("xyz"), st.integers(0, 1)), max_size=3))
-    def append_spans(self, data: st.DataObject, back: int, told: list[tuple[str, int]]) -> None:
-        model = self.pick(data)
-        attempt = model.attempt - back
-        given = [Span(model.id, attempt, "t", name, name=f"{name}{number}") for name, number in told]
-        taken = given if attempt == model.attempt > 0 else []
-        assert self.runner.run(self.store.append_spans(given)) == len(taken)
-        for span in taken:
-            model.spans.setdefault((attempt, span.span_id), span)
-
-    @precondition(lambda self: self.models)
     @rule(data=st.data(), again=st.booleans(), ready=st.booleans(), limit=st.integers(0, 2))
     def commit(self, data: st.DataObject, again: bool, ready: bool, limit: int) -> None:
         if again and self.steps:
@@ -273,14 +260,6 @@ class StoreMachine(RuleBasedStateMachine):
         for (name, attempt), calls in zip(attempts, found, strict=True):
             assert calls == self.models[name].called(attempt)
 
-    @precondition(lambda self: self.models)
-    @invariant()
-    def every_span_is_there(self) -> None:
-        for model in self.models.values():
-            for attempt in range(model.attempt + 1):
-                expected = [model.spans[key] for key in sorted(model.spans) if key[0] == attempt]
-                assert self.runner.run(self.store.spans(model.id, attempt)) == expected
-
     @precondition(lambda self: self.steps)
     @invariant()
     def every_step_is_there(self) -> None:
@@ -289,11 +268,16 @@ class StoreMachine(RuleBasedStateMachine):
 
 @pytest.mark.slow
 def test_any_order_of_operations(make_store: Callable[[], Store], request: pytest.FixtureRequest) -> None:
-    machine = type("Machine", (StoreMachine,), {"make_store": staticmethod(make_store)})
+    run_machine(StoreMachine, make_store, request.node.name)
+
+
+def run_machine(kind: type[StoreMachine], make_store: Callable[[], Store], test: str) -> None:
+    """Run a machine on the stores that this test has."""
+    machine = type("Machine", (kind,), {"make_store": staticmethod(make_store)})
     # A server answers a hundred times slower than a library, and it is asked for everything after each step.
     examples = 40
-    if "postgres" in request.node.name:
+    if "postgres" in test:
         examples = 10
-    if "http" in request.node.name:
+    if "http" in test:
         examples = 6  # what is behind the API is the store of the other machines
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None))

@@ -14,6 +14,7 @@ import pytest
 from lightning.config import Config, with_settings
 from lightning.errors import PluginError
 from lightning.plugins import Plugins
+from lightning.store import Store
 from lightning.store.memory import MemoryStore
 from lightning.tracking import trackers
 from lightning.tracking.jsonl import JsonLines
@@ -102,7 +103,7 @@ async def test_an_attempt_that_is_not_taken_costs_that_attempt_alone(
 ) -> None:
     module = tracker("flaky")
 
-    def attempt(self: Any, record: AttemptRecord) -> None:
+    async def attempt(self: Any, record: AttemptRecord, store: Store) -> None:
         module.calls.append(record.rollout.id)
         if record.rollout.id == "first":
             raise OSError("the backend is down")
@@ -152,7 +153,11 @@ async def test_one_that_is_behind_at_the_end_is_told_the_metrics_and_no_more_rol
 ) -> None:
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 1.0)
     module = tracker("slow")
-    monkeypatch.setattr(module.Tracker, "attempt", lambda self, record: time.sleep(0.1), raising=False)
+
+    async def attempt(self: Any, record: AttemptRecord, store: Store) -> None:
+        time.sleep(0.1)
+
+    monkeypatch.setattr(module.Tracker, "attempt", attempt, raising=False)
     store = MemoryStore()
     await store.open()
     await store.put_run(Run("a", "a"))

@@ -33,6 +33,7 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_otel.traces.store import append_spans
 from lightning_resources import Resource, put_resource, set_alias
 from lightning_server.tokens import put_token
 
@@ -82,7 +83,7 @@ async def fill(store: Store, run: str = "run") -> None:
         start = [random.Random(rollout.group).randrange(150_000) for _ in range(60)]
         first = call_of(rollout.id, 0, start, rng=rng)
         await store.append([first, call_of(rollout.id, 1, [*start, *first.response_ids, 7], rng=rng)])
-        await store.append_spans([Span(rollout.id, 1, "0" * 32, "1" * 16, name="step", attributes={"k": [1]})])
+        await append_spans(store, [Span(rollout.id, 1, "0" * 32, "1" * 16, name="step", attributes={"k": [1]})])
         failed = rollout.id.endswith("0/1/1")
         events = (ToolEvent("search", "ok", "t-1", {"x": 1}, "out", caller=Caller("writer"), at=2.0),)
         outcome = Outcome(fault=Fault.AGENT, error="no") if failed else Outcome(reward=0.5, rewards={"f1": 0.5})

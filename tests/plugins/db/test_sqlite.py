@@ -21,6 +21,7 @@ from lightning.store.url import sqlite_url
 from lightning.types import Outcome, Rollout, Run, Task, Transition, logprobs, token_ids
 from lightning_db import Weight, keeper, keeper_of, queries
 from lightning_db.keeper import count_tokens
+from lightning_otel.traces.store import spans
 from lightning_resources import list_resources
 from lightning_server.tokens import list_tokens
 
@@ -46,7 +47,7 @@ async def content(path: Path) -> dict[str, Any]:
         "calls": [await store.transitions(rollout.id) for rollout in page.items],
         "events": [list((await store.attempts_of([(rollout.id, None)]))[0].tool_events) for rollout in page.items],
         "extras": [list((await store.attempts_of([(rollout.id, None)]))[0].extras.items()) for rollout in page.items],
-        "spans": [await store.spans(rollout.id) for rollout in page.items],
+        "spans": [await spans(store, rollout.id) for rollout in page.items],
         "steps": await store.steps("run"),
         "resources": await list_resources(store),
         "tokens": await list_tokens(store),

@@ -209,7 +209,7 @@ async def test_training_rewards_of_chosen_tasks_say_nothing(store: Store) -> Non
 async def test_a_run_with_odd_settings_is_read_with_the_dtype_it_was_computed_in(
     store: Store, dtype: str, bound: object
 ) -> None:
-    config: Json = {"trainer": {"gone": 1, "order": "backwards", "eval_every": 2}, "engine": {"dtype": "auto"}}
+    config: Json = {"trainer": {"gone": 1, "order": 7, "eval_every": 2}, "engine": {"dtype": "auto"}}
     run = Run("r", "r", {"model": "m", "config": config}, 1.0)
     await store.put_run(run)
     await commit(store, "r", 0, dtype=dtype)

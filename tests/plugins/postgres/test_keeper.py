@@ -23,6 +23,7 @@ from lightning.types import Outcome, Rollout, Run, Scope, Task, Token
 from lightning_db import Weight, keeper_of, queries
 from lightning_db import command as db
 from lightning_db.prune import PruneRequest, carry_out, plan
+from lightning_otel.traces.store import spans
 from lightning_postgres.connection import PostgresTransaction
 from lightning_postgres.store import PostgresStore
 from lightning_resources import Resource, alias_history, list_resources, put_resource, set_alias
@@ -65,7 +66,7 @@ async def content(store: Store) -> dict[str, Any]:
         "events": [list((await store.attempts_of([(rollout.id, None)]))[0].tool_events) for rollout in rollouts],
         "extras": [list((await store.attempts_of([(rollout.id, None)]))[0].extras.items()) for rollout in rollouts],
         "rewards": [list((await store.attempts_of([(rollout.id, None)]))[0].step_rewards) for rollout in rollouts],
-        "spans": [await store.spans(rollout.id) for rollout in rollouts],
+        "spans": [await spans(store, rollout.id) for rollout in rollouts],
         "steps": await store.steps("run"),
         "metrics": [(point.step, sorted(point.values), point.at) for point in await store.metrics("run")],
         "resources": await list_resources(store),

@@ -15,6 +15,7 @@ from lightning.store.schema_version import SCHEMA
 from lightning.types import Outcome, Rollout, Scope, Task, Token, Transition
 from lightning_db import Weight, keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
+from lightning_otel.traces.store import spans
 from lightning_redis.keeper import RedisKeeper
 from lightning_redis.store import RedisStore
 from lightning_resources import Resource, put_resource, resource_uses
@@ -50,7 +51,7 @@ async def content(store: RedisStore, run: str = "run") -> dict[str, Any]:
         "calls": await store.transitions_of([(rollout.id, 1) for rollout in rollouts]),
         "events": [list((await store.attempts_of([(rollout.id, None)]))[0].tool_events) for rollout in rollouts],
         "extras": [list((await store.attempts_of([(rollout.id, None)]))[0].extras.items()) for rollout in rollouts],
-        "spans": [await store.spans(rollout.id) for rollout in rollouts],
+        "spans": [await spans(store, rollout.id) for rollout in rollouts],
         "steps": await store.steps(run),
         "state": await store.get_state(run, "note"),
         "uses": await resource_uses(store, "writer"),

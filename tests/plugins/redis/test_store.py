@@ -21,6 +21,7 @@ from lightning.installation import install_command
 from lightning.store.protocol import Attempt
 from lightning.types import Caller, Fault, Outcome, Rollout, Run, Scope, Span, StepRecord, Token, Transition
 from lightning_db import keeper_of
+from lightning_otel.traces.store import append_spans, spans
 from lightning_redis import keys, plugin
 from lightning_redis.settings import Settings, from_url
 from lightning_redis.store import RedisStore
@@ -199,7 +200,7 @@ async def test_the_rights_that_the_documentation_names_are_enough(
     (lease, _) = await store.lease("run", "w", limit=2)
     await store.renew(lease)
     await store.append([call(0)])
-    await store.append_spans([Span("a", 1, "t", "s")])
+    await append_spans(store, [Span("a", 1, "t", "s")])
     await store.complete("a", 1, Outcome(reward=1.0))
     await store.commit_step(StepRecord("run", 0, 1, (("a", 1),), ("d",), "x"))
     assert await store.release("w") == 1
@@ -211,7 +212,7 @@ async def test_the_rights_that_the_documentation_names_are_enough(
         await put_resource(store, Resource("w", f"text {version}"))
         await set_alias(store, "w", "production", version)
     await roll_back_alias(store, "w", "production")
-    assert len(await store.transitions("a")) == len(await store.spans("a")) == 1
+    assert len(await store.transitions("a")) == len(await spans(store, "a")) == 1
     await store.close()
     keeper = keeper_of(url)
     assert (await keeper.status()).calls == 1
@@ -317,7 +318,7 @@ async def test_every_key_is_under_the_prefix_and_described(redis: RedisStore, ro
     await redis.create_rollouts([rollout("a", resources={"w": 1}), rollout("b")])
     await redis.lease("run", "w", limit=2)
     await redis.append([call(0)])
-    await redis.append_spans([Span("a", 1, "t", "s")])
+    await append_spans(redis, [Span("a", 1, "t", "s")])
     await redis.complete("a", 1, Outcome(reward=1.0, labels={"call-0": Caller("x")}))
     await redis.commit_step(StepRecord("run", 0, 1, (("a", 1),), ("d",), "x"))
     await redis.complete("b", 1, Outcome(fault=Fault.AGENT))

@@ -149,7 +149,7 @@ def test_an_operation_of_the_store_is_nobody_elses(lab: Callable[..., Any]) -> N
 
 
 def test_two_that_answer_the_same_requests_are_refused_at_the_start(lab: Callable[..., Any]) -> None:
-    lab(**{'/rollouts/{rollout}/verdicts", ANY': '/rollouts/{rollout}/spans", ANY'})
+    lab(**{'/rollouts/{rollout}/verdicts", ANY': '/rollouts/{rollout}/transitions", ANY'})
     with pytest.raises(
         PluginError, match=r"the server itself and the plugin .*'verdicts' both answer GET /api/v1/rollouts/"
     ):

@@ -9,6 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from lightning.config.sections import ProviderConfig
 from lightning.instrument.trace import trace_id_of
+from lightning_otel.traces.store import spans
 from lightning_server.serving import Sessions
 
 from tests.core.gateway.conftest import build  # noqa: F401 — a fixture
@@ -41,12 +42,12 @@ async def test_every_other_route_reads_them_too(build):  # noqa: F811 — the fi
             ).status_code
 
         span = {"traceId": trace_id_of(llm.api_key), "spanId": "00f067aa0ba902b7", "name": "work"}
-        spans = {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
+        traced = {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
         judged = {"model": "gpt-4o-mini", "messages": HI}
         assert await post("/messages/count_tokens", {"messages": HI}) == 200
-        assert await post("/traces", spans) == 200
+        assert await post("/traces", traced) == 200
         assert await post("/feedback", {"response_id": "x", "reward": 1}, raters) == 404  # no such response
         assert await post("/embeddings", {"input": "x"}) == 200
         assert await post("/chat/completions", judged) == 200
     assert asked == [(b'{"input": "x"}', None), (json.dumps(judged).encode(), None)]
-    assert [kept.name for kept in await house.store.spans("rollout-0")] == ["work"]
+    assert [kept.name for kept in await spans(house.store, "rollout-0")] == ["work"]

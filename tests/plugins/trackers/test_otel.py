@@ -36,6 +36,7 @@ from lightning.types import (
     token_ids,
 )
 from lightning_otel.traces import otlp
+from lightning_otel.traces.store import append_spans
 from lightning_trackers.otel import OpenTelemetry
 
 TRACE = "ab" * 16
@@ -115,7 +116,7 @@ async def finished() -> tuple[MemoryStore, Rollout]:
         "r", 2, TRACE, "01" * 8, TOP, "execute_tool look", "server", 101.0, 102.0, "error", "no", "shop", attributes
     )
     inner = Span("r", 2, TRACE, "02" * 8, "01" * 8, "query", "client", 101.1, 101.2, service="shop")
-    await store.append_spans([look, inner])
+    await append_spans(store, [look, inner])
     events = (
         ToolEvent("add", "ok", "call-1", {"a": 2}, "4", caller=WRITER, at=103.0),
         ToolEvent("look", "error", "call-2", caller=Caller("agent", (), "01" * 8), at=102.0),  # made from the span
@@ -203,7 +204,7 @@ async def test_a_trace_whose_middle_was_sent_elsewhere_is_still_one_trace(receiv
     await store.create_rollouts([Rollout("r", "run", Task("q"), "g")])
     await store.lease("run", "w")
     await store.append([call(1, 0)])
-    await store.append_spans([Span("r", 1, TRACE, "02" * 8, "01" * 8, "query", started_at=100.0, ended_at=101.0)])
+    await append_spans(store, [Span("r", 1, TRACE, "02" * 8, "01" * 8, "query", started_at=100.0, ended_at=101.0)])
     rollout = await store.complete("r", 1, Outcome(reward=1.0))
     await track(store, [rollout], tmp_path)
     (top,) = receiver.named("invoke_agent rollout")
@@ -269,7 +270,7 @@ async def test_rollouts_that_wait_too_long_are_left_out_and_counted(
         def start(self, *args: object) -> None:
             busy.wait(20)
 
-        def attempt(self, record: object) -> None:
+        async def attempt(self, record: object, store: object) -> None:
             told.append(record)
 
     monkeypatch.setattr("lightning_trackers.otel.OpenTelemetry", Slow)

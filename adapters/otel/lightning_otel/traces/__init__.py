@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning.gateway.calls import Parts
     from lightning.gateway.stages import CallStage
     from lightning.runner.stages import AttemptStage
+    from lightning.store.operation import OperationGroup
     from starlette.types import ASGIApp
 
 TRACES = "traces"
@@ -27,6 +28,14 @@ def register_routes(register: Callable[[str, Callable[[Parts], ASGIApp]], None])
     from lightning_otel.traces.endpoint import TraceEndpoint
 
     register(TRACES, TraceEndpoint)
+
+
+@hookimpl
+def register_operations(register: Callable[[str, Callable[[], OperationGroup]], None]) -> None:
+    """`spans`."""
+    from lightning_otel.traces.store import SPANS
+
+    register(SPANS.name, lambda: SPANS)
 
 
 @hookimpl

@@ -19,11 +19,11 @@ from lightning.errors import DataError, MissingExtraError, StoreError
 from lightning.gateway.http import ClientGoneError, Header, RefusalError, send_bytes
 from lightning.gateway.request_body import KEY, RAISE_THE_LIMIT, RequestBody, read_body
 from lightning.redaction import redacted_span
-from lightning.store.protocol import MAX_SPANS
 from lightning.types import Span
 
 from lightning_otel.traces import otlp
 from lightning_otel.traces.book import TraceBook
+from lightning_otel.traces.store import MAX_SPANS, append_spans
 
 if TYPE_CHECKING:
     from lightning.gateway.calls import Parts
@@ -111,7 +111,7 @@ class TraceEndpoint:
             owned = [span for span in (_owned(span, owners, claims) for span in spans) if span is not None]
             # It takes most of the time that spans take, so that only those are given that will be stored.
             storable = await asyncio.to_thread(lambda: [redacted_span(span) for span in owned]) if owned else []
-            stored = await self._store.append_spans(storable) if storable else 0
+            stored = await append_spans(self._store, storable) if storable else 0
         except StoreError as error:
             message = f"The store did not take the spans: {error}. Send them again."
             raise RefusalError(503, "store_failed", message, [(b"retry-after", b"1")]) from error

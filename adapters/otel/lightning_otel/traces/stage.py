@@ -27,6 +27,7 @@ from lightning_otel.attributes import (
     UNKNOWN_TOOL,
 )
 from lightning_otel.traces.derive import with_spans
+from lightning_otel.traces.store import append_spans, spans
 
 if TYPE_CHECKING:
     from lightning.gateway.call import Call
@@ -46,12 +47,12 @@ class TracesStage(CallStage):
 
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
         """Keep the spans of tools that are none, now that there is a call that they belong to."""
-        if transitions[0].status.answered and (spans := invented_tools(call)):
-            await self._store.append_spans(spans)
+        if transitions[0].status.answered and (invented := invented_tools(call)):
+            await append_spans(self._store, invented)
 
     async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
         """Add the tools that ran and the callers that only spans know."""
-        return with_spans(outcome, await self._store.spans(rollout.id, rollout.attempt), calls)
+        return with_spans(outcome, await spans(self._store, rollout.id, rollout.attempt), calls)
 
 
 def invented_tools(call: Call) -> list[Span]:

@@ -102,24 +102,6 @@ STATEMENTS: Final = (
         UNIQUE (rollout, attempt, seq)
     )""",
     "CREATE INDEX transitions_roots ON transitions (rollout) WHERE parent IS NULL",
-    # `rollout` holds the `n` of a row, as in transitions.
-    """CREATE TABLE spans (
-        n INTEGER PRIMARY KEY,
-        rollout INTEGER NOT NULL,
-        attempt INTEGER NOT NULL,
-        span_id TEXT NOT NULL,
-        trace_id TEXT NOT NULL,
-        parent_id TEXT NOT NULL,
-        name TEXT NOT NULL,
-        kind TEXT NOT NULL,
-        started_at REAL NOT NULL,
-        ended_at REAL NOT NULL,
-        status TEXT NOT NULL,
-        error TEXT NOT NULL,
-        service TEXT NOT NULL,
-        attributes TEXT NOT NULL,
-        UNIQUE (rollout, attempt, span_id)
-    )""",
     """CREATE TABLE steps (
         run TEXT NOT NULL,
         step INTEGER NOT NULL,

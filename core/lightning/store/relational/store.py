@@ -35,7 +35,6 @@ READS: Final[Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]] = {
     "transitions": transition_ops.read,
     "transitions_of": transition_ops.read_many,
     "attempts_of": records.attempts_of,
-    "spans": transition_ops.read_spans,
     "steps": records.steps,
     "last_step": records.last_step,
     "metrics": records.metrics,
@@ -47,7 +46,6 @@ WHOLE: Final = ("transitions", "transitions_of", "attempts_of")
 WRITES: Final[Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]] = {
     "put_run": records.put_run,
     "renew": rollout_ops.renew,
-    "append_spans": transition_ops.append_spans,
     "commit_step": records.commit_step,
 }
 """What writes for an operation, in the same way."""

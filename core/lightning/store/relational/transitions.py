@@ -1,4 +1,4 @@
-"""Appending what an attempt reports, model calls and spans, and reading it back.
+"""Appending the model calls that an attempt reports, and reading them back.
 
 The invariant: one key has one content for ever, but for the caller that a label names and for an answer that did not arrive,
 and a call that is read back is checked against the digest written with it. A span belongs to the attempt that was current when
@@ -13,7 +13,6 @@ from itertools import chain
 
 from lightning.errors import ConflictError, DataError, StoreError
 from lightning.store import codec, rollout_state, rows, sql
-from lightning.store.protocol import MAX_SPANS
 from lightning.store.relational.prefix_parents import (
     CANDIDATES,
     LOADED_CALLS,
@@ -26,7 +25,7 @@ from lightning.store.relational.prefix_parents import (
 from lightning.store.relational.rollouts import Standing, held_standing, labels_of, standing
 from lightning.store.relational.transaction import Transaction
 from lightning.store.rows import Row
-from lightning.types import Span, Transition
+from lightning.types import Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,38 +205,3 @@ async def next_seq(transaction: Transaction, rollout: str, attempt: int) -> int:
     """See `Store.next_seq`."""
     row = await transaction.one(sql.SELECT_NEXT_SEQ, (rollout, attempt))
     return int(row[0]) if row else 0
-
-
-async def append_spans(transaction: Transaction, spans: Sequence[Span]) -> int:
-    """See `Store.append_spans`."""
-    attempts: dict[tuple[str, int], list[Span]] = {}
-    for span in spans:
-        attempts.setdefault((span.rollout, span.attempt), []).append(span)
-    return sum([await _append_spans(transaction, *attempt, attempts[attempt]) for attempt in sorted(attempts)])
-
-
-async def _append_spans(transaction: Transaction, rollout: str, attempt: int, spans: Sequence[Span]) -> int:
-    try:
-        where = await held_standing(transaction, rollout)
-    except StoreError:  # a rollout nobody created must not cost the spans of the others
-        return 0
-    if attempt < 1 or where.position.attempt != attempt:
-        return 0
-    key = (where.n, attempt)
-    (count,) = await transaction.one(sql.COUNT_SPANS, key) or (0,)
-    stored = 0
-    for span in spans:
-        if count < MAX_SPANS:
-            count += await transaction.run(sql.INSERT_SPAN, (*key, *rows.SPANS.values(span)))
-            stored += 1
-        else:
-            stored += await transaction.one(sql.SELECT_SPAN, (*key, span.span_id)) is not None
-    return stored
-
-
-async def read_spans(transaction: Transaction, rollout: str, attempt: int | None) -> list[Span]:
-    """See `Store.spans`."""
-    where = await standing(transaction, rollout)
-    attempt = where.position.attempt if attempt is None else attempt
-    found = await transaction.all(sql.SELECT_SPANS, (where.n, attempt))
-    return [rows.SPANS.read(row, rollout=rollout, attempt=attempt) for row in found]

@@ -42,8 +42,8 @@ class HttpStore(Operations, Asking):
     there. Without `token` it is the environment's `LIGHTNING_TOKEN`. When no server answers, requests are repeated with growing
     pauses for `patience` seconds, then raise `UnavailableError`. Raises `ConfigError` for settings that cannot be meant.
 
-    `create_rollouts`, `append` and `append_spans` send more than `BODY_BYTES` in several requests: all or none of each. State
-    that is a secret of the servers is not there, and cannot be kept.
+    `create_rollouts`, `append` and a plugin's operations on lists send more than `BODY_BYTES` in several requests: all or none
+    of each. State that is a secret of the servers is not there, and cannot be kept.
     """
 
     async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:

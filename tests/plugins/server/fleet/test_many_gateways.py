@@ -17,6 +17,7 @@ from lightning.gateway import Gateway, Upstream
 from lightning.gateway.identity import gateway_secret
 from lightning.gateway.policy import UNKNOWN
 from lightning.instrument.trace import root_span_id, trace_id_of
+from lightning.plugins import plugins
 from lightning.policy_server.protocol import Update
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
@@ -282,6 +283,7 @@ async def test_two_servers_serve_one_attempt_at_once(fleet):
 
 
 async def test_a_span_finds_its_attempt_at_a_server_that_never_saw_the_key(fleet):
+    spans = next(one for one in plugins().operations() if one.name == "spans")
     llm = await fleet.llm(fleet.servers[0])
     trace_id = trace_id_of(llm.api_key)
     span = {
@@ -302,10 +304,10 @@ async def test_a_span_finds_its_attempt_at_a_server_that_never_saw_the_key(fleet
             return (await http.post(url, content=json.dumps(body), headers=headers)).json()
 
         async with asyncio.timeout(120):
-            while not await fleet.store.spans(fleet.made[0].id):
+            while not await spans(fleet.store, fleet.made[0].id):
                 said = await send()
     assert said["partialSuccess"]["rejectedSpans"] == "1"  # type: ignore[index]
-    (kept,) = await fleet.store.spans(fleet.made[0].id)
+    (kept,) = await spans(fleet.store, fleet.made[0].id)
     assert (kept.name, kept.attempt) == ("look", 1)
 
 

@@ -31,6 +31,7 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_otel.traces.store import append_spans, spans
 from lightning_resources import (
     Resource,
     ResourceKind,
@@ -109,8 +110,8 @@ CASES: dict[str, Case | None] = {
     "attempts_of": lambda store, ids: store.attempts_of([(ids.done, 1)]),
     "count_rollouts": lambda store, ids: store.count_rollouts(ids.run),
     "last_step": lambda store, ids: store.last_step(ids.run),
-    "append_spans": lambda store, ids: store.append_spans([span(ids.live)]),
-    "spans": lambda store, ids: store.spans(ids.live),
+    "append_spans": lambda store, ids: append_spans(store, [span(ids.live)]),
+    "spans": lambda store, ids: spans(store, ids.live),
     "commit_step": lambda store, ids: store.commit_step(record(ids.run, ids.done)),
     "steps": lambda store, ids: store.steps(ids.run),
     "log_metrics": lambda store, ids: store.log_metrics(ids.run, 0, {"loss": 9.0}),
@@ -162,7 +163,7 @@ async def fill(store: Store, project: str, ids: Ids) -> None:
     await view.lease(ids.run, ids.worker, limit=2)
     await view.create_rollouts([Rollout(f"{ids.run}/waiting", ids.run, Task("later"), "g")])
     await view.append([call(ids.done), call(ids.live)])
-    await view.append_spans([span(ids.live)])
+    await append_spans(view, [span(ids.live)])
     await view.complete(
         ids.done, 1, Outcome(reward=1.0, tool_events=(ToolEvent("t", "ok"),), step_rewards=(StepReward(1.0),))
     )

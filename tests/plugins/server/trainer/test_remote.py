@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from lightning.config import Config, with_settings
+from lightning.gateway.stages import NO_LINE
 from lightning.hooks import hookimpl
 from lightning.plugins import plugins
 from lightning.store.memory import MemoryStore
@@ -71,7 +72,9 @@ async def test_clients_run_the_agents_of_a_training(
         stack = made.loop.stack
         stack.agents.shared = True
         if not beside:
-            stack.agents = Agents(stack.store, stack.run.id, RemoteRunner(), stack.config.runner, stack.llm)
+            stack.agents = Agents(
+                stack.store, stack.run.id, RemoteRunner(), stack.config.runner, stack.llm, stack.gateway.parts.line
+            )
         async with clients(made, answering):
             await made.loop.run({})
         rollouts = (await made.store.list_rollouts("run")).items
@@ -102,7 +105,7 @@ async def test_what_was_lost_on_its_last_attempt_ends_although_nobody_leases(
     rollout = Rollout("r", "run", Task(1), "g", max_attempts=1)
     await store.create_rollouts([rollout])
     await store.lease("run", "a client that is gone", ttl=0.1)
-    agents = Agents(store, "run", RemoteRunner(), Config().runner, llm_for)
+    agents = Agents(store, "run", RemoteRunner(), Config().runner, llm_for, NO_LINE)
     agents.expect([rollout])
     told: list[Rollout] = []
     await agents.work(told.append)
@@ -114,7 +117,7 @@ async def test_what_ends_while_other_rollouts_are_created_is_told(store: MemoryS
     mine = Rollout("mine", "run", Task(1), "g", max_attempts=1)
     known = [Rollout(name, "run", Task(1), "g", index=1, max_attempts=1) for name in ("ended", "open")]
     await store.create_rollouts([mine, *known])
-    agents = Agents(store, "run", RemoteRunner(), Config().runner, llm_for)
+    agents = Agents(store, "run", RemoteRunner(), Config().runner, llm_for, NO_LINE)
     agents.expect([mine])
     for lease in await store.lease("run", "client", limit=3):
         if lease.rollout.id != "open":
@@ -132,7 +135,7 @@ async def test_it_is_said_when_nobody_takes_the_work(
     monkeypatch.setattr(trainer_agents, "SILENCE_SECONDS", 0.1)
     rollout = Rollout("r", "run", Task(1), "g")
     await store.create_rollouts([rollout])
-    agents = Agents(store, "run", RemoteRunner(), Config().runner, llm_for)
+    agents = Agents(store, "run", RemoteRunner(), Config().runner, llm_for, NO_LINE)
     agents.how_to_join = "lightning runner --server http://here MODULE:AGENT"
     agents.expect([rollout])
     waiting = asyncio.create_task(agents.work(lambda rollout: None))

@@ -1,25 +1,54 @@
-"""Appending spans and reading them back.
+"""Spans in Redis: the hashes `spans:ATTEMPT:ROLLOUT`, by span id.
 
-The invariant: a span belongs to the attempt that was current when it arrived, its first content stays, and no attempt has more
-than `MAX_SPANS` of them.
+The invariant: see `lightning_otel.traces.store`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final
 
 from lightning.errors import StoreError
 from lightning.store import rows
-from lightning.store.protocol import MAX_SPANS
 from lightning.types import Span
-
 from lightning_redis import lua_scripts
 from lightning_redis.loop_client import Link, done
 from lightning_redis.transitions import current_attempt
 
+from lightning_otel.traces.store import MAX_SPANS
+
+APPEND: Final = lua_scripts.script(
+    "spans",
+    """
+-- keys: standing
+-- arguments: most count
+-- For each span: rollout, attempt, the place of its attempt, span id, text. A span that comes again is there already.
+
+local current, stored = {}, 0
+for i = 0, tonumber(count) - 1 do
+  local at = REST + i * 5
+  local rollout, attempt = ARGV[at + 1], tonumber(ARGV[at + 2])
+  if current[rollout] == nil then
+    local position = stand(standing, rollout)
+    current[rollout] = position and position.attempt or 0
+  end
+  if attempt > 0 and attempt == current[rollout] then
+    local spans, id = KEYS[MORE + tonumber(ARGV[at + 3])], ARGV[at + 4]
+    if redis.call('HEXISTS', spans, id) == 1 then
+      stored = stored + 1
+    elseif redis.call('HLEN', spans) < tonumber(most) then
+      redis.call('HSET', spans, id, ARGV[at + 5])
+      stored = stored + 1
+    end
+  end
+end
+return {'ok', stored}
+""",
+)
+
 
 async def append(link: Link, spans: Sequence[Span]) -> int:
-    """See `Store.append_spans`."""
+    """See `append_spans`."""
     texts = [rows.dump(list(rows.SPANS.values(span))) for span in spans]
     if not spans:
         return 0
@@ -29,14 +58,12 @@ async def append(link: Link, spans: Sequence[Span]) -> int:
         key = link.keys("spans", span.attempt, span.rollout)
         place = places.setdefault(key, len(places) + 1)
         arguments += [span.rollout, span.attempt, place, span.span_id, text]
-    rest = done(
-        await link.run(lua_scripts.SPANS, (link.keys("standing"), *places), *(MAX_SPANS, len(spans), *arguments))
-    )
+    rest = done(await link.run(APPEND, (link.keys("standing"), *places), *(MAX_SPANS, len(spans), *arguments)))
     return int(rest[0])
 
 
 async def read(link: Link, rollout: str, attempt: int | None) -> list[Span]:
-    """See `Store.spans`."""
+    """See `spans`."""
     current = await current_attempt(link, rollout)
     attempt = current if attempt is None else attempt
     (texts,) = await link.reads.read((b"HVALS", link.keys("spans", attempt, rollout)))
@@ -51,3 +78,7 @@ def _span(rollout: str, attempt: int, text: bytes) -> Span:
         return rows.SPANS.read(tuple(row), rollout=rollout, attempt=attempt)  # type: ignore[arg-type]  # anything else raises
     except (ValueError, TypeError) as error:
         raise StoreError(f"{what} is corrupt in the database: {error}. Restore the database from a backup") from error
+
+
+FUNCTIONS: Final[Mapping[str, Callable[..., Awaitable[Any]]]] = {"append_spans": append, "spans": read}
+"""By the names of the operations."""
