@@ -23,6 +23,7 @@ The invariant: every key begins with the store's prefix, and no two things share
     answers:CLIENT                      hash, for an hour after it was used: the number of the client's connection, that of the
                                         last batch, what each call of the batch was answered
     tokens, revoked                     hashes by id, of the operations that the server brings
+    resources, resources:...            what the operations on resources keep
     GROUP, GROUP:...                    what another plugin keeps for its operations
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli import resources, runs
+from lightning.cli import runs
 from lightning.cli.locate import with_store
 from lightning.errors import DataError, SchemaError, StoreError
 from lightning.store import sql
@@ -26,7 +26,7 @@ from lightning_db.prune import PruneRequest, carry_out, plan
 from lightning_otel.traces.store import spans
 from lightning_postgres.connection import PostgresTransaction
 from lightning_postgres.store import PostgresStore
-from lightning_resources import Resource, alias_history, list_resources, put_resource, set_alias
+from lightning_resources import Resource, alias_history, command, list_resources, put_resource, set_alias
 from lightning_server.tokens import list_tokens, put_token
 from typer import Typer
 from typer.testing import CliRunner
@@ -277,7 +277,7 @@ async def test_a_file_that_is_no_store_is_refused_before_anything_is_made(
         (db.app, ("prune", "URL")),
         (db.app, ("status", "URL")),
         (runs.app, ("--runs", "URL")),
-        (resources.app, ("ls", "URL")),
+        (command.app, ("ls", "URL")),
     ],
 )
 def test_a_mistyped_schema_is_not_made(app: Typer, command: tuple[str, ...], postgres_server: PostgresServer) -> None:

@@ -330,9 +330,11 @@ async def test_every_key_is_under_the_prefix_and_described(redis: RedisStore, ro
     await set_alias(redis, "w", "production", 1)
     described = re.findall(r"^    (?! )(.*?)(?:  .*)?$", keys.__doc__ or "", re.MULTILINE)
     known = {word for line in described for word in re.findall(r"[a-z]+", line)}
-    found = {name.partition(":")[0] for name in await names(redis)}
+    there = await names(redis)
+    found = {name.partition(":")[0] for name in there}
     assert found <= known
-    assert {"calls", "roots", "uses", "moves", "answers", "once", "spans", "proofs", "revoked"} <= found
+    assert {"calls", "roots", "uses", "resources", "answers", "once", "spans", "proofs", "revoked"} <= found
+    assert any(name.startswith("resources:moves:") for name in there)
 
 
 def test_scripts_touch_only_the_keys_they_are_given() -> None:
