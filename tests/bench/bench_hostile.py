@@ -119,10 +119,10 @@ async def serve(defended: bool, attack: str, records: bool = True) -> None:
 def switch_off() -> None:
     """The defences that are not settings: parsing where the calls are answered, whole texts looked through."""
     from lightning import redaction
-    from lightning.gateway import request_body
+    from lightning.gateway import http
     from lightning_record import history
 
-    request_body.LONG = HUGE
+    http.LONG = HUGE
     redaction.LONG = redaction.LONGEST_NAME = history.LONGEST_STORED = HUGE
 
 

@@ -23,7 +23,7 @@ from lightning.config import Config, RunnerConfig, with_settings
 from lightning.engines.plugin import torch_engine
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import LightningError, PluginError
-from lightning.gateway.chat_template import CURE_OF_TEMPLATE
+from lightning.gateway.policy import CURE_OF_TEMPLATE
 from lightning.installation import OWN, conflicts, install_command
 from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import free_memory

@@ -23,9 +23,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lightning.addresses import is_loopback
 from lightning.config import LimitsConfig
 from lightning.errors import GatewayError
-from lightning.gateway.http import JSON_TYPE, RefusalError, send_bytes
+from lightning.gateway.http import JSON_TYPE, KEY, RefusalError, RequestBody, send_bytes
 from lightning.gateway.identity import KEYS, ROLLOUT_HEADER, bearer, keys_in
-from lightning.gateway.request_body import KEY, RequestBody
 from lightning.memory_budget import Budget, Holders
 from lightning.plugins import plugins
 

@@ -29,10 +29,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
 from lightning.errors import DataError, GatewayError, StoreError
-from lightning.gateway.call import Answer, Call, Request
+from lightning.gateway.call import Answer, Call, Request, refuse_unstored
 from lightning.gateway.http import Body, ClientGoneError, RefusalError, UpstreamError
 from lightning.gateway.identity import NO_RETRY, Claims
-from lightning.gateway.recorder import refuse_unstored
 from lightning.plugins import stages as named
 from lightning.plugins.stages import StageError
 from lightning.store import extras

@@ -45,7 +45,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a server of runs": (
             "lightning.engines.logprob_gap",
             "lightning.gateway.gateway",
-            "lightning.gateway.upstream.servers",
+            "lightning.gateway.upstream",
             "lightning.policy_server",
             "lightning.policy_server.auto_settings",
             "lightning.runner.attempt_completion",
@@ -96,13 +96,11 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "an API of the gateway": (
             "lightning.gateway.calls",
-            "lightning.gateway.chat_template",
             "lightning.gateway.dialects",
             "lightning.gateway.http",
             "lightning.gateway.identity",
             "lightning.gateway.policy",
-            "lightning.gateway.request_body",
-            "lightning.gateway.upstream.client",
+            "lightning.gateway.upstream",
         ),
         "a stage of calls": (
             "lightning.gateway.call",
@@ -173,7 +171,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "a replay of recorded rollouts": (
             "lightning.batch.branches",
-            "lightning.gateway.sampling",
+            "lightning.gateway.dialects.base",
             "lightning.instrument.recorded_tools",
             "lightning.runner.inline",
             "lightning.runner.seeding",

@@ -25,8 +25,7 @@ import h11
 from lightning.addresses import is_loopback
 from lightning.config import LimitsConfig
 from lightning.gateway.connections import CLIENT
-from lightning.gateway.http import JSON_TYPE, RefusalError, send_bytes
-from lightning.gateway.request_body import KEY
+from lightning.gateway.http import JSON_TYPE, KEY, RefusalError, send_bytes
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 

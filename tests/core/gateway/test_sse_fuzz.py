@@ -20,8 +20,8 @@ from lightning.gateway import Upstream, http
 from lightning.gateway import call as gateway_call
 from lightning.gateway.call import SHAPE_ERRORS
 from lightning.gateway.dialects import Capture
+from lightning.gateway.gateway import spoken
 from lightning.gateway.http import EventCutter, UpstreamError, data_of
-from lightning.gateway.routes import spoken
 from lightning.gateway.upstream import client
 from lightning.policy_server.packed_logprobs import FIELD, pack
 from lightning.types import CallStatus

@@ -25,7 +25,7 @@ from lightning.config.sections import PolicyServerConfig
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import PolicyServerError
-from lightning.gateway.upstream.servers import Found, Pool, Upstream
+from lightning.gateway.upstream import Found, Pool, Upstream
 from lightning.policy_server import OwnedVLLM, vllm_server
 from lightning.policy_server.launch import COPIED
 from lightning.policy_server.protocol import Probe

@@ -14,8 +14,7 @@ from lightning.addresses import Allowed
 from lightning.config import GatewayConfig
 from lightning.errors import ConfigError, GatewayError
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.upstream import servers
-from lightning.gateway.upstream.servers import Found, Pool
+from lightning.gateway.upstream import Found, Pool, servers
 from lightning.store import Store
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import LLM, Rollout, Run, Task

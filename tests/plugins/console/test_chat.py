@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lightning.config import GatewayConfig
 from lightning.gateway import Gateway
-from lightning.gateway.upstream.servers import Upstream
+from lightning.gateway.upstream import Upstream
 from lightning.store.memory import MemoryStore
 from lightning.testing import FakeVLLM, Reply
 from lightning.types import Run

@@ -13,7 +13,7 @@ import pytest
 from lightning.config import GatewayConfig
 from lightning.errors import ConfigError, GatewayError
 from lightning.gateway import Gateway
-from lightning.gateway.upstream.servers import Upstream
+from lightning.gateway.upstream import Upstream
 from lightning.store.memory import MemoryStore
 from lightning.testing import FakeVLLM
 from lightning.types import Run, Scope

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
 from lightning.errors import DataError, PluginError
-from lightning.gateway.http import ClientGoneError
-from lightning.gateway.request_body import read_body
+from lightning.gateway.http import ClientGoneError, read_body
 from lightning.plugins import plugins
 from lightning.store.operation import Operation
 from lightning.store.protocol import Store

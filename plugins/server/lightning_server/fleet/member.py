@@ -15,7 +15,7 @@ from dataclasses import replace
 from lightning.addresses import Allowed
 from lightning.errors import GatewayError, StoreError
 from lightning.gateway.policy import UNKNOWN, UPDATING, Policy
-from lightning.gateway.upstream.servers import Upstream
+from lightning.gateway.upstream import Upstream
 from lightning.policy_server.protocol import Update
 from lightning.store.protocol import RunWatch, Store
 from lightning.types import new_id

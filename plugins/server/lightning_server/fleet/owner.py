@@ -16,7 +16,7 @@ from itertools import count
 from lightning.asyncio_utils import end
 from lightning.errors import ConflictError, GatewayError, PolicyServerError, StoreError
 from lightning.gateway.policy import UNKNOWN, Hold, PolicyOwner
-from lightning.gateway.upstream.servers import Upstream
+from lightning.gateway.upstream import Upstream
 from lightning.store.protocol import Store
 from lightning.types import new_id
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, cast
 
-from lightning.gateway.upstream.servers import Upstream
+from lightning.gateway.upstream import Upstream
 from lightning.types import Json
 
 BEAT = 1.0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from lightning.errors import ConflictError
-from lightning.gateway.upstream.servers import GRACE, Upstream
+from lightning.gateway.upstream import GRACE, Upstream
 from lightning_db.queries import empty_seats
 from lightning_server.fleet.records import BEAT, GONE, LAPSE, Notice, Seat, Stance, notice_key, seat_key
 
