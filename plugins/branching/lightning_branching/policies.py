@@ -21,7 +21,6 @@ from lightning.cli.runs import answers
 from lightning.config import Config
 from lightning.errors import AuditError, ConfigError, EngineError, StoreError
 from lightning.plugins import plugins
-from lightning.store.epochs import Epoch, is_over, read_epochs
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import (
     ResourceReference,
@@ -34,6 +33,7 @@ from lightning.store.resource_ref import (
 )
 from lightning.store.url import redacted
 from lightning.trainer.checkpoints import WEIGHTS_NAME, Checkpoints, checked_weights
+from lightning.trainer.epochs import Epoch, is_over, read_epochs
 from lightning.trainer.held_out import BEST
 from lightning.trainer.model import resolve_model
 from lightning.trainer.replay import FORKED, MODEL, Rewinder
