@@ -121,7 +121,7 @@ def _defaults(noun: type[Any]) -> Mapping[str, object]:
 def _parts(noun: Any) -> list[Any]:
     """The fields of a noun in order, without those at the end that it has anyway: most callers have only an agent. Raises
     `TypeError` for what is none of those that stand within others."""
-    defaults = _defaults(type(noun))
+    defaults = _defaults(noun.__class__)
     parts = [getattr(noun, name) for name in defaults]
     for default in reversed(list(defaults.values())):
         if parts[-1] != default:
