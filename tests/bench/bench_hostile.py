@@ -120,10 +120,10 @@ def switch_off() -> None:
     """The defences that are not settings: parsing where the calls are answered, whole texts looked through."""
     from lightning import redaction
     from lightning.gateway import http
-    from lightning_record import history
+    from lightning_record import conversations
 
     http.LONG = HUGE
-    redaction.LONG = redaction.LONGEST_NAME = history.LONGEST_STORED = HUGE
+    redaction.LONG = redaction.LONGEST_NAME = conversations.LONGEST_STORED = HUGE
 
 
 async def vllm() -> None:

@@ -21,7 +21,7 @@ from lightning.plugins import plugins
 from lightning.store import codec
 from lightning.testing import FakeVLLM, rollout
 from lightning.types import Caller, Task, shared_prefix, token_ids
-from lightning.types.values import as_texts
+from lightning.types.recorded import as_texts
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -29,9 +29,9 @@ from lightning.addresses import Allowed
 from lightning.errors import GatewayError
 from lightning.gateway.call import Recorder
 from lightning.gateway.calls import CallEndpoint, Parts
-from lightning.gateway.connections import Serving, bind
+from lightning.gateway.connections import Front, Serving, bind
 from lightning.gateway.dialects import Chat, Completions, Dialect
-from lightning.gateway.http import JSON_TYPE, ClientGoneError, RefusalError, beside, read_body, send_bytes
+from lightning.gateway.http import ClientGoneError, RefusalError, beside, read_body
 from lightning.gateway.identity import MODEL, Identity, TokenSigner
 from lightning.gateway.policy import Policies, Policy
 from lightning.gateway.stages import CONTRACT, Line, recording_refusals
@@ -66,13 +66,6 @@ OTHERS = (
     "that lists the route; else give that client its own base_url and key."
 )
 JSON = "application/json"
-NO_WEBSOCKET = RefusalError(
-    426,
-    "no_websocket",
-    "There are no WebSockets here; send the request by POST over HTTP.",
-    [(b"upgrade", b"HTTP/1.1")],
-)
-"""What clients that try a WebSocket first (Codex) take for the word to go on without."""
 
 
 class Gateway:
@@ -286,32 +279,6 @@ def _model_in(payload: bytes, scope: Scope) -> object:
         except orjson.JSONDecodeError:
             return None
     return scope["path_params"].get("deployment")
-
-
-def _wants_websocket(scope: Scope) -> bool:
-    return any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"])
-
-
-class Front:
-    """`app` answers everything; calls to `/v1` go straight to their endpoints, past what Starlette does for each request."""
-
-    def __init__(self, app: Starlette, endpoints: Mapping[str, ASGIApp]) -> None:
-        self.app, self._endpoints = app, endpoints
-        self.mounted: dict[str, ASGIApp] = {}
-        """What answers on the same port beside the gateway, by the first part of the path: `api`."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application."""
-        if scope["type"] == "http" and scope["method"] == "GET" and _wants_websocket(scope):
-            await send_bytes(send, NO_WEBSOCKET.status, NO_WEBSOCKET.body, (JSON_TYPE, *NO_WEBSOCKET.headers))
-            return
-        if self.mounted and scope["type"] == "http":
-            other = self.mounted.get(scope["path"][1:].partition("/")[0])
-            if other is not None:
-                await other(scope, receive, send)
-                return
-        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        await (endpoint or self.app)(scope, receive, send)
 
 
 def build_front(parts: Parts) -> Front:

@@ -35,6 +35,7 @@ from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.plugins import stages as named
 from lightning.plugins.stages import StageError
 from lightning.store import extras
+from lightning.store.rollout_state import ending
 from lightning.types import Fault, Json, Outcome, Rollout, Transition
 
 if TYPE_CHECKING:
@@ -240,6 +241,8 @@ class Line:
                 said = await each.stage.ended(rollout, outcome, calls)
                 if not isinstance(said, Outcome):
                     raise TypeError(f"it returned {said!r}, which is no Outcome")
+                if said is not outcome:
+                    ending(rollout.id, said)  # as the store will take it
             except StoreError:
                 raise
             except Exception as error:

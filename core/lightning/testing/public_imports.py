@@ -64,7 +64,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a client": (
             "lightning.runner.lease_loop",
             "lightning.store.extras",
-            "lightning.types.values",
+            "lightning.types.recorded",
         ),
         "a store": (
             "lightning.store.codec",

@@ -1,7 +1,7 @@
 """The nouns of lightning: plain frozen values that every room passes around.
 
-Nothing here imports anything but the standard library and the errors, and nothing here is ever changed in place. The modules
-`recorded` (what an attempt leaves behind) and `values` (what that is made of) are parts of it: import their nouns from here.
+Nothing here imports anything but the standard library and the errors, and nothing here is ever changed in place. The module
+`recorded` (what an attempt leaves behind, and what that is made of) is a part of it: import its nouns from here.
 """
 
 from __future__ import annotations
@@ -29,14 +29,20 @@ from lightning.types.recorded import (
     Caller,
     CallStatus,
     Conversation,
+    Json,
+    LogProbs,
     Span,
     StepReward,
     StepState,
+    TokenIds,
     ToolEvent,
     Transition,
     VersionRun,
+    logprobs,
+    not_json,
+    shared_prefix,
+    token_ids,
 )
-from lightning.types.values import Json, LogProbs, TokenIds, logprobs, not_json, shared_prefix, token_ids
 
 __all__ = [
     "BRANCH_VOID",

@@ -15,7 +15,7 @@ from typing import Final
 from lightning.errors import DataError
 from lightning.store.rows import Row, versions_from_resources
 from lightning.types import Json
-from lightning.types.values import not_json
+from lightning.types.recorded import not_json
 
 LATEST: Final = "latest"
 """The alias that every resource has: its newest version. It moves by itself."""
