@@ -7,7 +7,6 @@ with other addresses (`Places`); and no value in a plan is a secret.
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import re
 from collections.abc import Iterator, Sequence
@@ -22,10 +21,9 @@ from lightning.config import Config, load_config
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 
-from lightning_deploy.agent_sources import AgentSources, Included, digest_of, files_below, find_sources
+from lightning_deploy.agent_sources import AgentSources, Included, check_arguments, digest_of, files_below, find_sources
 from lightning_deploy.gpu_estimate import MachineNeeds, estimate
 from lightning_deploy.locked import own_source
-from lightning_deploy.secret_scan import check_arguments
 from lightning_deploy.sweep_file import read_sweep
 
 OURS = ("out", "store", "resume", "dev", "runner")
@@ -325,16 +323,3 @@ def checked_name(text: str) -> str:
     if not name or not name[0].isalpha():
         raise ConfigError(f"{text!r} makes no name for a deployment: give one with --name, such as --name writer")
     return name
-
-
-def described(plan: DeployPlan) -> dict[str, object]:
-    """The plan as JSON has it."""
-    whole = json.loads(json.dumps(plan, default=_plain))
-    assert isinstance(whole, dict)
-    return whole
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Path):
-        return str(value)
-    return {name: getattr(value, name) for name in type(value).__dataclass_fields__}  # type: ignore[attr-defined]
