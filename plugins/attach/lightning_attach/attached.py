@@ -86,10 +86,6 @@ class AttachedControl(VLLMControl):
         versions = {cast("int | None", answer.get("version")) for answer in answers}
         return versions.pop() if len(versions) == 1 else None, str(answers[0]["before"])
 
-    async def let_go(self) -> None:
-        """Take the word back that was left, where it is still there. Raises `NotOursError` where another one is."""
-        await self.dismiss(self.claimed_as)
-
     async def dismiss(self, owner: str) -> None:
         """Take the word of a trainer away, which brings no weights from then on. Raises `NotOursError` where another one is."""
         await self.rpc("lightning_claim", "", owner, seconds=HEALTH_SECONDS)
@@ -278,6 +274,6 @@ class AttachedVLLM(VLLMServer):
         if self._control is None or not self._control.claimed_as:
             return
         try:
-            await self._control.let_go()
+            await self._control.dismiss(self._control.claimed_as)
         except PolicyServerError as error:
             logger.info("%s was not told that its trainer has gone: %s", self._root, error)
