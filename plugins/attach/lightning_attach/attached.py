@@ -114,18 +114,16 @@ class AttachedVLLM(VLLMServer):
         self._root = config.attach.rstrip("/").removesuffix("/v1")
         self._waking: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    async def start(self, *over: str) -> None:
         """Attach: find out what it serves and which version it has (-1: an update broke off, so nobody knows).
 
         A server that a dead trainer left paused is resumed, unless its version is unknown: then it waits for `update`. One
         that was another trainer's is taken over, which takes `TAKE_OVER_SECONDS`. Who claims nothing leaves a trainer's paused,
         which may be in the middle of an update, until that has been silent for `SILENT_SECONDS`: whether it was found so or is
         paused later, until `close`.
-        """
-        await self._attach()
 
-    async def _attach(self, *over: str) -> None:
-        """See `start`. With `over` raises `NotOursError` where another word was left than one of these."""
+        With `over` raises `NotOursError` where another word was left than one of these.
+        """
         check_model_folder(self._folder)
         await asyncio.to_thread(self._transfer.check, None)
         control = AttachedControl(self._root, os.environ.get(SECRET, ""))
@@ -244,7 +242,7 @@ class AttachedVLLM(VLLMServer):
             if time.monotonic() > deadline:
                 raise PolicyServerError(f"the vLLM at {self._root} died and did not come back within {seconds:.0f} s")
             await asyncio.sleep(1.0)
-        await self._attach(*([self._claim] if self._claim else []))
+        await self.start(*([self._claim] if self._claim else []))
         if weights is not None:
             await self.update(weights, version)
             return

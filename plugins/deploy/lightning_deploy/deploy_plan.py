@@ -150,7 +150,8 @@ def make_plan(arguments: Sequence[str], options: Options, project: Path) -> Depl
     config_file = given.get("config")
     config = load_config(config_file, overrides)
     _check_kept(config, given)
-    data = [_below(project, Path(str(given[name])), f"--{name}") for name in PATHS if _is_file(given, name)]
+    files = {name: Path(str(given[name])) for name in PATHS if name in given}
+    data = [_below(project, path, f"--{name}") for name, path in files.items() if path.exists()]
     module = agent.partition(":")[0]
     prefixed = module in plugins().names("agents")
     needs = (config_file,) if config_file is not None else ()
@@ -298,10 +299,6 @@ def _runner_arguments(given: dict[str, Any]) -> list[str]:
         if str(text).startswith("runner.") and not str(text).startswith("runner.concurrency"):
             found += ["--set", str(text)]
     return found
-
-
-def _is_file(given: dict[str, Any], name: str) -> bool:
-    return name in given and Path(str(given[name])).exists()
 
 
 def _below(project: Path, path: Path, option: str) -> Path:

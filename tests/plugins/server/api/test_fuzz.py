@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from lightning.store.memory import MemoryStore
 from lightning.types import Outcome, Resource, Rollout, Run, Task
 from lightning_server import json_codec, messages
-from lightning_server.api import PREFIX, description, routes
-from lightning_server.api.table import Route
+from lightning_server.api.app import description, routes
+from lightning_server.api.table import PREFIX, Route
 
 from tests.servers.control import ControlServer
 
