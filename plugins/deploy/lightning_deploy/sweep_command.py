@@ -23,7 +23,7 @@ import typer
 from lightning.cli.check import ProbeError, list_gpus
 from lightning.cli.output import AsJson, escape, print_json, print_table, say, stoppable
 from lightning.errors import ConfigError
-from lightning.store.resource_ref import store_in
+from lightning.store.places import store_in
 
 from lightning_deploy.processes import Process, end, start
 from lightning_deploy.sweep_file import PlannedRun, read_sweep

@@ -5,8 +5,8 @@ in a run's state, and what servers keep there for one another, is told to nobody
 found to be taken elsewhere, since the ids of runs and rollouts are one name space.
 
 Resources and workers have no project of their own in the store, so their names there say it (`Names`): two projects can use one
-name and never mean the same thing. The default project's resources keep their bare names, because runs that know nothing of
-projects made them. Which ids are a project's is remembered for a minute, so that they need not be looked up each time.
+name and never mean the same thing. Which ids are a project's is remembered for a minute, so that they need not be looked up
+each time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.bounded import Aging, Bounded
-from lightning.errors import ConflictError, DataError, StoreError
+from lightning.errors import ConflictError, DataError
 from lightning.store.operation import Operation, Operations, Rule, UnseenError
-from lightning.store.protocol import Alias, Page, ResourceUse, RunWatch, Store
+from lightning.store.protocol import Page, RunWatch, Store
 from lightning.store.rollout_state import unknown_rollout
-from lightning.types import DEFAULT_PROJECT, Lease, Resource, Rollout, Run, Span, StepRecord, Transition
+from lightning.types import DEFAULT_PROJECT, Lease, Rollout, Run, Span, StepRecord, Transition
+from lightning_resources.names import ProjectNames
 
 from lightning_server.operations import over_http
 
@@ -31,7 +32,7 @@ REMEMBERED = 16_384
 """Ids that are known to be a project's; beyond, the oldest are looked up again."""
 FORGET_AFTER = 60.0
 """Seconds until an id is looked up again."""
-NAMES = frozenset({"run", "rollout", "name", "worker", "key"})
+NAMES = frozenset({"run", "rollout", "worker", "key"})
 """Arguments that are ids."""
 WHOLE_STORE = ""
 """The `run` of state that belongs to no run."""
@@ -58,8 +59,8 @@ class Projects:
 class ProjectStore(Operations):
     """A `Store` of one project over a store of many; with `project=None` of all. Opening and closing are the owner's affair.
 
-    What an operation touches is told by its arguments: runs and rollouts must be the project's, resources and workers get its
-    names; or an operation has a rule of its own. It is refused otherwise, or answered as one on nothing, as its table says.
+    What an operation touches is told by its arguments: runs and rollouts must be the project's, workers get its names; or an
+    operation has a rule of its own. It is refused otherwise, or answered as one on nothing, as its table says.
     """
 
     def __init__(self, store: Store, project: str | None) -> None:
@@ -105,8 +106,6 @@ class ProjectStore(Operations):
             raise UnseenError(f"run {identity!r} is unknown: create it with put_run() first")
         if kind == "rollout" and not await self._sees(identity):
             raise UnseenError(str(unknown_rollout(identity)))
-        if kind == "name" and not self._names.may_have(identity):
-            raise UnseenError(f"the resource {identity!r} is unknown: list_resources() says which there are")
         if kind == "project" and self._project not in (None, identity):
             raise DataError(f"a token of project {self._project!r} makes nothing for {identity!r}")
         if kind == "worker":
@@ -155,12 +154,8 @@ class ProjectStore(Operations):
     def _in(self, name: str, value: Any) -> Any:
         """An argument as it is stored. Raises `DataError` for a name that is reserved."""
         match value:
-            case Resource():
-                return replace(value, name=self._names.resource_in(value.name))
             case Lease():
                 return self._names.lease_in(value)
-            case str() if name == "name":
-                return self._names.resource_in(value)
             case str() if name == "worker":
                 return self._names.worker_in(value)
         return value
@@ -169,7 +164,7 @@ class ProjectStore(Operations):
         """An answer as the project sees it. Of a list what is not the project's is left out."""
         match value:
             case list():
-                return [await self._out(item) for item in value if await self._owns(item)]
+                return [await self._out(item) for item in value if self._owns(item)]
             case Page():
                 if self._project is not None:
                     self._know("rollout", [rollout.id for rollout in value.items])
@@ -178,21 +173,10 @@ class ProjectStore(Operations):
                 return self._names.rollout_out(value)
             case Lease():
                 return self._names.lease_out(value)
-            case Resource():
-                return self._names.resource_out(value)
-            case Alias():
-                return self._names.alias_out(value)
         return value
 
-    async def _owns(self, item: object) -> bool:
-        match item:
-            case Resource() | Alias():
-                return self._names.owns(item.name)
-            case Run():
-                return self._project in (None, item.project)
-            case ResourceUse():
-                return await self._sees_run(item.run)
-        return True
+    def _owns(self, item: object) -> bool:
+        return not isinstance(item, Run) or self._project in (None, item.project)
 
     # what has rules of its own ----------------------------------------------------------------------------------
     async def put_run(self, run: Run) -> Run:
@@ -244,24 +228,6 @@ class ProjectStore(Operations):
                 "of their run"
             ) from error
 
-    async def set_alias(self, name: str, alias: str, version: int, *, once: str = "") -> Alias:
-        """See `Store.set_alias`."""
-        await self._check_version(name, version)
-        moved = await self._store.set_alias(self._names.resource_in(name), alias, version, once=once)
-        return self._names.alias_out(moved)
-
-    async def roll_back_alias(self, name: str, alias: str, *, once: str = "") -> Alias:
-        """See `Store.roll_back_alias`."""
-        if not await self.alias_history(name, alias):
-            raise StoreError(f"the resource {name!r} has no alias {alias!r}: list_aliases() says which there are")
-        moved = await self._store.roll_back_alias(self._names.resource_in(name), alias, once=once)
-        return self._names.alias_out(moved)
-
-    async def _check_version(self, name: str, version: int) -> None:
-        if await self.get_resource(name, version) is None:
-            known = ", ".join(str(resource.version) for resource in await self.list_resources(name)) or "none"
-            raise StoreError(f"there is no version {version} of the resource {name!r}; there are: {known}")
-
 
 def _touched(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What the arguments of an operation name: the kind of each thing, and its id."""
@@ -291,8 +257,6 @@ def _named_by(noun: object) -> Iterator[tuple[str, str]]:
 
 
 LONGEST_ID = 512
-RESERVED = "project::"
-"""Begins the stored name of every resource of a project that has a name."""
 SERVERS = ("gateway/", "policy/")
 """Begin the places in the store's state where servers keep what they tell one another: no run of anybody is called so."""
 
@@ -325,47 +289,20 @@ class Names:
     """The names of one project; with None, which sees all projects, names are as they are stored."""
 
     def __init__(self, project: str | None) -> None:
-        self._bare = project in (None, DEFAULT_PROJECT)
-        self._all = project is None
-        self._resource = "" if self._bare else f"{RESERVED}{project}::"
-        self._worker = "" if self._all else f"{project}::"
-
-    def may_have(self, name: str) -> bool:
-        """Whether a resource can be called so here."""
-        return self._all or not name.startswith(RESERVED)
-
-    def owns(self, stored: str) -> bool:
-        """Whether the resource stored under this name is one of the project's."""
-        return self._all or (not stored.startswith(RESERVED) if self._bare else stored.startswith(self._resource))
-
-    def resource_in(self, name: str) -> str:
-        """The name to store. Raises `DataError` for a reserved one."""
-        if not self.may_have(name):
-            raise DataError(
-                f"the resource {name!r} cannot be called so: names that begin with {RESERVED!r} are reserved"
-            )
-        return self._resource + name
-
-    def resource_out(self, stored: Resource) -> Resource:
-        """A resource under the project's own name for it."""
-        return replace(stored, name=stored.name.removeprefix(self._resource)) if self._resource else stored
-
-    def alias_out(self, stored: Alias) -> Alias:
-        """An alias under the project's own name for its resource."""
-        return replace(stored, name=stored.name.removeprefix(self._resource)) if self._resource else stored
+        self._resources = None if project is None else ProjectNames(project)
+        self._worker = "" if project is None else f"{project}::"
 
     def rollout_in(self, rollout: Rollout) -> Rollout:
-        """A rollout as it is stored."""
-        if self._all or not rollout.resources:
+        """A rollout as it is stored. Raises `DataError` for a reserved name of a resource."""
+        if self._resources is None or not rollout.resources:
             return rollout
-        return replace(rollout, resources={self.resource_in(name): n for name, n in rollout.resources.items()})
+        return replace(rollout, resources={self._resources.stored(name): n for name, n in rollout.resources.items()})
 
     def rollout_out(self, stored: Rollout) -> Rollout:
         """A rollout as the project sees it."""
-        if not self._resource or not stored.resources:
+        if self._resources is None or not stored.resources:
             return stored
-        named = {name.removeprefix(self._resource): version for name, version in stored.resources.items()}
-        return replace(stored, resources=named)
+        return replace(stored, resources={self._resources.seen(name): n for name, n in stored.resources.items()})
 
     def worker_in(self, worker: str) -> str:
         """The name under which a worker's leases are stored; an empty one stays what it is, an error of the store."""
