@@ -37,8 +37,7 @@ from lightning.trainer.session import Session
 from lightning.trainer.stack import check_gateway
 from lightning.trainer.stages import DryRun, step_line
 from lightning.trainer.summary import Reporter, Summary, summarize
-from lightning.types import Json, Run, Task
-from lightning.types.recorded import as_texts
+from lightning.types import Json, Run, Task, as_texts
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from typing import Final
 
 from lightning.errors import DataError
 from lightning.store.rows import Row, versions_from_resources
-from lightning.types import Json
-from lightning.types.recorded import not_json
+from lightning.types import Json, not_json
 
 LATEST: Final = "latest"
 """The alias that every resource has: its newest version. It moves by itself."""

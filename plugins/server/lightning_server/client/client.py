@@ -23,8 +23,7 @@ from lightning.errors import ConfigError, UnavailableError
 from lightning.plugins import plugins
 from lightning.runner.lease_loop import deliver
 from lightning.runner.protocol import Agent
-from lightning.types import new_id
-from lightning.types.recorded import as_texts
+from lightning.types import as_texts, new_id
 
 from lightning_server.client.delivery import AttemptCounts, ServerDelivery
 from lightning_server.client.run_discovery import Runs
