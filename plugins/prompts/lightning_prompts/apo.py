@@ -17,7 +17,8 @@ from typing import get_args
 from lightning.errors import ConfigError
 from lightning_resources import Resource
 
-from lightning_prompts.protocol import Bench, OptimizerModel, PromptAlgorithm
+from lightning_prompts.algorithm import PromptAlgorithm
+from lightning_prompts.protocol import Bench, OptimizerModel
 from lightning_prompts.search import Search
 from lightning_prompts.selection import Method
 

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning.algorithms.chat_model import ChatClient, Messages
 from lightning.config import Config, OptimizerModelConfig
@@ -31,10 +32,12 @@ from lightning_resources.reference import find, parse_reference
 from lightning_prompts.protocol import (
     BudgetSpentError,
     OptimizerModel,
-    PromptAlgorithm,
     Trial,
 )
 from lightning_prompts.transcripts import Transcripts
+
+if TYPE_CHECKING:
+    from lightning_prompts.algorithm import PromptAlgorithm
 
 logger = logging.getLogger(__name__)
 
