@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import json
 import re
-import threading
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from types import ModuleType
 from typing import Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 
+from lightning.instrument.adapter_tools import Attachment, ReplacedMethods
 from lightning.instrument.components import component_path, current_caller, is_framework
 from lightning.instrument.context import (
     ActiveAttempt,
@@ -145,65 +146,37 @@ def answered(sent: Sent, reply: HttpxResponse) -> None:
         log_once("reply", "rewards and tool runs after a model call are matched to it by time: %r", error)
 
 
-class _Tap:
-    """The process's one tap; counts its users."""
+def _attach() -> Callable[[], None]:
+    """Tap what is imported, and what will be; returns the undo."""
+    from lightning.instrument.other_clients import TAPS
+    from lightning.instrument.threads import carry_names
+    from lightning.plugins.importing import on_import
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._users = 0
-        self.hosts: tuple[str, ...] = ()
-        self._undo: list[Callable[[], None]] = []
+    replaced = ReplacedMethods()
 
-    def acquire(self, hosts: Sequence[str]) -> None:
-        with self._lock:
-            self._users += 1
-            self.hosts = (*self.hosts, *hosts)
-            if self._users > 1:
-                return
-            from lightning.instrument.other_clients import OtherClients
-            from lightning.instrument.threads import carry_names
-            from lightning.plugins.importing import on_import
+    def found(tap: Callable[[ModuleType, ReplacedMethods], None], module: ModuleType) -> None:
+        with _tap.lock:
+            if _tap.users:  # else the import has taken longer than the last of them
+                tap(module, replaced)
 
-            self._undo.append(carry_names())
-            for name in LIBRARIES:
-                self._undo.append(on_import(name, self._attach))
-            for name, tap in OtherClients(mark, answered).taps().items():
-                self._undo.append(on_import(name, functools.partial(self._attach_other, tap)))
+    undos = ExitStack()
+    undos.callback(carry_names())
+    undos.callback(replaced.put_back)
+    for name, tap in {**dict.fromkeys(LIBRARIES, _tap_library), **TAPS}.items():
+        undos.callback(on_import(name, functools.partial(found, tap)))
+    return undos.close
 
-    def release(self, hosts: Sequence[str]) -> None:
-        with self._lock:
-            self._users -= 1
-            kept = list(self.hosts)
-            for host in hosts:
-                kept.remove(host)
-            self.hosts = tuple(kept)
-            if self._users == 0:
-                while self._undo:
-                    self._undo.pop()()
 
-    def _attach_other(self, tap: Callable[[ModuleType], Callable[[], None]], module: ModuleType) -> None:
-        with self._lock:
-            if self._users:
-                self._undo.append(tap(module))
-
-    def _attach(self, module: ModuleType) -> None:
-        with self._lock:
-            if self._users == 0:
-                return
-            for name, wrap in (("Client", _wrap_sync), ("AsyncClient", _wrap_async)):
-                client = getattr(module, name, None)
-                original = vars(client).get("send") if isinstance(client, type) else None
-                if not isinstance(client, type) or not callable(original) or getattr(original, "_lightning", False):
-                    continue
-                wrapped = functools.wraps(original)(wrap(original))
-                wrapped._lightning = True  # type: ignore[attr-defined]  # noqa: SLF001 — our own mark on our own function
-                setattr(client, "send", wrapped)  # noqa: B010 — mypy forbids assigning to a method
-                self._undo.append(functools.partial(_restore, client, wrapped, original))
+def _tap_library(module: ModuleType, replaced: ReplacedMethods) -> None:
+    for name, wrap in (("Client", _wrap_sync), ("AsyncClient", _wrap_async)):
+        client = getattr(module, name, None)
+        if isinstance(client, type) and callable(vars(client).get("send")):
+            replaced.replace(client, "send", wrap)
 
 
 def _wrap_sync(original: Callable[..., object]) -> Callable[..., object]:
     def send(self: object, request: HttpxRequest, *args: object, **kwargs: object) -> object:
-        sent = mark(request, _tap.hosts)
+        sent = mark(request, _hosts())
         reply = original(self, request, *args, **kwargs)
         if sent is not None:
             answered(sent, cast("HttpxResponse", reply))
@@ -214,7 +187,7 @@ def _wrap_sync(original: Callable[..., object]) -> Callable[..., object]:
 
 def _wrap_async(original: Callable[..., object]) -> Callable[..., object]:
     async def send(self: object, request: HttpxRequest, *args: object, **kwargs: object) -> object:
-        sent = mark(request, _tap.hosts)
+        sent = mark(request, _hosts())
         reply = await cast("Awaitable[object]", original(self, request, *args, **kwargs))
         if sent is not None:
             answered(sent, cast("HttpxResponse", reply))
@@ -223,12 +196,12 @@ def _wrap_async(original: Callable[..., object]) -> Callable[..., object]:
     return send
 
 
-def _restore(client: type, wrapped: object, original: object) -> None:
-    if vars(client).get("send") is wrapped:
-        setattr(client, "send", original)  # noqa: B010 — mypy forbids assigning to a method
+_tap = Attachment[tuple[str, ...]](_attach)
+"""The users are the hosts whose calls each of them reroutes."""
 
 
-_tap = _Tap()
+def _hosts() -> list[str]:
+    return [host for hosts in _tap.users for host in hosts]
 
 
 def install_tap(reroute: Sequence[str] = ()) -> Callable[[], None]:
@@ -239,15 +212,7 @@ def install_tap(reroute: Sequence[str] = ()) -> Callable[[], None]:
     Requests that a rollout sends by httpx to a host of `reroute` (a name, or a URL of it) go to its gateway instead. May be
     called any number of times and from any thread; the tap goes when every call has been undone.
     """
-    hosts = (NOWHERE, *(host_of(name) for name in reroute))
-    _tap.acquire(hosts)
-    done = threading.Lock()
-
-    def undo() -> None:
-        if done.acquire(blocking=False):
-            _tap.release(hosts)
-
-    return undo
+    return _tap.add((NOWHERE, *(host_of(name) for name in reroute)))
 
 
 PROVIDERS = frozenset({"api.openai.com", "api.anthropic.com"})

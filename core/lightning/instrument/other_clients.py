@@ -1,23 +1,25 @@
-"""The tap on aiohttp, and on the standard library's `http.client`, by which requests, urllib3 and urllib send.
+"""The tap on aiohttp, on the standard library's `http.client`, by which requests, urllib3 and urllib send, and on an HTTP client
+that only one framework has: its adapter asks here what a request has to carry.
 
 The invariant: as that of the tap on httpx, but that a request goes where it was sent to: none is rerouted.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPResponse
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import urlsplit
 
-from lightning.instrument.adapter_tools import replace_method
+from lightning.instrument.adapter_tools import ReplacedMethods
 from lightning.instrument.context import active, log_once
+from lightning.instrument.httpx_patch import HttpxRequest, HttpxResponse, Sent, answered, mark
 
 if TYPE_CHECKING:
-    from lightning.instrument.httpx_patch import HttpxRequest, HttpxResponse, Sent
+    from http.client import HTTPConnection, HTTPResponse
+
+Headers = Iterable[tuple[str, str]]
 
 
 class PlainUrl:
@@ -41,99 +43,100 @@ def _host(name: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherClients:
-    """What taps each client's module, and returns the undo. `mark` says whose call a request is, in its headers, and `answered`
-    keeps that it was answered: those of the tap on httpx."""
+class MarkedRequest:
+    """A request about to be sent. `added` are the headers that it needs besides its own."""
 
-    mark: Callable[[HttpxRequest], Sent | None]
-    answered: Callable[[Sent, HttpxResponse], None]
+    added: Mapping[str, str]
+    _sent: Sent | None
 
-    def taps(self) -> Mapping[str, Callable[[ModuleType], Callable[[], None]]]:
-        """Module -> what taps it."""
-        return {"http.client": self._tap_http_client, "aiohttp": self._tap_aiohttp}
+    def answered(self, status: int, headers: Headers) -> None:
+        """Tell that it was answered, once the head of the reply is there: rewards and tool runs then follow this call."""
+        if self._sent is not None:
+            had = {name.lower(): value for name, value in headers}
+            answered(self._sent, cast("HttpxResponse", SimpleNamespace(status_code=status, headers=had)))
 
-    def _marked(self, url: str, headers: Iterable[tuple[str, str]]) -> tuple[Sent | None, Mapping[str, str]]:
-        """The call that a request is, and the headers that it needs as well; `headers` are those that it has."""
-        had = {name.lower(): value for name, value in headers}
+
+def mark_request(url: str, headers: Headers) -> MarkedRequest:
+    """Say what a request with these headers has to carry, asked in the thread or task that is about to send it."""
+    had = {name.lower(): value for name, value in headers}
+    try:
         request = SimpleNamespace(url=PlainUrl(url), headers=dict(had))
-        sent = self.mark(cast("HttpxRequest", request))
-        return sent, {name: value for name, value in request.headers.items() if had.get(name) != value}
+    except ValueError:  # no URL, as the client itself will say
+        return MarkedRequest({}, None)
+    sent = mark(cast("HttpxRequest", request))
+    return MarkedRequest({name: value for name, value in request.headers.items() if had.get(name) != value}, sent)
 
-    def _tap_http_client(self, module: ModuleType) -> Callable[[], None]:
-        undos = [
-            replace_method(module.HTTPConnection, "endheaders", self._wrap_endheaders),
-            replace_method(module.HTTPConnection, "getresponse", self._wrap_getresponse),
-        ]
 
-        def undo() -> None:
-            for each in undos:
-                each()
+def _tap_http_client(module: ModuleType, replaced: ReplacedMethods) -> None:
+    replaced.replace(module.HTTPConnection, "endheaders", _wrap_endheaders)
+    replaced.replace(module.HTTPConnection, "getresponse", _wrap_getresponse)
 
-        return undo
 
-    def _wrap_endheaders(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def endheaders(connection: HTTPConnection, *args: Any, **more: Any) -> None:
-            if active():
-                self._mark_connection(connection)
-            original(connection, *args, **more)
+def _tap_aiohttp(module: ModuleType, replaced: ReplacedMethods) -> None:
+    replaced.replace(module.ClientSession, "_request", _wrap_request)
 
-        return endheaders
 
-    def _mark_connection(self, connection: Any) -> None:
-        """Add our headers behind those that wait to be sent, which `http.client` keeps as lines."""
-        try:
-            first, *lines = [line.decode("latin-1") for line in connection._buffer]  # noqa: SLF001 — there is no other way
-            target = first.split(" ")[1]
-            if not target.startswith("http"):  # else it goes by a proxy
-                host = f"[{connection.host}]" if ":" in connection.host else connection.host
-                scheme = "https" if connection.default_port == 443 else "http"
-                target = f"{scheme}://{host}:{connection.port}{target}"
-            pairs = [(name, value.strip()) for name, colon, value in (line.partition(":") for line in lines) if colon]
-            connection._lightning_sent, added = self._marked(target, pairs)  # noqa: SLF001 — our own mark
-            for name, value in added.items():
-                connection.putheader(name, value)
-        except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
-            log_once("http.client", "a model call goes out without the name of its agent: %r", error)
+TAPS: Final = {"http.client": _tap_http_client, "aiohttp": _tap_aiohttp}
+"""The clients' modules, and what taps them."""
 
-    def _wrap_getresponse(self, original: Callable[..., HTTPResponse]) -> Callable[..., HTTPResponse]:
-        @functools.wraps(original)
-        def getresponse(connection: Any, *args: Any, **more: Any) -> HTTPResponse:
-            reply = original(connection, *args, **more)
-            sent = vars(connection).pop("_lightning_sent", None)
-            if sent is not None:
-                self.answered(
-                    sent, cast("HttpxResponse", SimpleNamespace(status_code=reply.status, headers=reply.headers))
-                )
-            return reply
 
-        return getresponse
+def _wrap_endheaders(original: Callable[..., None]) -> Callable[..., None]:
+    def endheaders(connection: HTTPConnection, *args: Any, **more: Any) -> None:
+        if active():
+            _mark_connection(connection)
+        original(connection, *args, **more)
 
-    def _tap_aiohttp(self, module: ModuleType) -> Callable[[], None]:
-        return replace_method(module.ClientSession, "_request", self._wrap_request)
+    return endheaders
 
-    def _wrap_request(self, original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        @functools.wraps(original)
-        async def request(session: Any, method: str, url: Any, **more: Any) -> Any:
-            sent = self._mark_aiohttp(session, url, more) if active() else None
-            reply = await original(session, method, url, **more)
-            if sent is not None:
-                self.answered(
-                    sent, cast("HttpxResponse", SimpleNamespace(status_code=reply.status, headers=reply.headers))
-                )
-            return reply
 
-        return request
+def _mark_connection(connection: Any) -> None:
+    """Add our headers behind those that wait to be sent, which `http.client` keeps as lines."""
+    try:
+        first, *lines = [line.decode("latin-1") for line in connection._buffer]  # noqa: SLF001 — there is no other way
+        target = first.split(" ")[1]
+        if not target.startswith("http"):  # else it goes by a proxy
+            host = f"[{connection.host}]" if ":" in connection.host else connection.host
+            scheme = "https" if connection.default_port == 443 else "http"
+            target = f"{scheme}://{host}:{connection.port}{target}"
+        pairs = [(name, value.strip()) for name, colon, value in (line.partition(":") for line in lines) if colon]
+        connection._lightning_marked = marked = mark_request(target, pairs)  # noqa: SLF001 — our own mark
+        for name, value in marked.added.items():
+            connection.putheader(name, value)
+    except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
+        log_once("http.client", "a model call goes out without the name of its agent: %r", error)
 
-    def _mark_aiohttp(self, session: Any, url: Any, more: dict[str, Any]) -> Sent | None:
-        try:
-            kind = type(session.headers)
-            own = kind(more.get("headers") or ())
-            sent, added = self._marked(str(session._build_url(url)), {**session.headers, **own}.items())  # noqa: SLF001 — as aiohttp does
-            if added:
-                own.update(added)
-                more["headers"] = own
-        except Exception as error:  # noqa: BLE001 — as above
-            log_once("aiohttp", "a model call goes out without the name of its agent: %r", error)
-            return None
-        return sent
+
+def _wrap_getresponse(original: Callable[..., HTTPResponse]) -> Callable[..., HTTPResponse]:
+    def getresponse(connection: Any, *args: Any, **more: Any) -> HTTPResponse:
+        reply = original(connection, *args, **more)
+        marked = vars(connection).pop("_lightning_marked", None)
+        if marked is not None:
+            marked.answered(reply.status, reply.headers.items())
+        return reply
+
+    return getresponse
+
+
+def _wrap_request(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def request(session: Any, method: str, url: Any, **more: Any) -> Any:
+        marked = _mark_aiohttp(session, url, more) if active() else None
+        reply = await original(session, method, url, **more)
+        if marked is not None:
+            marked.answered(reply.status, reply.headers.items())
+        return reply
+
+    return request
+
+
+def _mark_aiohttp(session: Any, url: Any, more: dict[str, Any]) -> MarkedRequest | None:
+    try:
+        kind = type(session.headers)
+        own = kind(more.get("headers") or ())
+        marked = mark_request(str(session._build_url(url)), {**session.headers, **own}.items())  # noqa: SLF001 — as aiohttp does
+        if marked.added:
+            own.update(marked.added)
+            more["headers"] = own
+    except Exception as error:  # noqa: BLE001 — as above
+        log_once("aiohttp", "a model call goes out without the name of its agent: %r", error)
+        return None
+    return marked
