@@ -7,13 +7,19 @@ them as ever. A span that is switched off stays so; the step beside it is lightn
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextvars import ContextVar, Token
-from typing import Any, Self
+from typing import Any, Self, cast
 
-from agents.tracing import Span, TraceProvider
+from agents.tracing import Span, Trace, TraceProvider, get_trace_provider, set_trace_provider
+from agents.tracing.processors import default_exporter, default_processor
+from lightning.instrument import hold_slots
 
+from lightning_openai_agents.outcomes import watching
 from lightning_openai_agents.steps import Step
 
+RUN_TOOL = ("_invoke_function_tool_with_metadata", "invoke_function_tool")
+"""The functions that run a tool; which of them the SDK calls depends on its version."""
 _current: ContextVar[WatchedSpan | None] = ContextVar("lightning_openai_agents_span", default=None)
 
 
@@ -88,3 +94,40 @@ class Provider:
         if isinstance(parent, WatchedSpan):
             around, inner = parent, parent.span
         return WatchedSpan(self._real.create_span(span_data, span_id, inner, disabled), around)
+
+
+def attach() -> Callable[[], None]:
+    """Stand before the SDK's trace provider from now on; returns the undo."""
+    before, undos = get_trace_provider(), contextlib.ExitStack()
+    ours = cast("TraceProvider", Provider(before))
+
+    def restore_provider() -> None:
+        if get_trace_provider() is ours:  # else the user has set another one since
+            set_trace_provider(before)
+
+    undos.callback(restore_provider)
+    undos.callback(_silence_default_exporter())
+    set_trace_provider(ours)
+    undos.callback(watching.add(current_step))
+    # Around what counts a tool's timeout, so that waiting for a turn is not the tool's time.
+    undos.callback(hold_slots("agents.run_internal.tool_execution", "", RUN_TOOL, _tool_of))
+    return undos.close
+
+
+def _tool_of(*, function_tool: Any, **_: object) -> str:
+    return str(function_tool.name)
+
+
+def _silence_default_exporter() -> Callable[[], None]:
+    """It takes nothing in; what it had taken in before waits. Methods are shadowed in the SDK's one instance of each."""
+    exporter, processor = cast("Any", default_exporter()), cast("Any", default_processor())
+    waiting: list[object] = []
+    exporter.export = waiting.extend
+    processor.on_trace_start = processor.on_span_end = lambda _: None
+
+    def restore() -> None:
+        del exporter.export, processor.on_trace_start, processor.on_span_end
+        for item in waiting:
+            (processor.on_trace_start if isinstance(item, Trace) else processor.on_span_end)(item)
+
+    return restore

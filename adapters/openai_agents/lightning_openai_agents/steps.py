@@ -14,13 +14,19 @@ from typing import Any
 
 import lightning
 from agents.tracing import Span, Trace, TracingProcessor, gen_span_id, get_current_span
-from lightning.instrument import ask, component_path
+from lightning.instrument import Installations, ask, component_path
 from lightning.instrument import emit as to_rollout
 
-from lightning_openai_agents.outcomes import outcomes, told_by_run
+from lightning_openai_agents.outcomes import told_by_run, watching
 
-receivers: list[Callable[[lightning.ToolEvent], None]] = []
-"""Who gets the tool events while the adapter is installed: the last one."""
+
+def _attach() -> Callable[[], None]:
+    from lightning_openai_agents.provider import attach  # which keeps steps
+
+    return attach()
+
+
+installations = Installations(_attach, otherwise=to_rollout)
 NAMED = ("agent", "function", "guardrail")
 """Spans whose names stand in a caller's path."""
 MODEL = ("generation", "response")
@@ -66,7 +72,7 @@ class Step:
 
     def report(self, event: lightning.ToolEvent) -> None:
         """Tell whoever gets the tool events."""
-        (receivers[-1] if receivers else to_rollout)(event)
+        installations.tell(event)
 
     def path_here(self) -> tuple[str, ...]:
         """Its path, and behind it the `lightning.component`s entered since it began."""
@@ -155,11 +161,12 @@ class LightningProcessor(TracingProcessor):
 
     def __init__(self) -> None:
         ask(_caller_by_hand)
-        outcomes.start(step_by_hand)
+        if step_by_hand not in watching.users:
+            watching.add(step_by_hand)
 
     def on_span_start(self, span: Span[Any]) -> None:
         """Its parent, if any, has begun before."""
-        if not receivers and span.span_id not in _by_hand:
+        if not installations and span.span_id not in _by_hand:
             around = _by_hand.get(span.parent_id or "", ("", None))[1]
             _by_hand[span.span_id] = span.trace_id, Step(span.span_data, around, span.span_id)
 

@@ -6,10 +6,12 @@ The invariant: nothing here can break an agent, and outside a rollout everything
 from __future__ import annotations
 
 from lightning.instrument.adapter_tools import (
+    Attachment,
     Installations,
     ReplacedMethods,
     by_type,
     check_supported,
+    in_words,
     replace_method,
 )
 from lightning.instrument.components import ask, component, component_path, current_caller, tool
@@ -24,6 +26,7 @@ from lightning.instrument.tool_slots import ToolSlot, hold_slots, tool_slot
 __all__ = [
     "ActiveAttempt",
     "ActiveScope",
+    "Attachment",
     "Installations",
     "MarkedRequest",
     "ReplacedMethods",
@@ -40,6 +43,7 @@ __all__ = [
     "current_caller",
     "emit",
     "hold_slots",
+    "in_words",
     "install_tap",
     "label",
     "mark_request",

@@ -111,8 +111,8 @@ class ReplacedMethods:
 
 
 class Attachment(Generic[User]):
-    """What is attached to a library once, for all of its users: `attach` is called for the first one and returns the undo, which
-    is called with the last. The `lock` is held meanwhile."""
+    """What is attached to a library once, for all of its users: `attach` is called for the first one and returns the undo,
+    which is called with the last. The `lock` is held meanwhile."""
 
     def __init__(self, attach: Callable[[], Callable[[], None]]) -> None:
         self._attach = attach
@@ -167,7 +167,7 @@ class Installations(Attachment[Emit]):
         outputs: list[object] = []
         try:
             yield outputs.append
-            run = replace(run, status="ok", output=_in_words(outputs[0]))
+            run = replace(run, status="ok", output=in_words(outputs[0]))
         except Exception as error:
             run = replace(run, status="error", error=error_text(error))
             raise
@@ -175,7 +175,8 @@ class Installations(Attachment[Emit]):
             self.tell(run)
 
 
-def _in_words(value: object) -> str:
+def in_words(value: object) -> str:
+    """A value as its class writes it; the name of a class that cannot."""
     try:
         return str(value)
     except Exception:  # noqa: BLE001 — isolates the user's class

@@ -1,5 +1,5 @@
-"""The tap on aiohttp, on the standard library's `http.client`, by which requests, urllib3 and urllib send, and on an HTTP client
-that only one framework has: its adapter asks here what a request has to carry.
+"""The tap on aiohttp, on the standard library's `http.client`, by which requests, urllib3 and urllib send, and on an HTTP
+client that only one framework has: its adapter asks here what a request has to carry.
 
 The invariant: as that of the tap on httpx, but that a request goes where it was sent to: none is rerouted.
 """
