@@ -111,6 +111,7 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("weight_transfers", "nccl"): "attach",
     ("fleets", ""): "server",
     ("ports", ""): "server",
+    ("run_stages", "prompts"): "resources",
     ("step_stages", "alerts"): "debug",
     ("step_stages", "rehearsed"): "debug",
 }

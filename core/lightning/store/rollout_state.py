@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
 from lightning.store import codec, extras
-from lightning.store.protocol import LATEST, ResourceUse
 from lightning.store.rows import (
-    Row,
     caller_to_json,
     dump,
     finite,
@@ -30,7 +28,6 @@ from lightning.store.rows import (
     step_rewards_to_text,
     step_states_to_text,
     tool_events_to_text,
-    versions_from_resources,
     versions_to_text,
 )
 from lightning.types import CallStatus, Fault, Json, Outcome, Rollout, Status, StepRecord, Transition
@@ -249,37 +246,6 @@ def unknown_rollout(rollout: str) -> StoreError:
 def expired_error(worker: str, attempt: int) -> str:
     """The error text of a rollout whose last allowed attempt was lost."""
     return plain_text(f"the lease of worker {worker!r} expired on attempt {attempt}, the last one allowed")
-
-
-def check_alias(alias: str) -> None:
-    """Raise `DataError` for what cannot name an alias."""
-    if alias == LATEST:
-        raise DataError("the alias latest is always the newest version and cannot be set: choose another name")
-    if not alias or alias.isdecimal() or any(not c.isprintable() or c.isspace() or c in "@#" for c in alias):
-        raise DataError(f"{alias!r} cannot name an alias: use a word such as production, no number and without @ and #")
-
-
-def uses_of_versions(name: str, counted: Iterable[Row]) -> list[ResourceUse]:
-    """What was earned under each version of a resource, by version, run and split.
-
-    `counted` has a row for each set of versions that rollouts ran with: run, split, the versions (`versions_of_resources`),
-    and of its rollouts how many there are, how many are scored, how many failed, and the sum of the rewards or None.
-    """
-    totals: dict[tuple[int, str, str], tuple[int, int, int, float]] = {}
-    for run, split, text, rollouts, scored, failed, reward in counted:
-        version = versions_from_resources(text, f"a rollout of run {run!r}").get(name)
-        if version is not None:
-            before = totals.get((version, run, split), (0, 0, 0, 0.0))
-            totals[version, run, split] = (
-                before[0] + rollouts,
-                before[1] + scored,
-                before[2] + failed,
-                before[3] + (reward or 0.0),
-            )
-    return [
-        ResourceUse(run, split, version, rollouts, scored, failed, reward / scored if scored else None)
-        for (version, run, split), (rollouts, scored, failed, reward) in sorted(totals.items())
-    ]
 
 
 def record_digest(transition: Transition, content: bytes) -> bytes:

@@ -29,7 +29,6 @@ from lightning.types import (
     Caller,
     Json,
     LogProbs,
-    Resource,
     Rollout,
     Run,
     Span,
@@ -418,12 +417,6 @@ STEPS: Final = Columns(
         )
     },
 )
-RESOURCES: Final = Columns(
-    Resource,
-    "resource {_.name!r}",
-    first=("name", "kind"),
-    forms={"content": Form(dump, load)},
-)
 
 
 def transition_from_row(
@@ -474,15 +467,3 @@ def versions_of_resources(rollout: Rollout) -> str:
 def versions_from_resources(text: str, what: str) -> dict[str, int]:
     """What `versions_of_resources` wrote."""
     return dict(as_mapping(text, f"the resources of {what}"))
-
-
-def resource_from_row(row: Row) -> Resource:
-    """From `sql.RESOURCE_COLUMNS`. Raises `StoreError` for content that is not what its digest says."""
-    *kept, digest = row
-    resource = RESOURCES.read(kept)
-    if resource.digest != digest:
-        raise StoreError(
-            f"version {resource.version} of resource {resource.name!r} is corrupt in the database: its content has changed. "
-            "Restore the database from a backup"
-        )
-    return resource

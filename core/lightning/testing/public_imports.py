@@ -43,7 +43,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.gateway.connections",
         ),
         "a server of runs": (
-            "lightning.cli.resources",
             "lightning.engines.logprob_gap",
             "lightning.gateway.gateway",
             "lightning.gateway.upstream.servers",
@@ -141,6 +140,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.engines.rows",
             "lightning.engines.sameness",
             "lightning.engines.step",
+            "lightning.printable",
         ),
         "a policy server": (
             "lightning.policy_server.control",
@@ -162,7 +162,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a tracker": ("lightning.instrument.trace", "lightning.store.exchanges"),
         "a search": (
             "lightning.instrument.components",
-            "lightning.store.resource_ref",
+            "lightning.store.places",
             "lightning.tracking.trackers",
             "lightning.trainer.training_data",
             "lightning.trainer.plan",
@@ -190,7 +190,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "an evaluation": (
             "lightning.trainer.agents",
             "lightning.trainer.model",
-            "lightning.trainer.prompts",
+            "lightning.trainer.run_stages",
             "lightning.trainer.runs",
         ),
         "a reader of recorded runs": (

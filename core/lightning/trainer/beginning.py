@@ -23,8 +23,8 @@ from lightning.engines.protocol import Engine
 from lightning.errors import AuditError, ConfigError, EngineError, StoreError
 from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
+from lightning.store.places import run_id_of, split_reference, store_in
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import run_id_of, split_reference, store_in
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints

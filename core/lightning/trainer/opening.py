@@ -22,20 +22,19 @@ from lightning.plugins.named import name_of
 from lightning.policy_server.profiles import shares_gpu
 from lightning.runner.protocol import Agent, Runner
 from lightning.store.epochs import Epoch, keep_epochs, mark_over
+from lightning.store.places import run_id_of
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import run_id_of
 from lightning.store.url import parse, sqlite_url
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.agents import hidden_from_agents
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.beginning import Beginning, find_teacher
-from lightning.trainer.checkpoints import PROBE, Checkpoints, check_disk, keep_weights
+from lightning.trainer.checkpoints import Checkpoints, check_disk
 from lightning.trainer.context import base_digest
 from lightning.trainer.loop import Loop
 from lightning.trainer.model import with_dtypes
-from lightning.trainer.prompts import Prompts, resolve_prompts
 from lightning.trainer.replay import optimizer_of
-from lightning.trainer.run_server import of_project
+from lightning.trainer.run_stages import PROBE, Prompts, check_prompts, prompts_of, tell_exported
 from lightning.trainer.runs import AGENT, check_run, claim_folder, describe_algorithm, name_folder
 from lightning.trainer.samplers import RECORDED, Brought, Sampler, TurnSampler
 from lightning.trainer.stack import Stack, open_stack
@@ -134,6 +133,7 @@ class RunOpening:
         """The run to begin or to go on with, and what it needs that costs little to open. `sampler` is where its groups come
         from, None for the core's own."""
         sampler = sampler or TurnSampler()
+        check_prompts(self.config)
         runner = self._runner_of(agent, needed=own_loop or bool(val) or self.recorded is None)
         began = time.monotonic()
         async with AsyncExitStack() as resources:
@@ -167,8 +167,7 @@ class RunOpening:
                 store, self.out, self.model, self.schedule, computed, self._make_engine, url, reporter, teacher
             )
             run, epochs, self._base = await beginning.prepare(run, described, self.from_run)
-            seen = of_project(store, run.project)
-            prompts = await resolve_prompts(seen, run.id, self.config.runner.prompts, project=run.project)
+            prompts = await prompts_of(store, run, self.config)
             reporter.phase("starting the policy server and loading the model")
             yield Prepared(
                 resources,
@@ -215,7 +214,7 @@ class RunOpening:
         )
 
     async def _finished(self, made: Prepared, loop: Loop, kept: Evaluation | None) -> Summary:
-        """The run is over: say so, and keep its weights as a version."""
+        """The run is over: say so, and tell plugins where its model lies."""
         await mark_over(made.store, made.run.id, True)
         summary = await summarize(made.store, made.run.id)
         steps, reward = (kept.step, kept.reward) if kept else (summary.steps, summary.after)
@@ -226,7 +225,7 @@ class RunOpening:
                 "logprobs": [0.0, *probe.logprobs[1:]],
                 "dtype": made.computed.engine.dtype,
             }
-        await keep_weights(of_project(made.store, made.run.project), self.out / "model", about)
+        await tell_exported(made.store, made.run, self.config, self.out / "model", about)
         return summary
 
     async def _open_record(

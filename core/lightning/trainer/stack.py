@@ -39,8 +39,8 @@ from lightning.store.rollout_state import EXCUSED
 from lightning.trainer.agents import Agents
 from lightning.trainer.how_to_call import HowToCall
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.prompts import Prompts
 from lightning.trainer.run_server import ClientDoor, RunServer, check_exposure, of_project, run_server
+from lightning.trainer.run_stages import Prompts
 from lightning.types import LLM, Lease, Rollout, Run
 
 logger = logging.getLogger(__name__)

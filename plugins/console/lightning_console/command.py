@@ -19,7 +19,7 @@ from lightning.cli.locate import locate
 from lightning.cli.output import escape, print_json, say
 from lightning.cli.runs import databases
 from lightning.errors import ConfigError, DataError, MissingExtraError
-from lightning.store.resource_ref import run_id_of, store_in
+from lightning.store.places import run_id_of, store_in
 from lightning.store.url import redacted
 
 from lightning_console.address import Address

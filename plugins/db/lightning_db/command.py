@@ -18,8 +18,8 @@ import typer
 from lightning.cli.locate import with_store
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError, StoreError
+from lightning.store.places import existing_store
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import existing_store
 from lightning.store.url import parse, sqlite_url
 
 from lightning_db import DatabaseStatus, keeper_of, look

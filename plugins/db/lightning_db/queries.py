@@ -19,8 +19,6 @@ TABLES: Final = (
     "steps",
     "metrics",
     "state",
-    "resources",
-    "aliases",
     "revisions",
     "answers",
 )

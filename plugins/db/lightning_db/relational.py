@@ -72,11 +72,11 @@ class RelationalKeeper(ABC):
     async def _status(self, transaction: Transaction) -> DatabaseStatus:
         await self._check(transaction)
         counts = {}
+        there = await self._tables(transaction)
         for table in queries.COUNTED:
-            (counts[table],) = await transaction.one(queries.count(table)) or (0,)
+            (counts[table],) = (await transaction.one(queries.count(table)) if table in there else None) or (0,)
         activity = await transaction.all(queries.ACTIVITY)
         first = await transaction.one(queries.FIRST_RUN)
-        there = await self._tables(transaction)
         tokens = await transaction.all(queries.TOKENS) if "tokens" in there else []
         (spans,) = await transaction.one(queries.SPANS) or (0,) if "spans" in there else (0,)
         return DatabaseStatus(

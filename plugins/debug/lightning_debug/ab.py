@@ -17,12 +17,13 @@ from lightning.errors import ConfigError
 from lightning.store import exchanges
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
-from lightning.trainer.checkpoints import WEIGHTS_NAME, weights_content
 from lightning.trainer.run_server import of_project
 from lightning.trainer.summary import Reporter
-from lightning.types import Fault, Json, Resource, ResourceKind, Rollout, Task
+from lightning.types import Fault, Json, Rollout, Task
 from lightning_branching.divergence import first_difference
 from lightning_branching.prompt_texts import longest_literal, texts_in
+from lightning_resources import Resource, ResourceKind, put_resource, set_alias
+from lightning_resources.weights import WEIGHTS_NAME, weights_content
 
 from lightning_debug.evaluate import Evaluator, Setup, Variant, check_any_scored
 from lightning_debug.statistics import SequentialTest
@@ -318,8 +319,8 @@ async def promote(url: str, winner: Variant, alias: str, found: Comparison) -> s
 
     async def put(store: Store) -> int:
         seen = of_project(store, winner.config.trainer.project)
-        stored = await seen.put_resource(resource)
-        return (await seen.set_alias(stored.name, alias, stored.version)).version
+        stored = await put_resource(seen, resource)
+        return (await set_alias(seen, stored.name, alias, stored.version)).version
 
     version = await with_store(url, put)
     return f"{resource.name}@{alias} is version {version} in {redacted(url)}"

@@ -17,7 +17,7 @@ from lightning.cli.locate import load_agent
 from lightning.cli.output import AsJson, escape, print_json, print_table, say, stoppable
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
-from lightning.store.resource_ref import existing_store
+from lightning.store.places import existing_store
 from lightning.trainer.summary import Reporter
 from lightning_branching.policies import find_model
 from lightning_branching.prompt_texts import read_prompt, warn_of_name

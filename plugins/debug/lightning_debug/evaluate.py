@@ -23,21 +23,23 @@ from lightning.errors import ConfigError, RunnerError
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent, Runner
 from lightning.store.epochs import is_over, mark_over
+from lightning.store.places import DATABASE
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import DATABASE
 from lightning.store.url import sqlite_url
 from lightning.trainer.agents import hidden_from_agents
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.plan import VAL, generation, newest_generation, train_rollouts
-from lightning.trainer.prompts import resolve_prompts
 from lightning.trainer.reasons import grouped
 from lightning.trainer.run_server import of_project
+from lightning.trainer.run_stages import Prompts, prompts_of
 from lightning.trainer.runs import claim_folder, differences
 from lightning.trainer.stack import Stack, open_gateway, open_stack
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import Fault, Json, Resource, Rollout, Run, Status, Task
+from lightning.types import Fault, Json, Rollout, Run, Status, Task
 from lightning_branching.policies import EvaluatedModel
+from lightning_resources import Resource, put_resource
+from lightning_resources.prompts import bindable
 
 from lightning_debug.statistics import Estimate, avg_at_k, ks_of, pass_at_k
 
@@ -246,10 +248,11 @@ class Evaluator:
             raise RuntimeError("an Evaluator is used with `async with`")
         run = await store.put_run(self._runs[variant.run])
         await mark_over(store, run.id, False)
-        prompts = await resolve_prompts(self.store, run.id, config.runner.prompts, project=run.project)
+        prompts: Prompts = await prompts_of(store, run, config)
         if variant.prompt:
             component, text = variant.prompt
-            prompts.bind(component, await self.store.put_resource(Resource(component, text)))
+            prompts = bindable(prompts)
+            prompts.bind(component, await put_resource(self.store, Resource(component, text)))
         await prompts.keep(self.store, run.id)
         folder = self.setup.folder
         if first := self._supervised:

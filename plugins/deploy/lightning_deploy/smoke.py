@@ -24,7 +24,7 @@ from typing import Any
 
 from lightning.cli.locate import with_store
 from lightning.errors import DataError
-from lightning.store.resource_ref import run_id_of
+from lightning.store.places import run_id_of
 from lightning.store.url import sqlite_url
 from lightning.types import Status
 

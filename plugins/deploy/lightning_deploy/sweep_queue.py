@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from lightning.cli.check import ProbeError, list_gpus
 from lightning.errors import ConfigError
-from lightning.store.resource_ref import store_in
+from lightning.store.places import store_in
 
 from lightning_deploy.sweep_file import PlannedRun
 

@@ -18,14 +18,16 @@ from lightning.algorithms.chat_model import ChatClient, Messages
 from lightning.config import Config, OptimizerModelConfig
 from lightning.errors import ConfigError, PolicyServerError, RunnerError
 from lightning.instrument.components import declared_prompts
-from lightning.store.resource_ref import find, parse_reference
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.plan import VAL
 from lightning.trainer.reasons import reason
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import Fault, Json, Resource, Rollout, Task
+from lightning.types import Fault, Json, Rollout, Task
+from lightning_resources import Resource, put_resource, set_alias
+from lightning_resources.prompts import bindable
+from lightning_resources.reference import find, parse_reference
 
 from lightning_prompts.paths import inside
 from lightning_prompts.protocol import (
@@ -72,8 +74,9 @@ async def tune(
         )
     component = component_of(algorithm)
     start = await _starting_prompt(stack, algorithm, component)
-    stack.prompts.bind(component, start)
-    await stack.prompts.load(stack.store)
+    stack.prompts = prompts = bindable(stack.prompts)
+    prompts.bind(component, start)
+    await prompts.load(stack.store)
     await stack.tell_how_to_call()
     made = len(await all_rollouts(stack.store, stack.run.id))
     told = {point.step: point.values for point in await stack.store.metrics(stack.run.id)}
@@ -90,7 +93,7 @@ async def tune(
     if (
         await bench.recall("live") != best.version
     ):  # else a finished run is resumed, and somebody may have moved the alias
-        await stack.store.set_alias(best.name, algorithm.alias, best.version)
+        await set_alias(stack.store, best.name, algorithm.alias, best.version)
         await bench.remember("live", best.version)
     file = await asyncio.to_thread(_write, stack.folder, component, str(best.content))
     reporter.say(f"{best.name}@{algorithm.alias} is version {best.version} now: {file}")
@@ -136,7 +139,9 @@ async def _starting_prompt(stack: Stack, algorithm: PromptAlgorithm, component: 
                 f"the prompt of component {component!r} is not known: make the component at the top of the agent's module, "
                 f"as {component} = lightning.component({component!r}, prompt=...), or give prompt=... to {algorithm.name}"
             )
-        start = await stack.store.put_resource(Resource(name, text, metadata={"made_by": "start", "run": stack.run.id}))
+        start = await put_resource(
+            stack.store, Resource(name, text, metadata={"made_by": "start", "run": stack.run.id})
+        )
     await stack.store.put_state(stack.run.id, key, start.version)
     return start
 
@@ -281,7 +286,7 @@ class PromptBench:
     async def keep(self, text: str, metadata: Mapping[str, Json]) -> Resource:
         """See `Bench.keep`."""
         made: dict[str, Json] = {"made_by": self._algorithm.name, "run": self._stack.run.id, **metadata}
-        return await self._stack.store.put_resource(Resource(self._start.name, text, metadata=made))
+        return await put_resource(self._stack.store, Resource(self._start.name, text, metadata=made))
 
     async def get(self, version: int) -> Resource:
         """See `Bench.get`."""

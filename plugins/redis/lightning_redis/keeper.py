@@ -92,7 +92,7 @@ class RedisKeeper:
             calls=counts["calls"],
             spans=counts["spans"],
             steps=counts["steps"],
-            resources=counts["versions"],
+            resources=counts["resources:versions"],
             tokens=tokens,
             oldest=min((run.created_at for run in runs), default=None),
             newest=max(activity.values(), default=None),
@@ -287,8 +287,8 @@ class RedisKeeper:
         await self._ask(wire, [(b"HDEL", self._keys("uses"), encoded(field)) for field in mine])
 
     async def _measure(self, wire: Wire) -> tuple[dict[str, int], int]:
-        """How many entries the hashes of calls, spans, steps and versions have, and the bytes of all keys."""
-        counts = dict.fromkeys(("calls", "spans", "steps", "versions"), 0)
+        """How many entries the hashes of calls, spans, steps and versions of resources have, and the bytes of all keys."""
+        counts = dict.fromkeys(("calls", "spans", "steps", "resources:versions"), 0)
         size, cursor = 0, b"0"
         start = len(self._settings.prefix) + 1
         while True:

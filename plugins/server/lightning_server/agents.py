@@ -18,7 +18,8 @@ from lightning.store.protocol import Store
 from lightning.trainer.how_to_call import HowToCall
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.run_server import of_project
-from lightning.types import DEFAULT_PROJECT, LLM, Lease, ResourceKind
+from lightning.types import DEFAULT_PROJECT, LLM, Lease
+from lightning_resources import ResourceKind, get_resource
 
 from lightning_server.names import Names
 
@@ -65,7 +66,7 @@ class AgentAccess:
         key = (run, name, version)  # the same name is another resource in another project, and a run is in one
         text = self._texts.get(key)
         if text is None:
-            found = await store.get_resource(name, version)
+            found = await get_resource(store, name, version)
             if found is None or found.kind is not ResourceKind.PROMPT:
                 raise StoreError(f"a rollout runs with version {version} of the prompt {name!r}, and there is none")
             text = self._texts.keep(key, str(found.content))

@@ -1,8 +1,7 @@
 """How a project's names lie in the store: resources and workers have no project of their own, so their names say it.
 
-The invariant: two projects can use one name and never mean the same thing; what goes in comes out as it was. The default
-project's resources keep their bare names, because runs that know nothing of projects made them. Which ids of runs and
-rollouts are a project's is remembered for a minute, so that it need not be looked up each time.
+The invariant: two projects can use one name and never mean the same thing; what goes in comes out as it was. Which ids of runs
+and rollouts are a project's is remembered for a minute, so that it need not be looked up each time.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from dataclasses import replace
 
 from lightning.bounded import Bounded
 from lightning.errors import DataError
-from lightning.store.protocol import Alias
-from lightning.types import DEFAULT_PROJECT, Lease, Resource, Rollout
+from lightning.types import Lease, Rollout
+from lightning_resources.names import ProjectNames
 
 REMEMBERED = 16_384
 """Ids; beyond, the oldest are looked up again."""
@@ -44,8 +43,6 @@ class KnownIds:
 
 
 LONGEST_ID = 512
-RESERVED = "project::"
-"""Begins the stored name of every resource of a project that has a name."""
 SERVERS = ("gateway/", "policy/")
 """Begin the places in the store's state where servers keep what they tell one another: no run of anybody is called so."""
 
@@ -78,47 +75,20 @@ class Names:
     """The names of one project; with None, which sees all projects, names are as they are stored."""
 
     def __init__(self, project: str | None) -> None:
-        self._bare = project in (None, DEFAULT_PROJECT)
-        self._all = project is None
-        self._resource = "" if self._bare else f"{RESERVED}{project}::"
-        self._worker = "" if self._all else f"{project}::"
-
-    def may_have(self, name: str) -> bool:
-        """Whether a resource can be called so here."""
-        return self._all or not name.startswith(RESERVED)
-
-    def owns(self, stored: str) -> bool:
-        """Whether the resource stored under this name is one of the project's."""
-        return self._all or (not stored.startswith(RESERVED) if self._bare else stored.startswith(self._resource))
-
-    def resource_in(self, name: str) -> str:
-        """The name to store. Raises `DataError` for a reserved one."""
-        if not self.may_have(name):
-            raise DataError(
-                f"the resource {name!r} cannot be called so: names that begin with {RESERVED!r} are reserved"
-            )
-        return self._resource + name
-
-    def resource_out(self, stored: Resource) -> Resource:
-        """A resource under the project's own name for it."""
-        return replace(stored, name=stored.name.removeprefix(self._resource)) if self._resource else stored
-
-    def alias_out(self, stored: Alias) -> Alias:
-        """An alias under the project's own name for its resource."""
-        return replace(stored, name=stored.name.removeprefix(self._resource)) if self._resource else stored
+        self._resources = None if project is None else ProjectNames(project)
+        self._worker = "" if project is None else f"{project}::"
 
     def rollout_in(self, rollout: Rollout) -> Rollout:
-        """A rollout as it is stored."""
-        if self._all or not rollout.resources:
+        """A rollout as it is stored. Raises `DataError` for a reserved name of a resource."""
+        if self._resources is None or not rollout.resources:
             return rollout
-        return replace(rollout, resources={self.resource_in(name): n for name, n in rollout.resources.items()})
+        return replace(rollout, resources={self._resources.stored(name): n for name, n in rollout.resources.items()})
 
     def rollout_out(self, stored: Rollout) -> Rollout:
         """A rollout as the project sees it."""
-        if not self._resource or not stored.resources:
+        if self._resources is None or not stored.resources:
             return stored
-        named = {name.removeprefix(self._resource): version for name, version in stored.resources.items()}
-        return replace(stored, resources=named)
+        return replace(stored, resources={self._resources.seen(name): n for name, n in stored.resources.items()})
 
     def worker_in(self, worker: str) -> str:
         """The name under which a worker's leases are stored; an empty one stays what it is, an error of the store."""

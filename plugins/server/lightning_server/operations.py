@@ -23,7 +23,6 @@ OUTCOME_ANSWER: Final = 20.0
 """The same for an outcome, which may be long."""
 
 RUNS: Final = "GET /runs lists those there are"
-ALIAS: Final = "/resources/{name}/aliases/{alias}"
 ATTEMPT: Final = "/rollouts/{rollout}/attempts/{attempt}"
 
 
@@ -188,46 +187,6 @@ class HttpTable:
         answer="value",
         doc="Keep a small value unless the key has one; the answer has the one that is kept.",
     )
-
-    # resources --------------------------------------------------------------------------------------------------
-    list_resources = operation(
-        Store.list_resources,
-        "GET /resources",
-        ANY,
-        cursor=("name", "version"),
-        empty=True,
-        doc="Versions of resources, by name and version.",
-    )
-    put_resource = operation(
-        Store.put_resource,
-        "POST /resources",
-        TRAIN,
-        body="resource",
-        doc="Keep a resource as the next version of its name; content that the name has already stays the version it is. 409 "
-        "when the name belongs to another kind of resource.",
-    )
-    get_resource = operation(
-        Store.get_resource,
-        "GET /resources/{name}/versions/{which}",
-        ANY,
-        empty=True,
-        missing="GET /resources lists those there are",
-        doc="A version of a resource, by its number or by an alias.",
-    )
-    resource_uses = operation(
-        Store.resource_uses, "GET /resources/{name}/uses", LOOK, cursor=("version", "run", "split"), empty=True
-    )
-    list_aliases = operation(
-        Store.list_aliases,
-        "GET /aliases",
-        ANY,
-        cursor=("name", "alias"),
-        empty=True,
-        doc="Where aliases point now, by name and alias; `latest` is among them.",
-    )
-    set_alias = operation(Store.set_alias, f"PUT {ALIAS}", TRAIN, doc="Point an alias to a version.")
-    roll_back_alias = operation(Store.roll_back_alias, f"POST {ALIAS}/rollback", TRAIN)
-    alias_history = operation(Store.alias_history, f"GET {ALIAS}/history", LOOK, empty=True)
 
 
 @cache

@@ -13,17 +13,17 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.bounded import Bounded
-from lightning.errors import ConflictError, DataError, StoreError
+from lightning.errors import ConflictError, DataError
 from lightning.store.operation import Operation, Operations, Rule, UnseenError
-from lightning.store.protocol import Alias, Page, ResourceUse, RunWatch, Store
+from lightning.store.protocol import Page, RunWatch, Store
 from lightning.store.rollout_state import unknown_rollout
-from lightning.types import DEFAULT_PROJECT, Lease, Resource, Rollout, Run, Span, StepRecord, Transition
+from lightning.types import DEFAULT_PROJECT, Lease, Rollout, Run, Span, StepRecord, Transition
 
 from lightning_server.names import KnownIds, Names, check_id, check_run_id, is_of_servers
 from lightning_server.operations import over_http
 
 VIEWS = 1024
-NAMES = frozenset({"run", "rollout", "name", "worker", "key"})
+NAMES = frozenset({"run", "rollout", "worker", "key"})
 """Arguments that are ids."""
 WHOLE_STORE = ""
 """The `run` of state that belongs to no run."""
@@ -50,8 +50,8 @@ class Projects:
 class ProjectStore(Operations):
     """A `Store` of one project over a store of many; with `project=None` of all. Opening and closing are the owner's affair.
 
-    What an operation touches is told by its arguments: runs and rollouts must be the project's, resources and workers get its
-    names; or an operation has a rule of its own. It is refused otherwise, or answered as one on nothing, as its table says.
+    What an operation touches is told by its arguments: runs and rollouts must be the project's, workers get its names; or an
+    operation has a rule of its own. It is refused otherwise, or answered as one on nothing, as its table says.
     """
 
     def __init__(self, store: Store, project: str | None) -> None:
@@ -97,8 +97,6 @@ class ProjectStore(Operations):
             raise UnseenError(f"run {identity!r} is unknown: create it with put_run() first")
         if kind == "rollout" and not await self._sees(identity):
             raise UnseenError(str(unknown_rollout(identity)))
-        if kind == "name" and not self._names.may_have(identity):
-            raise UnseenError(f"the resource {identity!r} is unknown: list_resources() says which there are")
         if kind == "project" and self._project not in (None, identity):
             raise DataError(f"a token of project {self._project!r} makes nothing for {identity!r}")
         if kind == "worker":
@@ -138,12 +136,8 @@ class ProjectStore(Operations):
     def _in(self, name: str, value: Any) -> Any:
         """An argument as it is stored. Raises `DataError` for a name that is reserved."""
         match value:
-            case Resource():
-                return replace(value, name=self._names.resource_in(value.name))
             case Lease():
                 return self._names.lease_in(value)
-            case str() if name == "name":
-                return self._names.resource_in(value)
             case str() if name == "worker":
                 return self._names.worker_in(value)
         return value
@@ -152,7 +146,7 @@ class ProjectStore(Operations):
         """An answer as the project sees it. Of a list what is not the project's is left out."""
         match value:
             case list():
-                return [await self._out(item) for item in value if await self._owns(item)]
+                return [await self._out(item) for item in value if self._owns(item)]
             case Page():
                 if self._project is not None:
                     self._known.add("rollout", [rollout.id for rollout in value.items])
@@ -161,21 +155,10 @@ class ProjectStore(Operations):
                 return self._names.rollout_out(value)
             case Lease():
                 return self._names.lease_out(value)
-            case Resource():
-                return self._names.resource_out(value)
-            case Alias():
-                return self._names.alias_out(value)
         return value
 
-    async def _owns(self, item: object) -> bool:
-        match item:
-            case Resource() | Alias():
-                return self._names.owns(item.name)
-            case Run():
-                return self._project in (None, item.project)
-            case ResourceUse():
-                return await self._sees_run(item.run)
-        return True
+    def _owns(self, item: object) -> bool:
+        return not isinstance(item, Run) or self._project in (None, item.project)
 
     # what has rules of its own ----------------------------------------------------------------------------------
     async def put_run(self, run: Run) -> Run:
@@ -226,24 +209,6 @@ class ProjectStore(Operations):
                 "no rollout was created: another run has one with an id of these. Begin the ids of rollouts with the id "
                 "of their run"
             ) from error
-
-    async def set_alias(self, name: str, alias: str, version: int, *, once: str = "") -> Alias:
-        """See `Store.set_alias`."""
-        await self._check_version(name, version)
-        moved = await self._store.set_alias(self._names.resource_in(name), alias, version, once=once)
-        return self._names.alias_out(moved)
-
-    async def roll_back_alias(self, name: str, alias: str, *, once: str = "") -> Alias:
-        """See `Store.roll_back_alias`."""
-        if not await self.alias_history(name, alias):
-            raise StoreError(f"the resource {name!r} has no alias {alias!r}: list_aliases() says which there are")
-        moved = await self._store.roll_back_alias(self._names.resource_in(name), alias, once=once)
-        return self._names.alias_out(moved)
-
-    async def _check_version(self, name: str, version: int) -> None:
-        if await self.get_resource(name, version) is None:
-            known = ", ".join(str(resource.version) for resource in await self.list_resources(name)) or "none"
-            raise StoreError(f"there is no version {version} of the resource {name!r}; there are: {known}")
 
 
 def _touched(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

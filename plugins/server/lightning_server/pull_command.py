@@ -21,11 +21,11 @@ import aiohttp
 import typer
 from lightning.cli.locate import with_store
 from lightning.cli.output import escape, say
-from lightning.cli.resources import locate
 from lightning.errors import ConfigError, DataError, UnavailableError
-from lightning.store.resource_ref import ResourceReference, find, parse_reference
-from lightning.trainer.checkpoints import checked_weights
-from lightning.types import Resource
+from lightning_resources import Resource
+from lightning_resources.command import locate
+from lightning_resources.reference import ResourceReference, find, parse_reference
+from lightning_resources.weights import checked_weights
 from yarl import URL
 
 from lightning_server import json_codec

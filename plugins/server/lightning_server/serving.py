@@ -28,13 +28,14 @@ from lightning.policy_server.auto_settings import Demand
 from lightning.policy_server.protocol import PolicyServer
 from lightning.policy_server.vllm_server import check_policy_server, make_policy_server
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import ResourceReference
 from lightning.store.url import redacted, sqlite_url
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.run_server import project_of
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.stack import check_gateway, check_ports, make_gateway
-from lightning.types import DEFAULT_PROJECT, LLM, SERVED, Json, Resource, Rollout, Run, Task, new_id
+from lightning.types import DEFAULT_PROJECT, LLM, SERVED, Json, Rollout, Run, Task, new_id
+from lightning_resources import Resource
+from lightning_resources.reference import ResourceReference
 
 from lightning_server.auth import ALL_PROJECTS, Authenticator, check_exposure
 from lightning_server.control import (

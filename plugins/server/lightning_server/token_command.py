@@ -17,8 +17,8 @@ import typer
 from lightning.cli.locate import with_store
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError
+from lightning.store.places import existing_store
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import existing_store
 from lightning.types import DEFAULT_PROJECT, Scope, Token
 
 from lightning_server.auth import issue_token

@@ -22,9 +22,9 @@ from lightning.bounded import Bounded
 from lightning.errors import ConfigError, LightningError
 from lightning.gateway.http import client_left
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import parse_reference
-from lightning.types import Resource, ResourceKind
 from lightning.types import Scope as TokenScope
+from lightning_resources import Resource, ResourceKind, get_resource
+from lightning_resources.reference import parse_reference
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -91,7 +91,7 @@ class WeightFiles:
         reference = parse_reference(named)
         found = None
         if not reference.place and self._only in ("", reference.name):
-            found = await self._projects.of(principal.project).get_resource(reference.name, reference.which)
+            found = await get_resource(self._projects.of(principal.project), reference.name, reference.which)
         if found is None or found.kind is not ResourceKind.WEIGHTS:
             raise ApiError(
                 404, "not_found", f"There are no weights {named[:200]!r}: `lightning resources ls` lists all."

@@ -25,7 +25,6 @@ from lightning.types import (
     CallStatus,
     Fault,
     Outcome,
-    Resource,
     Rollout,
     Run,
     Status,
@@ -1152,19 +1151,6 @@ async def test_an_answer_is_known_for_its_time_and_no_longer(store_url: str, mon
         assert await store.get_state("run", "k") == "newer"
         await store._write(lambda tx: tx.run("UPDATE answers SET until = until - ?", (KNOWN_SECONDS + 1,)))
     await store.close()
-
-
-@everywhere
-async def test_an_alias_that_is_moved_again_under_an_id_stays_where_others_moved_it(store: Store) -> None:
-    for text in "abc":
-        await store.put_resource(Resource("w", text))
-    first = await store.set_alias("w", "production", 1, once="1")
-    await store.set_alias("w", "production", 2)
-    assert await store.set_alias("w", "production", 1, once="1") == first
-    back = await store.roll_back_alias("w", "production", once="1")
-    await store.set_alias("w", "production", 3)
-    assert await store.roll_back_alias("w", "production", once="1") == back
-    assert [move.version for move in await store.alias_history("w", "production")] == [1, 2, 1, 3]
 
 
 @everywhere

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lightning.errors import UnavailableError
 from lightning.store.memory import MemoryStore
-from lightning.types import Resource, Rollout, Run, Task
+from lightning.types import Rollout, Run, Task
 from lightning_console.address import Address
 from lightning_console.blocks import Link, Notice, Notices, Page
 from lightning_console.places import Places
@@ -18,6 +18,7 @@ from lightning_console.web import actions
 from lightning_console.web.chat import Chat
 from lightning_console.web.desk import Desk
 from lightning_console.web.visitors import VISITOR, Visitor
+from lightning_resources import Resource, put_resource
 from lightning_server.projects import Projects
 from lightning_server.protocol import Host
 
@@ -108,7 +109,7 @@ async def test_an_alias_is_promoted_and_rolled_back(world: World, monkeypatch: p
     monkeypatch.undo()  # the plugin's own pages
     store = Projects(world.store).of("team-a")
     for text in ("one", "two"):
-        await store.put_resource(Resource("writer", text))
+        await put_resource(store, Resource("writer", text))
     (button,) = await world.buttons(TRAINER, "resources/writer")
     about = {"store": "db", "version": 2}
     assert button["arguments"].items() >= about.items()

@@ -74,7 +74,7 @@ def rollouts(folder: Path):
     import asyncio
 
     from lightning.cli.locate import with_store
-    from lightning.store.resource_ref import run_id_of
+    from lightning.store.places import run_id_of
     from lightning.store.url import sqlite_url
 
     run = run_id_of(folder / "runs" / "solver")

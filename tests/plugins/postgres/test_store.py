@@ -25,19 +25,7 @@ from lightning.store.relational import rollouts, transitions
 from lightning.store.relational.notify import Bell
 from lightning.store.schema_version import SCHEMA
 from lightning.store.sqlite import SqliteStore
-from lightning.types import (
-    Outcome,
-    Resource,
-    Rollout,
-    Run,
-    Scope,
-    Status,
-    Task,
-    Token,
-    Transition,
-    logprobs,
-    token_ids,
-)
+from lightning.types import Outcome, Rollout, Run, Scope, Status, Task, Token, Transition, logprobs, token_ids
 from lightning_db import keeper_of
 from lightning_otel.traces.book import TraceBook
 from lightning_postgres import change_listener as postgres_watching
@@ -45,6 +33,7 @@ from lightning_postgres import connection as postgres_connection
 from lightning_postgres import connections
 from lightning_postgres.connection import lock_key
 from lightning_postgres.store import PostgresStore
+from lightning_resources import Resource, alias_history, put_resource, roll_back_alias, set_alias
 from lightning_server import tokens_sql
 from lightning_server.fleet.member import Member
 from lightning_server.fleet.owner import Owner
@@ -163,11 +152,11 @@ async def test_a_roll_back_whose_answer_was_lost_goes_back_once(
     store: PostgresStore, lose: Callable[[], Loses]
 ) -> None:
     for text in "abc":
-        version = (await store.put_resource(Resource("w", text))).version
-        await store.set_alias("w", "production", version)
+        version = (await put_resource(store, Resource("w", text))).version
+        await set_alias(store, "w", "production", version)
     lose()
-    assert (await store.roll_back_alias("w", "production")).version == 2
-    assert [move.version for move in await store.alias_history("w", "production")] == [1, 2, 3, 2]
+    assert (await roll_back_alias(store, "w", "production")).version == 2
+    assert [move.version for move in await alias_history(store, "w", "production")] == [1, 2, 3, 2]
 
 
 @pytest.mark.parametrize("move", ["roll back", "set"])
@@ -176,24 +165,24 @@ async def test_a_move_whose_answer_was_lost_leaves_alone_what_was_moved_since(
 ) -> None:
     """The answer is lost after the commit, and another process moves the alias before it is asked for again."""
     for text in "abc":
-        await store.put_resource(Resource("w", text))
+        await put_resource(store, Resource("w", text))
     for version in (1, 2):
-        await store.set_alias("w", "production", version)
+        await set_alias(store, "w", "production", version)
     other = PostgresStore(store._settings)
     await other.open()
     waited = connections._Patience.wait
 
     async def wait(self: Any, error: BaseException) -> None:
-        await other.set_alias("w", "production", 3)
+        await set_alias(other, "w", "production", 3)
         await waited(self, error)
 
     monkeypatch.setattr(connections._Patience, "wait", wait)
     session = store._session
     assert session is not None
     session.connections._idle.append(Loses(session.connections._idle.pop(), True))
-    moved = store.roll_back_alias("w", "production") if move == "roll back" else store.set_alias("w", "production", 1)
+    moved = roll_back_alias(store, "w", "production") if move == "roll back" else set_alias(store, "w", "production", 1)
     assert (await moved).version == 1
-    assert [kept.version for kept in await store.alias_history("w", "production")] == [1, 2, 1, 3]
+    assert [kept.version for kept in await alias_history(store, "w", "production")] == [1, 2, 1, 3]
     await other.close()
 
 

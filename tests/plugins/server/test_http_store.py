@@ -22,7 +22,6 @@ from lightning.types import (
     Json,
     Lease,
     Outcome,
-    Resource,
     Rollout,
     Run,
     Scope,
@@ -33,6 +32,7 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_resources import Resource, alias_history, put_resource, roll_back_alias, set_alias
 from lightning_server import messages
 from lightning_server.api import answers
 from lightning_server.auth import issue_token
@@ -331,7 +331,7 @@ async def test_nothing_is_done_twice_when_an_answer_is_lost(control: ControlServ
         await store.put_run(Run("run", "run"))
         await store.create_rollouts([Rollout(name, "run", Task("q"), "g") for name in "abcd"])
         for text in "abc":
-            await store.put_resource(Resource("w", text))
+            await put_resource(store, Resource("w", text))
         loses.between = lambda: other.put_state("run", "k", "newer")
         await store.put_state("run", "k", "older")
         assert await store.get_state("run", "k") == "newer"
@@ -343,11 +343,11 @@ async def test_nothing_is_done_twice_when_an_answer_is_lost(control: ControlServ
         loses.between = lambda: other.lease("run", "w")
         assert await store.release("w") == 2
         assert [r.id for r in (await store.list_rollouts("run", status=Status.PENDING)).items] == ["b", "d"]
-        loses.between = lambda: other.set_alias("w", "production", 2)
-        assert (await store.set_alias("w", "production", 1)).version == 1
-        loses.between = lambda: other.set_alias("w", "production", 3)
-        assert (await store.roll_back_alias("w", "production")).version == 1
-        assert [move.version for move in await store.alias_history("w", "production")] == [1, 2, 1, 3]
+        loses.between = lambda: set_alias(other, "w", "production", 2)
+        assert (await set_alias(store, "w", "production", 1)).version == 1
+        loses.between = lambda: set_alias(other, "w", "production", 3)
+        assert (await roll_back_alias(store, "w", "production")).version == 1
+        assert [move.version for move in await alias_history(store, "w", "production")] == [1, 2, 1, 3]
         loses.between = lambda: list_tokens(other)
         assert (await put_token(store, Token("t", Scope.RUNNER, "a" * 64))).id == "t"
         await store.close()
@@ -654,8 +654,8 @@ async def test_ids_that_urls_know_otherwise(control: ControlServer) -> None:
         assert (await store.get_run(name)) == await store.put_run(Run(name, "another"))
         await store.put_state(name, name, name)
         assert await store.get_state(name, name) == name
-    await store.put_resource(Resource("a/b ü", "text"))
-    assert (await store.set_alias("a/b ü", "produktion/ü", 1)).version == 1
+    await put_resource(store, Resource("a/b ü", "text"))
+    assert (await set_alias(store, "a/b ü", "produktion/ü", 1)).version == 1
     await store.close()
     control.remove(url)
 

@@ -133,28 +133,6 @@ STATEMENTS: Final = (
         value TEXT NOT NULL,
         PRIMARY KEY (run, name)
     )""",
-    """CREATE TABLE resources (
-        n INTEGER PRIMARY KEY,
-        name TEXT NOT NULL,
-        version INTEGER NOT NULL,
-        kind TEXT NOT NULL,
-        digest TEXT NOT NULL,
-        content TEXT NOT NULL,
-        metadata TEXT NOT NULL,
-        created_at REAL NOT NULL,
-        UNIQUE (name, version),
-        UNIQUE (name, digest)
-    )""",
-    # A row for each move; `earlier` is the `n` of the move to return to.
-    """CREATE TABLE aliases (
-        n INTEGER PRIMARY KEY,
-        name TEXT NOT NULL,
-        alias TEXT NOT NULL,
-        version INTEGER NOT NULL,
-        at REAL NOT NULL,
-        earlier INTEGER
-    )""",
-    "CREATE INDEX aliases_by_name ON aliases (name, alias, n)",
     REVISIONS,
     # How many steps of their tables plugins have made (`lightning.store.relational.brought`).
     "CREATE TABLE operation_groups (name TEXT PRIMARY KEY, version INTEGER NOT NULL)",

@@ -15,9 +15,7 @@ from typing import Any, ClassVar, Final, TypeVar, cast
 from lightning.store import rollout_state, rows
 from lightning.store.operation import Operation as StoreOperation
 from lightning.store.operation import OperationGroup, Operations
-from lightning.store.protocol import Alias
 from lightning.store.relational import records
-from lightning.store.relational import resources as resource_ops
 from lightning.store.relational import rollouts as rollout_ops
 from lightning.store.relational import transitions as transition_ops
 from lightning.store.relational.brought import SqlPart, make_tables, version_of
@@ -41,11 +39,6 @@ READS: Final[Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]] = {
     "last_step": records.last_step,
     "metrics": records.metrics,
     "get_state": records.get_state,
-    "get_resource": resource_ops.get,
-    "list_resources": resource_ops.versions,
-    "list_aliases": resource_ops.aliases,
-    "alias_history": resource_ops.history,
-    "resource_uses": resource_ops.uses,
 }
 """What reads for an operation of the table, from a transaction and with the operation's arguments by name."""
 WHOLE: Final = ("transitions", "transitions_of", "attempts_of")
@@ -54,7 +47,6 @@ WRITES: Final[Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]] = {
     "put_run": records.put_run,
     "renew": rollout_ops.renew,
     "commit_step": records.commit_step,
-    "put_resource": resource_ops.put,
 }
 """What writes for an operation, in the same way."""
 
@@ -170,13 +162,3 @@ class RelationalStore(Operations, ABC):
         """See `Store.keep_state`."""
         text = rows.dump(value, f"the state {key!r}")
         return await self._write(lambda tx: records.keep_state(tx, run, key, text))
-
-    async def set_alias(self, name: str, alias: str, version: int, *, once: str = "") -> Alias:
-        """See `Store.set_alias`."""
-        known_as = self._known_as(once, "set_alias", name, alias, version)
-        return await self._write(lambda tx: resource_ops.set_alias(tx, name, alias, version, known_as))
-
-    async def roll_back_alias(self, name: str, alias: str, *, once: str = "") -> Alias:
-        """See `Store.roll_back_alias`."""
-        known_as = self._known_as(once, "roll_back_alias", name, alias)
-        return await self._write(lambda tx: resource_ops.roll_back(tx, name, alias, known_as))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from lightning.store.protocol import LATEST, ResourceUse
-from lightning.types import Resource
+from lightning_resources import LATEST, Resource, ResourceUse
 
 from lightning_console.address import Address
 from lightning_console.blocks import (
@@ -30,7 +29,7 @@ from lightning_console.blocks import (
 )
 from lightning_console.pages.words import NONE, count, number, to, when, written
 from lightning_console.places import Places, key_of
-from lightning_console.queries.resources import ResourceView, list_resources, resource_view
+from lightning_console.queries.resources import ResourceView, resource_lines, resource_view
 
 ABOVE = (Link("Runs", "runs"), Link("Prompts and weights", "resources"))
 LONGEST = 100_000
@@ -65,7 +64,7 @@ def _before(view: ResourceView, version: int) -> int:
 
 
 async def _list(places: Places, address: Address) -> Page:
-    lines, unreadable = await list_resources(places)
+    lines, unreadable = await resource_lines(places)
     rows = [
         [
             Cell(line.name, to("resources", line.name, store=line.mark)),

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from lightning.errors import ConfigError, DataError
 from lightning.store.protocol import Store
+from lightning_resources import roll_back_alias, set_alias
 
 from lightning_console.address import Address
 from lightning_console.blocks import Action, Actions, Block, Notice, Notices, Page
@@ -44,13 +45,13 @@ async def _promote(places: Places, who: Visitor, given: Mapping[str, Any]) -> st
     alias, version = _text(given, "alias").strip() or PRODUCTION, _text(given, "version").strip()
     if not version.isdecimal() or len(version) > 18:
         raise DataError(f"{version[:40]!r} is no version: give its number")
-    moved = await store.set_alias(name, alias, int(version))
+    moved = await set_alias(store, name, alias, int(version))
     return f"{moved.name}@{moved.alias} is version {moved.version}"
 
 
 async def _roll_back(places: Places, who: Visitor, given: Mapping[str, Any]) -> str:
     store = await _store(places, _text(given, "store"))
-    moved = await store.roll_back_alias(_text(given, "name"), _text(given, "alias"))
+    moved = await roll_back_alias(store, _text(given, "name"), _text(given, "alias"))
     return f"{moved.name}@{moved.alias} is version {moved.version} again"
 
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.cli import locate
+from lightning.cli.app import main
 from lightning.plugins import plugins
+from lightning.printable import printable
 from lightning.store import Store
 from lightning.store.url import sqlite_url
-from lightning.types import Outcome, Resource, Rollout, Run, Task
+from lightning.types import Outcome, Rollout, Run, Task
+from lightning_resources import Resource, ResourceKind, get_resource, put_resource, set_alias
+
+from tests.core.cli.test_output import EVIL, STEERS
 
 Command = Callable[..., Any]
 
@@ -25,11 +32,11 @@ def tuned(tmp_path: Path) -> Path:
 
     async def fill(store: Store) -> None:
         await store.put_run(Run("tuned", "tuned"))
-        await store.put_resource(Resource("writer", "Write.\nOn {topic}."))
-        await store.put_resource(
-            Resource("writer", "Rhyme.\nOn {topic}.", metadata={"parent": 1, "criticism": "[dull]"})
+        await put_resource(store, Resource("writer", "Write.\nOn {topic}."))
+        await put_resource(
+            store, Resource("writer", "Rhyme.\nOn {topic}.", metadata={"parent": 1, "criticism": "[dull]"})
         )
-        await store.set_alias("writer", "production", 1)
+        await set_alias(store, "writer", "production", 1)
         planned = [Rollout(f"r{n}", "tuned", Task(n), "g", resources={"writer": n % 2 + 1}) for n in range(4)]
         await store.create_rollouts(planned)
         for lease in await store.lease("tuned", "w", limit=4):
@@ -132,10 +139,10 @@ def test_put(lightning: Command, tuned: Path, tmp_path: Path) -> None:
     assert "writer@3 (prompt" in lightning("resources", "put", f"{place}writer", str(tmp_path / "p.txt")).out
     lightning("resources", "put", f"{place}limits", str(tmp_path / "c.json"), "--kind", "config")
     lightning("resources", "put", f"{place}policy", str(tmp_path / "model"), "--kind", "weights")
-    content = on(tuned / "tuned", lambda store: store.get_resource("policy")).content
+    content = on(tuned / "tuned", lambda store: get_resource(store, "policy")).content
     assert content["path"] == str(tmp_path / "model")
     assert content["files"]["w.safetensors"].startswith("9a129038")
-    assert on(tuned / "tuned", lambda store: store.get_resource("limits")).content == {"k": 3}
+    assert on(tuned / "tuned", lambda store: get_resource(store, "limits")).content == {"k": 3}
     ran = lightning("resources", "put", "writer", str(tmp_path / "p.txt"))
     assert (ran.code, "does not say in which store" in ran.err) == (2, True)
     ran = lightning("resources", "put", f"{place}limits", str(tmp_path / "p.txt"), "--kind", "config")
@@ -167,7 +174,7 @@ def test_no_alias_moves_while_the_database_that_may_be_meant_cannot_be_read(ligh
 
 def test_a_name_that_several_stores_have_needs_its_place(lightning: Command, tuned: Path) -> None:
     (tuned / "other").mkdir()
-    on(tuned / "other", lambda store: store.put_resource(Resource("writer", "Other.")))
+    on(tuned / "other", lambda store: put_resource(store, Resource("writer", "Other.")))
     ran = lightning("resources", "show", "writer", "--runs", str(tuned))
     assert (ran.code, "2 stores in" in ran.err, "PLACE#writer" in ran.err) == (2, True, True)
     assert lightning("resources", "show", f"{tuned / 'other'}#writer", "--content").out == "Other."
@@ -175,3 +182,71 @@ def test_a_name_that_several_stores_have_needs_its_place(lightning: Command, tun
     assert (ran.code, "has a resource 'nobody'" in ran.err) == (2, True)
     ran = lightning("resources", "show", "writer@", "--runs", str(tuned))
     assert (ran.code, "names no resource" in ran.err) == (2, True)
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> str:
+    """The database of a resource in which every text that somebody else chooses would steer a terminal."""
+
+    async def fill(store: Store) -> None:
+        for text in ("was", EVIL):
+            await put_resource(store, Resource("w", text, ResourceKind.PROMPT, {EVIL: EVIL}))
+        await set_alias(store, "w", "live", 2)
+
+    on(tmp_path, fill)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "command", ["ls HERE", "show HERE#w", "show HERE#w --json", "diff HERE#w 1 2", "compare HERE#w"]
+)
+def test_no_command_lets_a_store_steer_the_terminal(
+    evil: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        main(["resources", *command.replace("HERE", evil).split()])
+    printed = "".join(capsys.readouterr())
+    assert printed.strip()
+    assert STEERS.search(printed) is None
+    assert "Usage" not in printed
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_file_gets_a_content_as_it_is_and_a_terminal_does_not(
+    evil: str, terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    with pytest.raises(SystemExit):
+        main(["resources", "show", f"{evil}#w", "--content"])
+    assert capsys.readouterr().out == (printable(EVIL) if terminal else EVIL)
+
+
+def test_no_command_shows_the_password_of_a_store(
+    lightning: Command, tuned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Known:
+        def store(self, url: str) -> Any:
+            return plugins().store(sqlite_url(tuned / "tuned" / "lightning.db"))
+
+    monkeypatch.setattr(locate, "plugins", Known)
+    url, shown = "postgresql://me:hunter2@db/l", "postgresql://***@db/l"
+    typo = "postgresql:/me:hunter2@db/l"
+    prompt = tuned.parent / "prompt.txt"
+    prompt.write_text("Write.")
+    for command, named in (
+        (("resources", "ls", url), True),
+        (("resources", "put", f"{url}#writer", str(prompt)), False),
+        (("resources", "put", f"{url}#writer@1", str(prompt)), False),
+        (("resources", "ls", url), True),
+        (("resources", "ls", url, "--json"), True),
+        (("resources", "show", "nobody", "--runs", url), True),
+        (("resources", "show", f"{url}#writer@9"), True),
+        (("resources", "show", url), True),
+        (("resources", "show", "writer", "--runs", typo), False),
+        (("resources", "show", f"{typo}#writer"), False),
+    ):
+        ran = lightning(*command)
+        assert "hunter2" not in ran.out + ran.err, command
+        assert (shown in ran.out + ran.err) is named, (command, ran)

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from lightning.errors import ConflictError, DataError, StoreError
-from lightning.store import Alias, ResourceUse, Store
+from lightning.store import Store
 from lightning.store.sqlite import SqliteStore
-from lightning.types import Fault, Outcome, Resource, ResourceKind, Rollout, StepRecord
+from lightning.types import Fault, Outcome, Rollout, StepRecord
+from lightning_resources import (
+    Alias,
+    Resource,
+    ResourceKind,
+    ResourceUse,
+    alias_history,
+    get_resource,
+    list_aliases,
+    list_resources,
+    put_resource,
+    resource_uses,
+    roll_back_alias,
+    set_alias,
+    sql,
+)
+from lightning_resources.operations import RESOURCES
 
 from tests.core.store.backends import everywhere
 
@@ -24,34 +42,34 @@ def moves(aliases: list[Alias]) -> list[tuple[str, str, int]]:
 
 @everywhere
 async def test_versions_count_up_and_the_same_content_is_the_same_version(store: Store) -> None:
-    first = await store.put_resource(Resource("writer", "Write on {topic}.", metadata={"made_by": "hand"}))
+    first = await put_resource(store, Resource("writer", "Write on {topic}.", metadata={"made_by": "hand"}))
     assert (first.version, first.metadata) == (1, {"made_by": "hand"})
     assert first.created_at > 1e9
-    second = await store.put_resource(Resource("writer", "Rhyme on {topic}!", metadata={"parent": 1}))
+    second = await put_resource(store, Resource("writer", "Rhyme on {topic}!", metadata={"parent": 1}))
     assert second.version == 2
-    assert await store.put_resource(Resource("writer", "Write on {topic}.", metadata={"made_by": "chance"})) == first
-    assert await store.list_resources("writer") == [first, second]
-    assert await store.get_resource("writer") == await store.get_resource("writer", "latest") == second
-    assert await store.get_resource("writer", 1) == first
-    assert await store.get_resource("writer", 3) is None
-    assert await store.get_resource("writer", "production") is None
-    assert await store.get_resource("nobody") is None
+    assert await put_resource(store, Resource("writer", "Write on {topic}.", metadata={"made_by": "chance"})) == first
+    assert await list_resources(store, "writer") == [first, second]
+    assert await get_resource(store, "writer") == await get_resource(store, "writer", "latest") == second
+    assert await get_resource(store, "writer", 1) == first
+    assert await get_resource(store, "writer", 3) is None
+    assert await get_resource(store, "writer", "production") is None
+    assert await get_resource(store, "nobody") is None
 
 
 async def test_the_digest_is_of_the_text_itself_so_that_anybody_can_check_it(store: Store) -> None:
-    stored = await store.put_resource(Resource("writer", "Größe {x}"))
+    stored = await put_resource(store, Resource("writer", "Größe {x}"))
     assert stored.digest == hashlib.sha256("Größe {x}".encode()).hexdigest()
     config = {"b": [1, 2.5, None], "a": "x"}
-    kept = await store.put_resource(Resource("limits", config, ResourceKind.CONFIG))
+    kept = await put_resource(store, Resource("limits", config, ResourceKind.CONFIG))
     assert (kept.content, kept.kind) == (config, ResourceKind.CONFIG)
-    assert (await store.put_resource(Resource("limits", {"a": "x", "b": (1, 2.5, None)}, ResourceKind.CONFIG))) == kept
-    assert [item.name for item in await store.list_resources()] == ["limits", "writer"]
+    assert (await put_resource(store, Resource("limits", {"a": "x", "b": (1, 2.5, None)}, ResourceKind.CONFIG))) == kept
+    assert [item.name for item in await list_resources(store)] == ["limits", "writer"]
 
 
 async def test_a_name_belongs_to_one_kind(store: Store) -> None:
-    await store.put_resource(Resource("writer", "text"))
+    await put_resource(store, Resource("writer", "text"))
     with pytest.raises(ConflictError, match=r"'writer' is a prompt, not a config"):
-        await store.put_resource(Resource("writer", "text", ResourceKind.CONFIG))
+        await put_resource(store, Resource("writer", "text", ResourceKind.CONFIG))
 
 
 @pytest.mark.parametrize("name", ["", "a@b", "a#b", " a", "a\nb"])
@@ -72,53 +90,53 @@ def test_what_is_no_text_is_no_prompt_and_what_is_not_json_no_config() -> None:
 @everywhere
 async def test_an_alias_moves_and_returns(store: Store) -> None:
     for text in ("one", "two", "three"):
-        await store.put_resource(Resource("writer", text))
-    assert (await store.set_alias("writer", "production", 1)).version == 1
-    moved = await store.set_alias("writer", "production", 3)
-    assert (moved.version, (await store.get_resource("writer", "production")).content) == (3, "three")  # type: ignore[union-attr]
-    assert await store.set_alias("writer", "production", 3) == moved
-    await store.set_alias("writer", "production", 2)
-    assert [(await store.roll_back_alias("writer", "production")).version for _ in range(2)] == [3, 1]
+        await put_resource(store, Resource("writer", text))
+    assert (await set_alias(store, "writer", "production", 1)).version == 1
+    moved = await set_alias(store, "writer", "production", 3)
+    assert (moved.version, (await get_resource(store, "writer", "production")).content) == (3, "three")  # type: ignore[union-attr]
+    assert await set_alias(store, "writer", "production", 3) == moved
+    await set_alias(store, "writer", "production", 2)
+    assert [(await roll_back_alias(store, "writer", "production")).version for _ in range(2)] == [3, 1]
     with pytest.raises(StoreError, match="always been version 1"):
-        await store.roll_back_alias("writer", "production")
-    history = await store.alias_history("writer", "production")
+        await roll_back_alias(store, "writer", "production")
+    history = await alias_history(store, "writer", "production")
     assert [move.version for move in history] == [1, 3, 2, 3, 1]
     assert [move.at for move in history] == sorted(move.at for move in history)
-    await store.set_alias("writer", "production", 2)
-    assert (await store.roll_back_alias("writer", "production")).version == 1
+    await set_alias(store, "writer", "production", 2)
+    assert (await roll_back_alias(store, "writer", "production")).version == 1
 
 
 async def test_aliases_are_listed_with_the_newest_version_among_them(store: Store) -> None:
     for name in ("writer", "checker"):
-        await store.put_resource(Resource(name, "one"))
-    await store.put_resource(Resource("writer", "two"))
-    await store.set_alias("writer", "production", 2)
-    await store.set_alias("writer", "production", 1)
-    await store.set_alias("writer", "canary", 2)
+        await put_resource(store, Resource(name, "one"))
+    await put_resource(store, Resource("writer", "two"))
+    await set_alias(store, "writer", "production", 2)
+    await set_alias(store, "writer", "production", 1)
+    await set_alias(store, "writer", "canary", 2)
     expected = [("checker", "latest", 1), ("writer", "canary", 2), ("writer", "latest", 2), ("writer", "production", 1)]
-    assert moves(await store.list_aliases()) == expected
-    assert moves(await store.list_aliases("checker")) == expected[:1]
+    assert moves(await list_aliases(store)) == expected
+    assert moves(await list_aliases(store, "checker")) == expected[:1]
 
 
 @pytest.mark.parametrize("alias", ["latest", "7", "", "a b", "a@b"])
 async def test_what_cannot_name_an_alias_is_refused(store: Store, alias: str) -> None:
-    await store.put_resource(Resource("writer", "one"))
+    await put_resource(store, Resource("writer", "one"))
     with pytest.raises(DataError, match="alias"):
-        await store.set_alias("writer", alias, 1)
+        await set_alias(store, "writer", alias, 1)
 
 
 async def test_an_alias_points_to_what_exists(store: Store) -> None:
-    await store.put_resource(Resource("writer", "one"))
+    await put_resource(store, Resource("writer", "one"))
     with pytest.raises(StoreError, match="no version 2 of the resource 'writer'; there are: 1"):
-        await store.set_alias("writer", "production", 2)
+        await set_alias(store, "writer", "production", 2)
     with pytest.raises(StoreError, match="no alias 'production'"):
-        await store.roll_back_alias("writer", "production")
+        await roll_back_alias(store, "writer", "production")
 
 
 async def test_many_writers_make_each_version_once(store: Store) -> None:
-    made = await asyncio.gather(*(store.put_resource(Resource("w", f"text {number % 5}")) for number in range(40)))
+    made = await asyncio.gather(*(put_resource(store, Resource("w", f"text {number % 5}")) for number in range(40)))
     assert sorted({item.version for item in made}) == [1, 2, 3, 4, 5]
-    assert len(await store.list_resources("w")) == 5
+    assert len(await list_resources(store, "w")) == 5
 
 
 @everywhere
@@ -141,16 +159,16 @@ async def test_a_rollout_says_what_it_runs_with_and_the_store_what_that_earned(
         await store.complete(name, 1, Outcome(reward=reward))
     await store.complete("e", 1, Outcome(fault=Fault.AGENT, error="raised"))
     assert (await store.get_rollout("b")).resources == {"writer": 1, "checker": 1}  # type: ignore[union-attr]
-    assert await store.resource_uses("writer") == [
+    assert await resource_uses(store, "writer") == [
         ResourceUse("run", "train", 1, 2, 2, 0, 0.5),
         ResourceUse("run", "train", 2, 2, 1, 1, 0.25),
         ResourceUse("run", "val", 2, 1, 1, 0, 1.0),
     ]
-    assert await store.resource_uses("checker") == [
+    assert await resource_uses(store, "checker") == [
         ResourceUse("run", "train", 1, 1, 1, 0, 1.0),
         ResourceUse("run", "train", 2, 1, 1, 0, 0.0),
     ]
-    assert await store.resource_uses("nobody") == []
+    assert await resource_uses(store, "nobody") == []
 
 
 @pytest.mark.parametrize("version", [0, "1", True])
@@ -171,9 +189,45 @@ async def test_a_step_keeps_the_groups_it_looked_at(store: Store, rollout: Rollo
 async def test_a_changed_version_is_noticed(sqlite: SqliteStore, tmp_path: Path) -> None:
     import sqlite3
 
-    await sqlite.put_resource(Resource("writer", "one"))
+    await put_resource(sqlite, Resource("writer", "one"))
     with sqlite3.connect(tmp_path / "store.db") as connection:
         connection.execute("UPDATE resources SET content = '\"two\"'")
     connection.close()
     with pytest.raises(StoreError, match="version 1 of resource 'writer' is corrupt"):
-        await sqlite.get_resource("writer")
+        await get_resource(sqlite, "writer")
+
+
+@everywhere
+async def test_an_alias_that_is_moved_again_under_an_id_stays_where_others_moved_it(store: Store) -> None:
+    for text in "abc":
+        await put_resource(store, Resource("w", text))
+    first = await set_alias(store, "w", "production", 1, once="1")
+    await set_alias(store, "w", "production", 2)
+    assert await set_alias(store, "w", "production", 1, once="1") == first
+    back = await roll_back_alias(store, "w", "production", once="1")
+    await set_alias(store, "w", "production", 3)
+    assert await roll_back_alias(store, "w", "production", once="1") == back
+    assert [move.version for move in await alias_history(store, "w", "production")] == [1, 2, 1, 3]
+
+
+def test_an_sql_database_has_a_function_with_the_arguments_of_each_operation() -> None:
+    functions = sql.PART.functions
+    assert set(functions) == {operation.name for operation in RESOURCES.operations}
+    for operation in RESOURCES.operations:
+        found = list(inspect.signature(functions[operation.name]).parameters)[1:]
+        assert found == list(operation.signature.parameters), operation
+
+
+async def test_the_table_has_a_column_for_each_field(sqlite: SqliteStore) -> None:
+    assert await list_resources(sqlite) == []
+    found = await sqlite._read(lambda tx: tx.all("PRAGMA table_info(resources)"))
+    assert set(sql.COLUMNS.columns) <= {row[1] for row in found}
+    assert set(sql.COLUMNS.fields) <= {field.name for field in fields(Resource)}
+
+
+def test_statements_have_as_many_places_as_columns() -> None:
+    inserts = [text for name, text in vars(sql).items() if name.startswith("INSERT_")]
+    assert len(inserts) == 2
+    for text in inserts:
+        names = text.partition("(")[2].partition(")")[0]
+        assert text.count("?") == len(names.split(",")), text

@@ -1,4 +1,4 @@
-"""Which prompt templates a rollout runs with: texts from the settings, and versions of resources.
+"""Which prompt templates a rollout runs with, where they are versions of resources; and a run's stage, which finds them.
 
 The invariant: what a run's prompts are is decided once, when it begins, and kept with it; an alias that moves later changes
 the next run and never this one. A rollout names the versions it runs with before it is leased.
@@ -8,27 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
 
 from lightning.errors import ConfigError, StoreError
 from lightning.plugins import plugins
+from lightning.store.places import existing_store
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import PREFIX, existing_store, find, parse_reference
 from lightning.store.url import redacted
 from lightning.trainer.run_server import of_project
-from lightning.types import DEFAULT_PROJECT, Json, Resource, ResourceKind, Rollout
+from lightning.trainer.run_stages import API, PREFIX, Prompts, RunStage
+from lightning.types import DEFAULT_PROJECT, Json, Rollout, Run
 
-STATE = "prompts"
+from lightning_resources.nouns import Resource, ResourceKind
+from lightning_resources.operations import list_resources, put_resource
+from lightning_resources.reference import find, parse_reference
+from lightning_resources.weights import keep_weights
+
+STATE: Final = "prompts"
 """Under which a run keeps its choice: `{component: [resource, version]}`."""
 
 
 @dataclass
-class Prompts:
-    """`own` are texts by component, `bound` the resources of the other components, `versions` what a rollout of this run
-    runs with unless it says otherwise, by resource."""
+class ResourcePrompts(Prompts):
+    """Prompts of which some are versions of resources."""
 
-    own: Mapping[str, str] = field(default_factory=dict)
-    bound: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, int] = field(default_factory=dict)
     _texts: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def bind(self, component: str, resource: Resource, *, pinned: bool = True) -> None:
@@ -49,7 +53,7 @@ class Prompts:
     async def load(self, store: Store) -> None:
         """Have the texts of all versions at hand: rollouts of this run may be waiting from before a restart."""
         for name in set(self.bound.values()):
-            self._texts |= {(name, item.version): _text(item) for item in await store.list_resources(name)}
+            self._texts |= {(name, item.version): _text(item) for item in await list_resources(store, name)}
 
     def of(self, rollout: Rollout) -> dict[str, str]:
         """The templates of a rollout, by component."""
@@ -69,14 +73,14 @@ class Prompts:
 
 async def resolve_prompts(
     store: Store, run: str, settings: Mapping[str, str], *, home: str = "", project: str = DEFAULT_PROJECT
-) -> Prompts:
+) -> ResourcePrompts:
     """The prompts of a run by its settings `runner.prompts`: those it kept when it goes on, else what references mean now.
 
     `store` is as the run's project sees it, and so is every other that a reference names (a server as the token's project sees
     it): a resource of that is copied into this one. `home` is the URL of the store that references without a place mean, where
     it is another than this. Raises `StoreError` or `ConfigError` for a reference that leads nowhere.
     """
-    prompts = Prompts({name: text for name, text in settings.items() if not text.startswith(PREFIX)})
+    prompts = ResourcePrompts({name: text for name, text in settings.items() if not text.startswith(PREFIX)})
     kept = await store.get_state(run, STATE)
     for component, text in settings.items():
         if not text.startswith(PREFIX):
@@ -113,10 +117,29 @@ async def _found(store: Store, text: str, home: str, project: str) -> Resource:
     finally:
         await other.close()
     origin: dict[str, Json] = {"store": redacted(place), "version": resource.version}
-    return await store.put_resource(replace(resource, metadata={**resource.metadata, "origin": origin}))
+    return await put_resource(store, replace(resource, metadata={**resource.metadata, "origin": origin}))
 
 
 def _text(resource: Resource) -> str:
     if not isinstance(resource.content, str):
         raise StoreError(f"version {resource.version} of {resource.name!r} is a {resource.kind.value}, not a prompt")
     return resource.content
+
+
+def bindable(prompts: Prompts) -> ResourcePrompts:
+    """A run's prompts, to which versions of resources can be bound."""
+    return prompts if isinstance(prompts, ResourcePrompts) else ResourcePrompts(prompts.own)
+
+
+class ResourcesOfRun(RunStage):
+    """Gives a run its prompts, and makes the weights that it leaves a version."""
+
+    api = API
+
+    async def prompts(self, store: Store, run: Run, given: Mapping[str, str], home: str) -> Prompts:
+        """See `RunStage.prompts`."""
+        return await resolve_prompts(store, run.id, given, home=home, project=run.project)
+
+    async def exported(self, store: Store, run: Run, folder: Path, about: Mapping[str, Json]) -> None:
+        """See `RunStage.exported`."""
+        await keep_weights(store, folder, about)

@@ -6,8 +6,8 @@ import hashlib
 from pathlib import Path
 
 from lightning.store.memory import MemoryStore
-from lightning.trainer.checkpoints import WEIGHTS_NAME, keep_weights
-from lightning.types import Resource, ResourceKind
+from lightning_resources import Resource, ResourceKind, put_resource
+from lightning_resources.weights import WEIGHTS_NAME, keep_weights
 
 
 async def test_the_same_files_are_the_same_version_and_others_the_next(tmp_path: Path) -> None:
@@ -16,7 +16,7 @@ async def test_the_same_files_are_the_same_version_and_others_the_next(tmp_path:
     (model / "model.safetensors").write_bytes(b"one")
     store = MemoryStore()
     await store.open()
-    await store.put_resource(Resource("policy", "a component may have this name"))
+    await put_resource(store, Resource("policy", "a component may have this name"))
     first = await keep_weights(store, model, {"run": "a", "reward": 0.5})
     assert await keep_weights(store, model, {"run": "a"}) == first
     assert (first.name, first.kind, first.version) == (WEIGHTS_NAME, ResourceKind.WEIGHTS, 1)

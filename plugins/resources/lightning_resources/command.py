@@ -16,19 +16,30 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
 from lightning.cli.locate import with_store
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.cli.runs import answers
 from lightning.errors import ConfigError, DataError
 from lightning.printable import printable
-from lightning.store.protocol import LATEST, Alias, ResourceUse, Store
-from lightning.store.resource_ref import ResourceReference, existing_store, find, parse_reference
+from lightning.store.places import existing_store
+from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.text_files import read_text
-from lightning.trainer.checkpoints import weights_content
-from lightning.trainer.retention import superseded
-from lightning.types import Json, Resource, ResourceKind
+from lightning.types import Json
+
+from lightning_resources.nouns import LATEST, Alias, Resource, ResourceKind, ResourceUse
+from lightning_resources.operations import (
+    alias_history,
+    get_resource,
+    list_aliases,
+    list_resources,
+    put_resource,
+    resource_uses,
+    roll_back_alias,
+    set_alias,
+)
+from lightning_resources.reference import ResourceReference, find, parse_reference
+from lightning_resources.weights import superseded, weights_content
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -94,8 +105,8 @@ def show(
 
     async def read(store: Store) -> tuple[Resource, list[list[Alias]]]:
         resource = await find(store, reference)
-        names = [alias.alias for alias in await store.list_aliases(reference.name) if alias.alias != "latest"]
-        return resource, [await store.alias_history(reference.name, name) for name in names]
+        names = [alias.alias for alias in await list_aliases(store, reference.name) if alias.alias != "latest"]
+        return resource, [await alias_history(store, reference.name, name) for name in names]
 
     resource, histories = asyncio.run(with_store(url, read))
     if content:
@@ -131,7 +142,7 @@ def diff(
     async def read(store: Store) -> tuple[Resource, Resource, list[ResourceUse]]:
         one = await find(store, parse_reference(f"{reference.name}@{old}"))
         other = await find(store, parse_reference(f"{reference.name}@{new}"))
-        return one, other, await store.resource_uses(reference.name)
+        return one, other, await resource_uses(store, reference.name)
 
     one, other, used = asyncio.run(with_store(url, read))
     uses = [use for version in (one.version, other.version) for use in used if use.version == version]
@@ -169,12 +180,12 @@ def compare(
     url, reference = locate(name, where)
 
     async def read(store: Store) -> tuple[list[Resource], list[Alias], list[ResourceUse]]:
-        versions, aliases = await store.list_resources(reference.name), await store.list_aliases(reference.name)
-        return versions, aliases, await store.resource_uses(reference.name)
+        versions, aliases = await list_resources(store, reference.name), await list_aliases(store, reference.name)
+        return versions, aliases, await resource_uses(store, reference.name)
 
     versions, aliases, uses = asyncio.run(with_store(url, read))
     for place in served or ():
-        uses += asyncio.run(with_store(existing_store(place), lambda store: store.resource_uses(reference.name)))
+        uses += asyncio.run(with_store(existing_store(place), lambda store: resource_uses(store, reference.name)))
     if as_json:
         print_json({"versions": versions, "aliases": aliases, "uses": uses})
         return
@@ -201,10 +212,10 @@ def promote(named: Named, alias: AliasName = "production", where: Runs = "runs")
     url, reference = locate(named, where, to_change=True)
 
     async def move(store: Store) -> tuple[int | None, Alias]:
-        before = await store.get_resource(reference.name, alias)
+        before = await get_resource(store, reference.name, alias)
         resource = await find(store, reference)
-        return None if before is None else before.version, await store.set_alias(
-            reference.name, alias, resource.version
+        return None if before is None else before.version, await set_alias(
+            store, reference.name, alias, resource.version
         )
 
     before, moved = asyncio.run(with_store(url, move))
@@ -221,8 +232,8 @@ def rollback(
     url, reference = locate(name, where, to_change=True)
 
     async def move(store: Store) -> tuple[int | None, Alias]:
-        before = await store.get_resource(reference.name, alias)
-        return None if before is None else before.version, await store.roll_back_alias(reference.name, alias)
+        before = await get_resource(store, reference.name, alias)
+        return None if before is None else before.version, await roll_back_alias(store, reference.name, alias)
 
     before, moved = asyncio.run(with_store(url, move))
     _say_moved(before, moved)
@@ -248,7 +259,7 @@ def put(
             f"@{reference.which} out"
         )
     resource = Resource(reference.name, read_content(source, kind), kind, {"made_by": "hand", "source": str(source)})
-    stored = asyncio.run(with_store(existing_store(reference.place), lambda store: store.put_resource(resource)))
+    stored = asyncio.run(with_store(existing_store(reference.place), lambda store: put_resource(store, resource)))
     say(f"{escape(stored.name)}@{stored.version} ({stored.kind.value}, sha256 {stored.digest[:12]})")
 
 
@@ -286,9 +297,9 @@ def read_content(source: Path, kind: ResourceKind) -> Json:
 
 async def _list(url: str, store: Store) -> list[Listed]:
     versions: dict[str, list[Resource]] = {}
-    for resource in await store.list_resources():
+    for resource in await list_resources(store):
         versions.setdefault(resource.name, []).append(resource)
-    aliases = await store.list_aliases()
+    aliases = await list_aliases(store)
     return [
         Listed(
             redacted(url),
@@ -308,7 +319,7 @@ def locate(text: str, where: str, *, to_change: bool = False) -> tuple[str, Reso
     reference = parse_reference(text)
     if reference.place:
         return existing_store(reference.place), reference
-    asked = answers(where, lambda _, store: store.list_resources(reference.name), all_of_them=to_change)
+    asked = answers(where, lambda _, store: list_resources(store, reference.name), all_of_them=to_change)
     having = [url for url, found in asked if found]
     if len(having) == 1:
         return having[0], reference

@@ -12,12 +12,13 @@ import pytest
 from lightning.errors import ConfigError, SchemaError, StoreError
 from lightning.store import Store
 from lightning.store.memory import MemoryStore
-from lightning.store.resource_ref import ResourceReference, find, parse_reference
 from lightning.store.schema_version import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
-from lightning.trainer.prompts import resolve_prompts
-from lightning.types import Resource, ResourceKind, Rollout, Run, Task
+from lightning.types import Rollout, Run, Task
+from lightning_resources import Resource, ResourceKind, get_resource, put_resource, resource_uses, set_alias
+from lightning_resources.prompts import resolve_prompts
+from lightning_resources.reference import ResourceReference, find, parse_reference
 
 
 @pytest.fixture
@@ -26,8 +27,8 @@ async def store() -> AsyncIterator[MemoryStore]:
     await made.open()
     await made.put_run(Run("run", "run"))
     for text in ("one", "two", "three"):
-        await made.put_resource(Resource("writer", text))
-    await made.set_alias("writer", "production", 2)
+        await put_resource(made, Resource("writer", text))
+    await set_alias(made, "writer", "production", 2)
     yield made
     await made.close()
 
@@ -86,7 +87,7 @@ async def test_a_component_may_have_another_resource_than_its_name(store: Store)
 
 async def test_a_version_that_came_later_is_found_when_a_rollout_runs_with_it(store: Store) -> None:
     prompts = await resolve_prompts(store, "run", {"writer": "resource:writer"})
-    new = await store.put_resource(Resource("writer", "four"))
+    new = await put_resource(store, Resource("writer", "four"))
     (stamped,) = await prompts.stamp(store, [rollout(writer=new.version)])
     assert prompts.of(stamped) == {"writer": "four"}
     with pytest.raises(StoreError, match="there is no resource writer@9"):
@@ -97,7 +98,7 @@ async def test_a_run_goes_on_with_the_prompts_it_began_with(store: Store) -> Non
     settings = {"writer": "resource:writer@production"}
     prompts = await resolve_prompts(store, "run", settings)
     await prompts.keep(store, "run")
-    await store.set_alias("writer", "production", 3)
+    await set_alias(store, "writer", "production", 3)
     assert (await resolve_prompts(store, "run", settings)).of(rollout()) == {"writer": "two"}
     assert (await resolve_prompts(store, "other", settings)).of(rollout()) == {"writer": "three"}
 
@@ -105,8 +106,8 @@ async def test_a_run_goes_on_with_the_prompts_it_began_with(store: Store) -> Non
 async def test_a_resource_of_another_store_is_copied_into_this_one(store: Store, tmp_path: Path) -> None:
     other = SqliteStore(tmp_path / "tuned" / "lightning.db")
     await other.open()
-    await other.put_resource(Resource("writer", "zero"))
-    await other.put_resource(Resource("writer", "tuned", metadata={"made_by": "apo"}))
+    await put_resource(other, Resource("writer", "zero"))
+    await put_resource(other, Resource("writer", "tuned", metadata={"made_by": "apo"}))
     await other.close()
     for place in (
         str(tmp_path / "tuned"),
@@ -116,7 +117,7 @@ async def test_a_resource_of_another_store_is_copied_into_this_one(store: Store,
         prompts = await resolve_prompts(store, "run", {"writer": f"resource:{place}#writer@2"})
         assert prompts.of(rollout()) == {"writer": "tuned"}
         assert prompts.versions == {"writer": 4}
-    copied = await store.get_resource("writer", 4)
+    copied = await get_resource(store, "writer", 4)
     assert copied is not None
     assert copied.metadata == {"made_by": "apo", "origin": {"store": str(tmp_path / "tuned"), "version": 2}}
     home = await resolve_prompts(
@@ -143,13 +144,13 @@ async def test_where_a_prompt_came_from_is_kept_without_its_password(
     url = sqlite_url(tmp_path / "lightning.db")
     other = SqliteStore(tmp_path / "lightning.db")
     await other.open()
-    await other.put_resource(Resource("tuned", "text"))
-    await other.put_resource(Resource("rates", "{}", ResourceKind.CONFIG))
+    await put_resource(other, Resource("tuned", "text"))
+    await put_resource(other, Resource("rates", "{}", ResourceKind.CONFIG))
     await other.close()
-    monkeypatch.setattr("lightning.trainer.prompts.existing_store", lambda place: url)
+    monkeypatch.setattr("lightning_resources.prompts.existing_store", lambda place: url)
     place = "postgresql://user:hunter2@host/db"
     await resolve_prompts(store, "run", {"writer": f"resource:{place}#tuned"})
-    copied = await store.get_resource("tuned", 1)
+    copied = await get_resource(store, "tuned", 1)
     assert copied is not None
     assert copied.metadata["origin"] == {"store": "postgresql://***@host/db", "version": 1}
     with pytest.raises(ConfigError, match=r"writer: rates@1 is a config, not a prompt"):
@@ -188,13 +189,13 @@ async def test_rollouts_of_training_run_with_the_live_prompt_and_say_so(
         return reward
 
     async with bench(tmp_path, reads, trainer__steps=1) as made:
-        await made.store.put_resource(Resource("writer", "first"))
-        await made.store.put_resource(Resource("writer", "tuned"))
-        await made.store.set_alias("writer", "production", 2)
+        await put_resource(made.store, Resource("writer", "first"))
+        await put_resource(made.store, Resource("writer", "tuned"))
+        await set_alias(made.store, "writer", "production", 2)
         made.loop.stack.prompts = await resolve_prompts(made.store, "run", {"writer": "resource:writer@production"})
         await made.loop.run({})
         rollouts = (await made.store.list_rollouts("run")).items
-        uses = await made.store.resource_uses("writer")
+        uses = await resource_uses(made.store, "writer")
     assert set(seen) == {"tuned"}
     assert {tuple(rollout.resources.items()) for rollout in rollouts} == {(("writer", 2),)}
     assert {(use.split, use.version) for use in uses} == {("train", 2), ("val", 2)}

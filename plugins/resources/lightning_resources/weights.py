@@ -1,7 +1,8 @@
-"""Which versions of weights keep their files: the newest ones, and those that an alias points to or would after a rollback.
+"""A run's weights as versions of a resource: what a version says of its files, and which versions keep them.
 
-The invariant: a version itself is never changed, it only loses its files; no file goes that a kept version has too, or that is
-not the one that the version was made of.
+The invariant: a version names its files by their content, so that whoever loads them can tell whether they are still the same.
+It never changes, it only loses its files: the newest versions keep theirs, and those that an alias points to or would after a
+rollback. No file goes that a kept version has too, or that is not the one that the version was made of.
 """
 
 from __future__ import annotations
@@ -11,10 +12,50 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from lightning.errors import ConfigError
-from lightning.store.protocol import LATEST, Store
-from lightning.types import Resource, ResourceKind
+from lightning.store.protocol import Store
+from lightning.trainer.model import resolve_model
+from lightning.types import Json
+
+from lightning_resources.nouns import LATEST, Resource, ResourceKind
+from lightning_resources.operations import alias_history, list_aliases, list_resources, put_resource
+
+WEIGHTS_NAME: Final = "policy/weights"
+"""The resource that a run's trained model is a version of; the slash keeps it apart from every component's prompt."""
+
+
+def weights_content(folder: Path) -> dict[str, Json]:
+    """The content of a `weights` resource: the folder and the SHA-256 of each of its files. Raises `OSError` when they cannot
+    be read."""
+    files: dict[str, Json] = {}
+    for file in sorted(folder.iterdir()):
+        if file.is_file():
+            with file.open("rb") as stream:
+                files[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"path": str(folder.resolve()), "files": files}
+
+
+def checked_weights(resource: Resource) -> Path:
+    """The folder of a version of weights, whose files are those it was made of. Raises `ConfigError` otherwise."""
+    name, content = f"{resource.name}@{resource.version}", resource.content
+    if resource.kind is not ResourceKind.WEIGHTS:
+        raise ConfigError(f"{name} is a {resource.kind.value}, not weights")
+    folder = Path(str(content.get("path"))) if isinstance(content, Mapping) else Path()
+    try:
+        now = weights_content(folder)
+    except (OSError, ValueError) as error:  # a path may hold the character NUL
+        raise ConfigError(f"{name} cannot be read ({error}): bring {folder} back, or name another version") from error
+    if not isinstance(content, Mapping) or now["files"] != content.get("files"):
+        raise ConfigError(f"the files in {folder} are not those of {name} any more: something has overwritten them")
+    return resolve_model(folder)
+
+
+async def keep_weights(store: Store, folder: Path, metadata: Mapping[str, Json]) -> Resource:
+    """Make a trained model the next version of `policy/weights`."""
+    content = await asyncio.to_thread(weights_content, folder)
+    return await put_resource(store, Resource(WEIGHTS_NAME, content, ResourceKind.WEIGHTS, metadata))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +81,13 @@ async def superseded(store: Store, name: str, keep: int) -> list[SupersededVersi
 
     Raises `ConfigError` for a resource that is none of weights.
     """
-    versions = await store.list_resources(name)
+    versions = await list_resources(store, name)
     if any(version.kind is not ResourceKind.WEIGHTS for version in versions):
         raise ConfigError(f"{name} is a {versions[0].kind.value}, not weights: it has no files")
     needed = {version.version for version in versions[-keep:]}
-    for alias in await store.list_aliases(name):
+    for alias in await list_aliases(store, name):
         if alias.alias != LATEST:
-            moves = [move.version for move in await store.alias_history(name, alias.alias)]
+            moves = [move.version for move in await alias_history(store, name, alias.alias)]
             needed |= {alias.version, *list(dict.fromkeys(reversed(moves)))[:2]}
     kept = {_folder(version) / file for version in versions if version.version in needed for file in _digests(version)}
     old = [version for version in versions if version.version not in needed]

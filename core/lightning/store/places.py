@@ -1,51 +1,19 @@
-"""How a resource is named in settings and on the command line: `writer@production`, `runs/tuned#writer@3`.
+"""Where runs and their stores lie: what a folder has, and what a place names.
 
-The invariant: a reference names one resource, and one that leads nowhere is an error that says what there is.
+The invariant: a folder can be renamed, and the run in it keeps its id; naming a place makes nothing there.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning.errors import ConfigError, StoreError
-from lightning.store.protocol import LATEST, Store
+from lightning.errors import ConfigError
 from lightning.store.url import parse, redacted, sqlite_url
-from lightning.types import Resource
-
-PREFIX = "resource:"
-"""Begins a setting that names a resource instead of giving its content."""
-
 
 DATABASE = "lightning.db"
 RUN_FILE = "run.json"
 """The file in a run's folder, unless its run is kept elsewhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResourceReference:
-    """`[PLACE#]NAME[@WHICH]`: `which` is a version or an alias, `place` another store than the one at hand."""
-
-    name: str
-    which: int | str = LATEST
-    place: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.place}#{self.name}@{self.which}" if self.place else f"{self.name}@{self.which}"
-
-
-def parse_reference(text: str) -> ResourceReference:
-    """Take a reference apart, with or without its `resource:`. Raises `ConfigError` when it has no name or an empty part."""
-    place, hash_sign, rest = text.removeprefix(PREFIX).rpartition("#")
-    name, at_sign, which = rest.partition("@")
-    malformed = "@" in which or bool(hash_sign) != bool(place) or bool(at_sign) != bool(which)
-    if not name or malformed or "://" in rest:
-        shown = f"{redacted(place)}{hash_sign}{redacted(rest)}"
-        raise ConfigError(
-            f"{shown!r} names no resource: write NAME, NAME@ALIAS or NAME@VERSION, for one of another store PLACE#NAME@ALIAS"
-        )
-    return ResourceReference(name, int(which) if which.isdecimal() else which or LATEST, place)
 
 
 def split_reference(text: str, sign: str, *beside: Path) -> tuple[str, str, str]:
@@ -54,18 +22,6 @@ def split_reference(text: str, sign: str, *beside: Path) -> tuple[str, str, str]
     if sign not in text or any((folder / text).exists() for folder in (Path(), *beside)):
         return text, "", ""
     return text.rpartition(sign)
-
-
-async def find(store: Store, reference: ResourceReference) -> Resource:
-    """The resource in this store. Raises `StoreError`, which names the versions and aliases there are."""
-    found = await store.get_resource(reference.name, reference.which)
-    if found is not None:
-        return found
-    there = [f"{alias.name}@{alias.alias}" for alias in await store.list_aliases()]
-    versions = [str(resource.version) for resource in await store.list_resources(reference.name)]
-    known = f"versions {', '.join(versions)}; " if versions else ""
-    shown = replace(reference, place=redacted(reference.place))
-    raise StoreError(f"there is no resource {shown}; there are: {known}{', '.join(there) or 'none'}")
 
 
 def run_id_of(folder: Path) -> str:
