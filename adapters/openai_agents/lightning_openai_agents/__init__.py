@@ -11,8 +11,7 @@ from collections.abc import Callable
 import lightning
 from lightning.instrument import by_type, check_supported
 
-from lightning_openai_agents.provider import current_step
-from lightning_openai_agents.steps import LightningProcessor, installations
+from lightning_openai_agents.steps import LightningProcessor, current_step, installations
 
 __all__ = ["SUPPORTED", "LightningProcessor", "lightning_identify", "lightning_install", "lightning_policy_fault"]
 

@@ -14,12 +14,11 @@ from lightning.instrument.adapter_tools import (
     in_words,
     replace_method,
 )
+from lightning.instrument.clients import MarkedRequest, install_tap, mark_request
 from lightning.instrument.components import ask, component, component_path, current_caller, tool
 from lightning.instrument.context import ActiveAttempt, activate, current_attempt, emit, label, reward, state
 from lightning.instrument.frames import user_functions
 from lightning.instrument.frameworks import attached_adapters
-from lightning.instrument.httpx_patch import install_tap
-from lightning.instrument.other_clients import MarkedRequest, mark_request
 from lightning.instrument.scopes import ActiveScope, Scopes
 from lightning.instrument.tool_slots import ToolSlot, hold_slots, tool_slot
 

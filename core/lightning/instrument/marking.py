@@ -1,25 +1,20 @@
-"""The tap on httpx and httpx2: requests to the gateway say which rollout and which agent they come from, and what is
-reported after a reply knows which call it follows. `other_clients` taps what else speaks HTTP.
+"""What a request of an agent's says: which rollout and which agent it comes from; and which call a reply belongs to, so that
+what is reported after it follows that call. `clients` asks here for each request that an HTTP client sends.
 
 The invariant: only requests to the gateway of an active rollout are touched, and those whose host was listed
-(`runner.reroute`); a tap can never make a request fail, and after the last undo the libraries are exactly as they were.
-Neither library is imported here; one that is imported later is tapped when it is. A call to a well-known provider that
-stays what it is gets a line in the log, because what it says is neither recorded nor trained.
+(`runner.reroute`); nothing here can make a request fail. A call to a well-known provider that stays what it is gets a line in
+the log, because what it says is neither recorded nor trained.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from types import ModuleType
-from typing import Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias
 from urllib.parse import urlsplit
 
-from lightning.instrument.adapter_tools import Attachment, ReplacedMethods
 from lightning.instrument.components import component_path, current_caller, is_framework
 from lightning.instrument.context import (
     ActiveAttempt,
@@ -32,12 +27,11 @@ from lightning.instrument.context import (
     log_once,
 )
 from lightning.instrument.frameworks import NO_ADAPTER, without_adapter
-from lightning.instrument.providers import NOWHERE, Url, elsewhere, is_policys
+from lightning.instrument.providers import Url, elsewhere, is_policys
 from lightning.types import CALLER_HEADER, ROLLOUT_HEADER, UNNAMED, Caller
 
 TRACE_HEADER = "traceparent"
 ID_HEADER = "x-request-id"
-LIBRARIES = ("httpx", "httpx2")
 FAILED = 400
 """From this status on a reply is a refusal or a failure, and no call that a reward could belong to."""
 
@@ -144,75 +138,6 @@ def answered(sent: Sent, reply: HttpxResponse) -> None:
             attempt.calls.add(response_id, agent)
     except Exception as error:  # noqa: BLE001 — an answer must come in even if nobody can say which it is
         log_once("reply", "rewards and tool runs after a model call are matched to it by time: %r", error)
-
-
-def _attach() -> Callable[[], None]:
-    """Tap what is imported, and what will be; returns the undo."""
-    from lightning.instrument.other_clients import TAPS
-    from lightning.instrument.threads import carry_names
-    from lightning.plugins.importing import on_import
-
-    replaced = ReplacedMethods()
-
-    def found(tap: Callable[[ModuleType, ReplacedMethods], None], module: ModuleType) -> None:
-        with _tap.lock:
-            if _tap.users:  # else the import has taken longer than the last of them
-                tap(module, replaced)
-
-    undos = ExitStack()
-    undos.callback(carry_names())
-    undos.callback(replaced.put_back)
-    for name, tap in {**dict.fromkeys(LIBRARIES, _tap_library), **TAPS}.items():
-        undos.callback(on_import(name, functools.partial(found, tap)))
-    return undos.close
-
-
-def _tap_library(module: ModuleType, replaced: ReplacedMethods) -> None:
-    for name, wrap in (("Client", _wrap_sync), ("AsyncClient", _wrap_async)):
-        client = getattr(module, name, None)
-        if isinstance(client, type) and callable(vars(client).get("send")):
-            replaced.replace(client, "send", wrap)
-
-
-def _wrap_sync(original: Callable[..., object]) -> Callable[..., object]:
-    def send(self: object, request: HttpxRequest, *args: object, **kwargs: object) -> object:
-        sent = mark(request, _hosts())
-        reply = original(self, request, *args, **kwargs)
-        if sent is not None:
-            answered(sent, cast("HttpxResponse", reply))
-        return reply
-
-    return send
-
-
-def _wrap_async(original: Callable[..., object]) -> Callable[..., object]:
-    async def send(self: object, request: HttpxRequest, *args: object, **kwargs: object) -> object:
-        sent = mark(request, _hosts())
-        reply = await cast("Awaitable[object]", original(self, request, *args, **kwargs))
-        if sent is not None:
-            answered(sent, cast("HttpxResponse", reply))
-        return reply
-
-    return send
-
-
-_tap = Attachment[tuple[str, ...]](_attach)
-"""The users are the hosts whose calls each of them reroutes."""
-
-
-def _hosts() -> list[str]:
-    return [host for hosts in _tap.users for host in hosts]
-
-
-def install_tap(reroute: Sequence[str] = ()) -> Callable[[], None]:
-    """Tap HTTP clients, now or when they are imported, and carry names into threads; return the undo.
-
-    The clients are httpx, httpx2, aiohttp, and what uses the standard library's `http.client`: requests, urllib3, urllib.
-
-    Requests that a rollout sends by httpx to a host of `reroute` (a name, or a URL of it) go to its gateway instead. May be
-    called any number of times and from any thread; the tap goes when every call has been undone.
-    """
-    return _tap.add((NOWHERE, *(host_of(name) for name in reroute)))
 
 
 PROVIDERS = frozenset({"api.openai.com", "api.anthropic.com"})

@@ -1,20 +1,26 @@
-"""The tap on aiohttp, on the standard library's `http.client`, by which requests, urllib3 and urllib send, and on an HTTP
-client that only one framework has: its adapter asks here what a request has to carry.
+"""The tap on HTTP clients: httpx, httpx2, aiohttp, and the standard library's `http.client`, by which requests, urllib3 and
+urllib send. An adapter asks here as well, for a client that only its framework has.
 
-The invariant: as that of the tap on httpx, but that a request goes where it was sent to: none is rerouted.
+The invariant: as that of `marking`; after the last undo the libraries are exactly as they were. None of them is imported here;
+one that is imported later is tapped when it is. Requests of httpx alone are rerouted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import functools
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import urlsplit
 
-from lightning.instrument.adapter_tools import ReplacedMethods
+from lightning.instrument.adapter_tools import Attachment, ReplacedMethods
 from lightning.instrument.context import active, log_once
-from lightning.instrument.httpx_patch import HttpxRequest, HttpxResponse, Sent, answered, mark
+from lightning.instrument.marking import HttpxRequest, HttpxResponse, Sent, answered, host_of, mark
+from lightning.instrument.providers import NOWHERE
+from lightning.instrument.threads import carry_names
+from lightning.plugins.importing import on_import
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection, HTTPResponse
@@ -74,10 +80,6 @@ def _tap_http_client(module: ModuleType, replaced: ReplacedMethods) -> None:
 
 def _tap_aiohttp(module: ModuleType, replaced: ReplacedMethods) -> None:
     replaced.replace(module.ClientSession, "_request", _wrap_request)
-
-
-TAPS: Final = {"http.client": _tap_http_client, "aiohttp": _tap_aiohttp}
-"""The clients' modules, and what taps them."""
 
 
 def _wrap_endheaders(original: Callable[..., None]) -> Callable[..., None]:
@@ -140,3 +142,72 @@ def _mark_aiohttp(session: Any, url: Any, more: dict[str, Any]) -> MarkedRequest
         log_once("aiohttp", "a model call goes out without the name of its agent: %r", error)
         return None
     return marked
+
+
+def _tap_httpx(module: ModuleType, replaced: ReplacedMethods) -> None:
+    for name, wrap in (("Client", _wrap_sync), ("AsyncClient", _wrap_async)):
+        client = getattr(module, name, None)
+        if isinstance(client, type) and callable(vars(client).get("send")):
+            replaced.replace(client, "send", wrap)
+
+
+def _wrap_sync(original: Callable[..., object]) -> Callable[..., object]:
+    def send(self: object, request: HttpxRequest, *args: object, **kwargs: object) -> object:
+        sent = mark(request, _hosts())
+        reply = original(self, request, *args, **kwargs)
+        if sent is not None:
+            answered(sent, cast("HttpxResponse", reply))
+        return reply
+
+    return send
+
+
+def _wrap_async(original: Callable[..., object]) -> Callable[..., object]:
+    async def send(self: object, request: HttpxRequest, *args: object, **kwargs: object) -> object:
+        sent = mark(request, _hosts())
+        reply = await cast("Awaitable[object]", original(self, request, *args, **kwargs))
+        if sent is not None:
+            answered(sent, cast("HttpxResponse", reply))
+        return reply
+
+    return send
+
+
+TAPS: Final = {"httpx": _tap_httpx, "httpx2": _tap_httpx, "http.client": _tap_http_client, "aiohttp": _tap_aiohttp}
+"""The clients' modules, and what taps them."""
+
+
+def _attach() -> Callable[[], None]:
+    """Tap what is imported, and what will be; returns the undo."""
+    replaced = ReplacedMethods()
+
+    def found(tap: Callable[[ModuleType, ReplacedMethods], None], module: ModuleType) -> None:
+        with _tap.lock:
+            if _tap.users:  # else the import has taken longer than the last of them
+                tap(module, replaced)
+
+    undos = ExitStack()
+    undos.callback(carry_names())
+    undos.callback(replaced.put_back)
+    for name, tap in TAPS.items():
+        undos.callback(on_import(name, functools.partial(found, tap)))
+    return undos.close
+
+
+_tap = Attachment[tuple[str, ...]](_attach)
+"""The users are the hosts whose calls each of them reroutes."""
+
+
+def _hosts() -> list[str]:
+    return [host for hosts in _tap.users for host in hosts]
+
+
+def install_tap(reroute: Sequence[str] = ()) -> Callable[[], None]:
+    """Tap HTTP clients, now or when they are imported, and carry names into threads; return the undo.
+
+    The clients are httpx, httpx2, aiohttp, and what uses the standard library's `http.client`: requests, urllib3, urllib.
+
+    Requests that a rollout sends by httpx to a host of `reroute` (a name, or a URL of it) go to its gateway instead. May be
+    called any number of times and from any thread; the tap goes when every call has been undone.
+    """
+    return _tap.add((NOWHERE, *(host_of(name) for name in reroute)))
