@@ -14,10 +14,10 @@ from typing import Any, Final
 
 from lightning.errors import DataError, LightningError
 from lightning.plugins.stages import StageError
-from lightning.store.epochs import is_over
 from lightning.store.operation import ANY, LOOK
 from lightning.store.protocol import Page
 from lightning.store.rollout_state import unknown_rollout
+from lightning.trainer.epochs import is_over
 from lightning.types import Fault, Lease, Outcome, Rollout, StepReward, StepState, ToolEvent
 
 from lightning_server import messages
