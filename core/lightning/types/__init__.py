@@ -84,6 +84,7 @@ __all__ = [
     "as_texts",
     "logprobs",
     "new_id",
+    "not_json",
     "shared_prefix",
     "token_ids",
 ]
