@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from lightning.errors import DataError
 
-from lightning_planner.costs import Costs, ServerCosts, Sharing, TrainerCosts
+from lightning_planner.costs import Agent, Call, Costs, ServerCosts, Sharing, Team, TrainerCosts
 from lightning_planner.recorded import Recorded, RecordedCall, RecordedGroup
-from lightning_planner.work import Agent, Call, Team
 
 Floats = npt.NDArray[np.float64]
 ROUNDS = 8

@@ -15,9 +15,8 @@ from lightning.errors import MissingExtraError, UnavailableError
 from lightning.installation import install_command
 from lightning.store.memory import MemoryStore
 from lightning.types import Scope
-from lightning_console.web import visitors
-from lightning_console.web.gate import Gate
-from lightning_console.web.visitors import Door, OwnDoor, TokenDoor, visitor
+from lightning_console.web import gate
+from lightning_console.web.gate import Door, Gate, OwnDoor, TokenDoor, visitor
 from lightning_server.auth import Authenticator, issue_token
 from lightning_server.tokens import put_token, revoke_token
 from starlette.responses import PlainTextResponse
@@ -239,7 +238,7 @@ async def test_a_session_ends_with_its_token(store: MemoryStore) -> None:
 async def test_who_logs_in_again_and_again_ends_their_own_sessions_alone(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(visitors, "SESSIONS_EACH", 3)
+    monkeypatch.setattr(gate, "SESSIONS_EACH", 3)
     door = TokenDoor(Authenticator(store))
     quiet, loud = await token_of(store, Scope.VIEWER), await token_of(store, Scope.VIEWER)
     kept = await door.enter(quiet)

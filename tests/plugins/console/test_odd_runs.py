@@ -24,7 +24,7 @@ from lightning_console.queries.runs import line_of
 from lightning_console.router import show
 from lightning_console.web.chat import Chat
 from lightning_console.web.desk import Desk
-from lightning_console.web.visitors import VISITOR, Visitor
+from lightning_console.web.gate import VISITOR, Visitor
 
 from tests.plugins.console.made_folder import in_store, plot
 from tests.plugins.console.made_rollouts import call, train

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from lightning.errors import DataError
 
-from lightning_console.address import Address
 from lightning_console.blocks import (
     Block,
     Cell,
@@ -28,8 +27,8 @@ from lightning_console.blocks import (
 from lightning_console.pages.words import NONE, count, located, number, seconds, to, trail, written
 from lightning_console.places import Located, Places
 from lightning_console.queries.branches import own_calls
-from lightning_console.queries.groups import GroupView, Member, group_view, split_of
-from lightning_console.queries.tree import TreeNode
+from lightning_console.queries.groups import GroupView, Member, TreeNode, group_view, split_of
+from lightning_console.router import Address
 
 
 async def page(places: Places, address: Address) -> Page:

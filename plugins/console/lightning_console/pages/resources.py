@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from lightning_resources import LATEST, Resource, ResourceUse
 
-from lightning_console.address import Address
 from lightning_console.blocks import (
     Action,
     Actions,
@@ -30,6 +29,7 @@ from lightning_console.blocks import (
 from lightning_console.pages.words import NONE, count, number, to, when, written
 from lightning_console.places import Places, key_of
 from lightning_console.queries.resources import ResourceView, resource_lines, resource_view
+from lightning_console.router import Address
 
 ABOVE = (Link("Runs", "runs"), Link("Prompts and weights", "resources"))
 LONGEST = 100_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lightning.errors import DataError
 
-from lightning_console.address import Address
 from lightning_console.blocks import Block, Cell, Column, Fact, Facts, Link, Notice, Notices, Page, Table, Tone
 from lightning_console.pages.words import NONE, count, number, to, when, written
 from lightning_console.places import Places
@@ -16,6 +15,7 @@ from lightning_console.queries.versions import (
     compare_versions,
     evaluated_versions,
 )
+from lightning_console.router import Address
 
 ABOVE = (Link("Runs", "runs"),)
 MOST_ROWS = 200

@@ -12,10 +12,10 @@ from lightning.errors import DataError
 from lightning.store.url import parse
 from lightning.types import Json
 
-from lightning_console.address import Address
 from lightning_console.blocks import Link
 from lightning_console.places import SERVER, Located, Places
-from lightning_console.queries.state import said_seconds
+from lightning_console.queries.runs import said_seconds
+from lightning_console.router import Address
 
 NONE = "–"
 """What stands for no value."""

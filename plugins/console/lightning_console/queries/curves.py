@@ -18,8 +18,7 @@ from lightning.store.protocol import Store
 from lightning.trainer.runs import changes_of
 from lightning.trainer.summary import Evaluation, evaluations
 from lightning.types import Json, Run
-from lightning_debug.diagnosis import Course
-from lightning_debug.trends import WINDOW, lengths_of
+from lightning_debug.diagnosis import WINDOW, Course, lengths_of
 
 from lightning_console.queries.memo import Memo, stamp_of
 from lightning_console.queries.runs import About, about_of, measured, settings_and_tasks
