@@ -22,12 +22,10 @@ from lightning.errors import ConfigError, DataError, MissingExtraError
 from lightning.store.places import run_id_of, store_in
 from lightning.store.url import redacted
 
-from lightning_console.places import Places
+from lightning_console.places import WAITS, Places
 from lightning_console.router import Address
 
 SKILL = Path(__file__).parent / "SKILL.md"
-WAITS = 2.0
-"""Seconds that a page waits for what takes long; it is shown without it then, and completes itself."""
 PATIENCE = "patience=5"
 """How long a page waits for a server that does not answer, in seconds, unless its URL says otherwise."""
 

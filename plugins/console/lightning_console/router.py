@@ -6,6 +6,7 @@ An address is what a link names and the browser's address bar shows, a path and 
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -73,13 +74,25 @@ PAGES: Final = ("runs", "compare", "run", "step", "group", "rollout", "versions"
 
 async def show(places: Places, text: str) -> Page:
     """The page of an address. Never raises: what is wrong is shown, and a fault of a page leaves the others alone."""
+    return await shown(text, _made(places, text))
+
+
+async def _made(places: Places, text: str) -> Page:
+    address = Address.parse(text or "runs")
+    if address.page not in PAGES:
+        raise DataError(f"there is no page {address.page[:40]!r}: there are {', '.join(PAGES)}")
+    module = importlib.import_module(f"lightning_console.pages.{address.page}")
+    make: Callable[[Places, Address], Awaitable[Page]] = module.page
+    return await make(places, address)
+
+
+async def shown(text: str, making: Awaitable[Page], seconds: float | None = None) -> Page:
+    """The page that is made for an address; where that fails, or takes longer than so many seconds, one that says why."""
     try:
-        address = Address.parse(text or "runs")
-        if address.page not in PAGES:
-            raise DataError(f"there is no page {address.page[:40]!r}: there are {', '.join(PAGES)}")
-        module = importlib.import_module(f"lightning_console.pages.{address.page}")
-        make: Callable[[Places, Address], Awaitable[Page]] = module.page
-        return await make(places, address)
+        async with asyncio.timeout(seconds):
+            return await making
+    except TimeoutError:
+        return cannot_show(text, f"this page took more than {seconds:g} s: it asks for too much, or its store is slow")
     except LightningError as error:
         return cannot_show(text, str(error))
     except Exception as error:

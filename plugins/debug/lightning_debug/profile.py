@@ -21,8 +21,8 @@ from lightning.batch import is_trained
 from lightning.errors import ConfigError, DataError
 from lightning.store.protocol import MetricPoint, Store
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.training_data import all_rollouts, is_trainable
-from lightning.types import Fault, Json, Rollout, Status, StepRecord
+from lightning.trainer.training_data import PolicyFault, all_rollouts, is_trainable
+from lightning.types import Fault, Rollout, Status, StepRecord
 from lightning_planner.calibration import Calibration, calibrate
 from lightning_planner.costs import ServerCosts
 from lightning_planner.planner import recorded_config
@@ -109,10 +109,7 @@ def max_calls(recorded: Recorded) -> int | None:
 
 def policy_args(recorded: Recorded) -> list[str]:
     """`policy_server.args` of the run."""
-    value: Json = recorded.config.get("config")
-    for key in ("policy_server", "args"):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return [str(item) for item in value] if isinstance(value, list) else []
+    return list(recorded_config(recorded).policy_server.args)
 
 
 def admitted(recorded: Recorded) -> dict[tuple[float, float], float]:
@@ -356,7 +353,7 @@ async def read_profile(store: Store, run: str, first: int | None = None, end: in
         steps=tuple(times),
         seconds=sum(time.wall for time in times),
         parts=parts,
-        tokens=_tokens(took, records, times, found, _policy_fault(recorded)),
+        tokens=_tokens(took, records, times, found, recorded_config(recorded).trainer.policy_fault),
         server_idle=server_idle,
         places_idle=places_idle,
         tools=dict(sorted(tools.items(), key=lambda one: -one[1])),
@@ -441,7 +438,7 @@ def _tokens(
     records: Sequence[StepRecord],
     times: Sequence[StepTimes],
     found: Sequence[Activity],
-    fault: float | None,
+    fault: PolicyFault,
 ) -> Tokens:
     made = {activity.rollout: activity for activity in found}
     trained = {key for record in records for key in record.rollouts}
@@ -466,19 +463,15 @@ def _tokens(
     )
 
 
-def why_untaught(members: Sequence[Rollout], fault: float | None) -> str:
-    """Why a group taught nothing, by the names of the metrics `skipped/...`; `other` where rewards do not tell. `fault` is the
-    reward of a rollout that failed by the policy's own fault, None where it has none."""
-    given = [fault if rollout.fault is Fault.POLICY else rollout.reward for rollout in members]
+def why_untaught(members: Sequence[Rollout], fault: PolicyFault) -> str:
+    """Why a group taught nothing, by the names of the metrics `skipped/...`; `other` where rewards do not tell. `fault` is what
+    was made of rollouts that failed by the policy's own fault."""
+    counted = 0.0 if fault == "mask" else None if fault == "exclude" else fault
+    given = [counted if rollout.fault is Fault.POLICY else rollout.reward for rollout in members]
     rewards = {reward for reward in given if reward is not None}
     if not rewards:
         return "too_few_succeeded"
     return "all_rewards_equal" if len(rewards) == 1 else "other"
-
-
-def _policy_fault(recorded: Recorded) -> float | None:
-    value = recorded_config(recorded).trainer.policy_fault
-    return float(value) if isinstance(value, int | float) else 0.0 if value == "mask" else None
 
 
 def _notes(

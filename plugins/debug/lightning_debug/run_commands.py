@@ -113,12 +113,7 @@ def show_advice(advice: Advice) -> None:
 
 def _show_alarm(alarm: Alarm) -> None:
     found = alarm.found
-    if alarm.since is None:
-        when = "in the last steps" if alarm.still else "in the last steps, and not in the very last"
-    else:
-        first = f"first seen after {alarm.since + 1} steps"
-        when = first if alarm.still else f"{first}, and no more at the end"
-    say(f"{'[red]' if found.serious and alarm.still else '[yellow]'}{escape(found.text)}[/] ({when})")
+    say(f"{'[red]' if found.serious and alarm.still else '[yellow]'}{escape(found.text)}[/] ({alarm.when})")
     if found.rollouts:
         say(f"  look at: {escape(', '.join(found.rollouts))}")
 

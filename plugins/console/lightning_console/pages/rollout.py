@@ -35,12 +35,12 @@ from lightning_console.blocks import (
     TokenStrip,
     Tone,
 )
-from lightning_console.pages.words import NONE, count, located, number, place_of, seconds, to, trail, written
+from lightning_console.pages.words import NONE, count, located, number, place_of, seconds, to, tone_of, trail, written
 from lightning_console.places import Located, Places
 from lightning_console.queries.branches import is_sample
 from lightning_console.queries.groups import mean_of
-from lightning_console.queries.proof import StepProof
 from lightning_console.queries.rollouts import PROMPT_TOKENS, BranchLine, CallLine, RolloutView, Tokens, rollout_view
+from lightning_console.queries.steps import StepProof
 from lightning_console.router import Address
 
 TONES: Final[dict[str, Tone]] = {
@@ -226,7 +226,7 @@ def _calls(address: Address, view: RolloutView) -> list[Block]:
             Cell(each.transition.finish_reason),
             Cell(count(len(each.transition.prompt_ids))),
             Cell(count(len(each.transition.response_ids))),
-            Cell(number(each.credit.advantage) if each.credit else NONE, tone=_tone(each), hint=each.untrained),
+            _advantage(each),
             *(branch_cells(branches.get(each.number, ())) if branches else ()),
         ]
         for each in view.calls[max(0, view.chosen - 100) : view.chosen + 100]
@@ -248,8 +248,9 @@ def _calls(address: Address, view: RolloutView) -> list[Block]:
     return [Table(columns, rows, keys=keys, selected=selected, title="Calls", note=note)]
 
 
-def _tone(line: CallLine) -> Tone:
-    return "" if line.credit is None or not line.credit.advantage else "good" if line.credit.advantage > 0 else "bad"
+def _advantage(call: CallLine) -> Cell:
+    known = call.credit.advantage if call.credit else None
+    return Cell(number(known), tone=tone_of(known), hint=call.untrained)
 
 
 def _tokens(address: Address, view: RolloutView) -> list[Block]:

@@ -348,15 +348,10 @@ def advice_blocks(found: Located, advised: Advised | None) -> list[Block]:
 
 def _alarm(found: Located, alarm: Alarm) -> Notice:
     what = alarm.found
-    if alarm.since is None:
-        when = "in the last steps" if alarm.still else "in the last steps, and not in the very last"
-    else:
-        first = f"first seen after {alarm.since + 1} steps"
-        when = first if alarm.still else f"{first}, and no more at the end"
     steps = what.steps if alarm.since is None else tuple(dict.fromkeys((alarm.since, *what.steps)))
     tone = "bad" if what.serious and alarm.still else "warn"
     links = _evidence(found, steps, what.rollouts)
-    return Notice(what.text, tone, detail=when, links=links, key=what.cause)  # type: ignore[arg-type]
+    return Notice(what.text, tone, detail=alarm.when, links=links, key=what.cause)  # type: ignore[arg-type]
 
 
 def _evidence(found: Located, steps: tuple[int, ...], rollouts: tuple[str, ...]) -> list[Link]:

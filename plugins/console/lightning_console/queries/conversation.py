@@ -315,6 +315,12 @@ def written(value: Json) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1, default=str)
 
 
-def cut(text: str) -> str:
-    """A text of at most `LONGEST` characters."""
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}\n… ({len(text) - LONGEST} characters more)"
+def cut(text: str, longest: int = LONGEST) -> str:
+    """A text of at most so many characters."""
+    return text if len(text) <= longest else f"{text[:longest]}\n… ({len(text) - longest} characters more)"
+
+
+def one_line(value: Json, longest: int) -> str:
+    """A value as a text of one line: a text as it is, anything else as JSON."""
+    text = " ".join((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).split())
+    return text if len(text) <= longest else f"{text[:longest]}…"

@@ -20,7 +20,7 @@ from lightning.store.protocol import Attempt
 from lightning.trainer.reasons import reason
 from lightning.types import Rollout, Run, Transition
 
-from lightning_console.places import Located
+from lightning_console.places import Located, group_of, may_change, neighbours, why_no_calls
 from lightning_console.queries.branches import (
     Branch,
     branches_of,
@@ -29,9 +29,8 @@ from lightning_console.queries.branches import (
     key_beside,
     own_calls,
 )
-from lightning_console.queries.conversation import Said, Vocabulary, said_by, vocabulary_of
-from lightning_console.queries.finding import group_of, may_change, neighbours, why_no_calls
-from lightning_console.queries.proof import MemberCredit, StepProof, prove
+from lightning_console.queries.conversation import Said, Vocabulary, cut, one_line, said_by, vocabulary_of
+from lightning_console.queries.steps import MemberCredit, StepProof, prove
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +178,6 @@ MOST_NODES: Final = 1_500
 """Calls of a tree that are shown: those nearest to the root."""
 MOST_MEMBERS: Final = 512
 LONGEST_ACTION: Final = 200
-LONGEST_CONTINUATION: Final = 20_000
 """Characters."""
 
 
@@ -263,7 +261,7 @@ class GroupView:
     def last_answer(self, place: int) -> str:
         """The beginning of what the last call of a member answered; empty where that is not known."""
         said = self._said.get(place, ())
-        return _shortened(said[-1].answer) if said else ""
+        return one_line(said[-1].answer, LONGEST_ACTION) if said else ""
 
     def continuation(self, node: int) -> tuple[str, Member, int]:
         """What followed from a node on, as a text, in the best of the rollouts that came by; that rollout, and the number of
@@ -275,9 +273,7 @@ class GroupView:
             parts.append(f"[{call.caller.name}]\n{said.answer}")
         first = max(0, self.nodes[node].depth - (member.origin.start if member.origin else 0))
         text = "\n\n".join(parts[first:])
-        if len(text) > LONGEST_CONTINUATION:
-            text = f"{text[:LONGEST_CONTINUATION]}\n… ({len(text) - LONGEST_CONTINUATION} characters more)"
-        return text, member, first + (member.edit is None)
+        return cut(text), member, first + (member.edit is None)
 
 
 async def group_view(located: Located, group: str, *, patience: float | None = None) -> GroupView:
@@ -394,11 +390,11 @@ def _line(member: Member, said: Sequence[Said], ended: Attempt, proof: StepProof
     credit = proof.members.get(member.rollout.id)
     actions = []
     if member.edit is not None:
-        actions.append(Action((member.changed, member.edit), "", _shortened(member.edit), 0))
+        actions.append(Action((member.changed, member.edit), "", one_line(member.edit, LONGEST_ACTION), 0))
     numbers = {call.seq: number for number, call in enumerate(member.calls, 1)}
     for call, one in zip(own_calls(member.calls), said, strict=True):
         same = member.changed, call.caller.name, call.prompt_ids.tobytes(), call.response_ids.tobytes()
-        text = _shortened(one.answer) or f"({call.finish_reason or call.status})"
+        text = one_line(one.answer, LONGEST_ACTION) or f"({call.finish_reason or call.status})"
         actions.append(
             Action(same, call.caller.name, text, numbers[call.seq], _advantage(credit, call), _tools(call, ended))
         )
@@ -423,7 +419,7 @@ def _tools(call: Transition, ended: Attempt) -> tuple[tuple[str, str], ...]:
     ]
     told = {each.name for each in events if not each.call_id}
     return tuple(
-        (each.name, _shortened(each.error or each.result or each.output or f"({each.status})"))
+        (each.name, one_line(each.error or each.result or each.output or f"({each.status})", LONGEST_ACTION))
         for each in events
         if not each.call_id or each.name not in told
     )
@@ -439,8 +435,3 @@ def split_of(view: GroupView, node: int) -> tuple[int, ...]:
 
 def _or_least(value: float | None) -> float:
     return -math.inf if value is None else value
-
-
-def _shortened(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= LONGEST_ACTION else f"{text[:LONGEST_ACTION]}…"

@@ -18,7 +18,7 @@ from lightning.store.protocol import Attempt
 from lightning.trainer.runs import agent_of
 from lightning.types import UNNAMED, Rollout, Run, StepReward, StepState, ToolEvent, Transition
 
-from lightning_console.places import Located
+from lightning_console.places import Located, at_attempt, group_of, may_change, rollout_of, why_no_calls
 from lightning_console.queries.branches import (
     NOWHERE,
     Branch,
@@ -30,8 +30,8 @@ from lightning_console.queries.branches import (
     key_beside,
 )
 from lightning_console.queries.conversation import Line, Vocabulary, conversation, said_by, vocabulary_of
-from lightning_console.queries.finding import at_attempt, group_of, may_change, rollout_of, why_no_calls
-from lightning_console.queries.proof import CallCredit, StepProof, prove
+from lightning_console.queries.runs import finite
+from lightning_console.queries.steps import CallCredit, StepProof, prove
 
 PROMPT_TOKENS: Final = 512
 """Tokens of a prompt that are told unless more are asked for: the last ones."""
@@ -272,16 +272,12 @@ def _tokens(line: CallLine, vocabulary: Vocabulary, prompt: int) -> Tokens:
         count,
         len(call.prompt_ids) - count,
         len(call.response_ids) - len(answer),
-        (*blank, *map(_finite, logprobs)),
-        (*blank, *map(_finite, versions.tolist())),
+        (*blank, *map(finite, logprobs)),
+        (*blank, *map(finite, versions.tolist())),
         (*blank, *([advantage] * len(answer))),
         (*([0.0] * count), *([float(line.credit is not None)] * len(answer))),
         vocabulary.missing,
     )
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and np.isfinite(value) else None
 
 
 Kind = Literal["agent", "call", "tool", "reward", "state"]

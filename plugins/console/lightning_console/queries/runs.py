@@ -165,7 +165,6 @@ class RunLine:
     state: State
     steps: int
     last: int | None
-    last_at: float | None
     rollouts: int = 0
     failed: int = 0
     rewards: tuple[float | None, ...] = ()
@@ -202,7 +201,7 @@ def known_line(store: Store, run: Run, url: str) -> RunLine:
 
 def _nothing_known(run: Run, url: str, why: str) -> RunLine:
     about = About("", "", None, "", 0, 0)
-    return RunLine(key_of(run.id), run.id, url, run.project, run.created_at, about, State("unread", why), 0, None, None)
+    return RunLine(key_of(run.id), run.id, url, run.project, run.created_at, about, State("unread", why), 0, None)
 
 
 async def line_of(store: Store, run: Run, url: str) -> RunLine:
@@ -244,7 +243,7 @@ async def _read(store: Store, run: Run, url: str, *, over: bool) -> RunLine:
         last = await store.last_step(run.id)
         recent = await store.steps(run.id, after=last.step - 20, brief=True) if last else []
         steps = [(record.step, record.at) for record in recent]
-        line = replace(line, last=last.step if last else None, last_at=last.at if last else None)
+        line = replace(line, last=last.step if last else None)
         return replace(line, state=await state_of(store, await read_whole(), url, over=over, steps=steps))
 
     async def about(line: RunLine) -> RunLine:
@@ -282,7 +281,7 @@ def said_of(error: Exception) -> str:
 def _with_course(line: RunLine, recorded: Recorded) -> RunLine:
     """The line with what the course of the run says."""
     steps = recorded.steps
-    rewards = [_finite(metrics.get("reward_with_failures", metrics.get("reward"))) for metrics in steps]
+    rewards = [finite(metrics.get("reward_with_failures", metrics.get("reward"))) for metrics in steps]
     held_out = measured(recorded.evaluations)
     found = diagnose(course=recorded.after(len(steps))) if steps else []
     last = steps[-1] if steps else {}
@@ -290,7 +289,7 @@ def _with_course(line: RunLine, recorded: Recorded) -> RunLine:
         line,
         steps=len(steps),
         rewards=tuple(thinned(rewards, SPARK)),
-        reward=_finite(last.get("reward")),
+        reward=finite(last.get("reward")),
         reward_with_failures=rewards[-1] if rewards else None,
         failed_share=failed_share(last),
         before=held_out[0] if held_out else None,
@@ -306,7 +305,7 @@ def measured(found: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
     return tuple(each for each in found if each.known)
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
     """A metric that can be shown. Raises `TypeError` for what is no number."""
     return value if value is not None and math.isfinite(value) else None
 

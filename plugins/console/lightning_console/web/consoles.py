@@ -15,7 +15,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Never
+from typing import Any, Never
 
 from lightning.config import LimitsConfig
 from lightning.errors import MissingExtraError
@@ -26,7 +26,7 @@ from lightning_server.protocol import Host
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lightning_console.places import SERVER, Places
+from lightning_console.places import SERVER, WAITS, Places
 from lightning_console.web.chat import Chat
 from lightning_console.web.desk import Desk
 from lightning_console.web.forks import Forks
@@ -193,10 +193,6 @@ async def local_console(places: Places, *, port: int = 0, start: str = "runs") -
         await shell.close()
         await serving.stop()
         await places.close()
-
-
-WAITS: Final = 2.0
-"""Seconds that a page waits for what takes long; it is shown without it then, and completes itself."""
 
 
 class ConsoleApp:

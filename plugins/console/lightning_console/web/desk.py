@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Any, Final
 
 import orjson
@@ -26,11 +25,12 @@ from lightning_resources import roll_back_alias, set_alias
 from lightning_console import router
 from lightning_console.blocks import Action, Actions, Block, Notice, Notices, Page, json_of, with_whole_characters
 from lightning_console.pages.rollout import FORK
+from lightning_console.pages.words import when
 from lightning_console.places import Located, Places
 from lightning_console.router import Address
 from lightning_console.web.chat import Chat
 from lightning_console.web.forks import Forks
-from lightning_console.web.gate import Asked, Visitor, need_changes, visitor
+from lightning_console.web.gate import VISITOR, Asked, Visitor, need_changes
 
 MOST: Final = 100
 """Notes of a run."""
@@ -153,21 +153,16 @@ async def _of_run(places: Places, who: Visitor, key: str) -> list[Block]:
     found = await notes(await places.find(key))
     blocks: list[Block] = []
     if found:
-        said = [Notice(note.text, detail=f"{note.by or 'somebody'}, {_time(note.at)}") for note in found]
+        said = [Notice(note.text, detail=f"{note.by or 'somebody'}, {when(note.at)}") for note in found]
         blocks.append(Notices(said, title="Notes"))
     if who.changes:
         blocks.append(Actions([Action("note", "Leave a note", {"run": key}, fields=[("text", "Note")])]))
     return blocks
 
 
-def _time(at: float) -> str:
-    return f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"
-
-
 logger = logging.getLogger(__name__)
 SECONDS: Final = 60.0
 """Until a page is given up."""
-CANNOT: Final = "the page %r could not be made"
 TALKS: Final = ("say", "begin_again")
 
 
@@ -195,13 +190,13 @@ class Desk:
 
     async def show(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The page of `asked["address"]`, or that it is still the one whose digest is `asked["seen"]`."""
-        who = visitor()
+        who = VISITOR.get()
         address = with_whole_characters(str(asked.get("address") or self._start))
-        page = await self._page(who, address)
+        page = await router.shown(address, self._page(who, address), SECONDS)
         try:  # in a thread: a rollout's page has megabytes, and what else the server answers does not wait for them
             written, digest = await asyncio.to_thread(_written, page)
         except Exception as error:  # a number that JSON does not have
-            logger.exception(CANNOT, address[:200])
+            logger.exception("the page %r could not be made", address[:200])
             page = router.cannot_show(address, router.fault_of(error))
             written, digest = _written(page)
         if digest == asked.get("seen"):
@@ -212,7 +207,7 @@ class Desk:
 
     async def act(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Do the action `asked["name"]`; returns what was `said` of it, or the `error`."""
-        who, name = visitor(), str(asked.get("name"))
+        who, name = VISITOR.get(), str(asked.get("name"))
         given = asked.get("arguments")
         given = given if isinstance(given, dict) else {}
         try:
@@ -233,22 +228,11 @@ class Desk:
             return {"error": router.fault_of(error)}
 
     async def _page(self, who: Visitor, text: str) -> Page:
-        try:
-            places = self._places_of(who)
-            async with asyncio.timeout(SECONDS):
-                if text.partition("?")[0] == "chat":
-                    return await self._chat.page(await self._store(places), who, Address.parse(text))
-                page = await router.show(places, text)
-                return await with_actions(places, who, page, forks=self._forks is not None)
-        except TimeoutError:
-            return router.cannot_show(
-                text, f"this page took more than {SECONDS:g} s: it asks for too much, or its store is slow"
-            )
-        except LightningError as error:
-            return router.cannot_show(text, str(error))
-        except Exception as error:
-            logger.exception(CANNOT, text[:200])
-            return router.cannot_show(text, router.fault_of(error))
+        places = self._places_of(who)
+        if text.partition("?")[0] == "chat":
+            return await self._chat.page(await self._store(places), who, Address.parse(text))
+        page = await router.show(places, text)
+        return await with_actions(places, who, page, forks=self._forks is not None)
 
     async def _store(self, places: Places) -> Store | None:
         stores = await places.stores()

@@ -57,11 +57,6 @@ VISITOR: ContextVar[Visitor] = ContextVar("visitor")
 """Who sent the request that is being answered."""
 
 
-def visitor() -> Visitor:
-    """Who sent the request that is being answered."""
-    return VISITOR.get()
-
-
 def digest_of(text: str) -> str:
     """What is kept of a secret with 256 random bits."""
     return hashlib.sha256(text.encode()).hexdigest()
