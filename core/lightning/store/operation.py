@@ -62,7 +62,7 @@ async def for_admins(store: Store, project: str, operation: Operation, arguments
 
 @dataclass(frozen=True, slots=True)
 class HttpLine:
-    """Where a plugin's operation is over HTTP, who may use it, and how it travels. What serves it reads it; a store does not.
+    """Where an operation is over HTTP, who may use it, and how it travels. What serves it reads it; a store does not.
 
     `route` is a method and a path with arguments in braces, such as `GET /rollouts/{rollout}/notes`. `body` and `answer` name
     the argument that is the whole body and the field that the answer is in, or are types that travel. `query` says what the
