@@ -323,4 +323,4 @@ def cut(text: str, longest: int = LONGEST) -> str:
 def one_line(value: Json, longest: int) -> str:
     """A value as a text of one line: a text as it is, anything else as JSON."""
     text = " ".join((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).split())
-    return text if len(text) <= longest else f"{text[:longest]}…"
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
