@@ -109,9 +109,7 @@ END_ATTEMPT: Final = (
     "step_states = ?, extras = ? WHERE rollout = ? AND attempt = ?"
 )
 SELECT_OUTCOME_DIGEST: Final = "SELECT outcome_digest FROM attempts WHERE rollout = ? AND attempt = ?"
-SELECT_ATTEMPTS: Final = (
-    "SELECT rollout, attempt, tool_events, step_rewards, step_states, extras FROM attempts WHERE rollout IN "
-)
+SELECT_ATTEMPTS: Final = f"SELECT {rows.ATTEMPTS.names()} FROM attempts WHERE rollout IN "  # noqa: S608
 """Followed by `places`."""
 SELECT_LABELS: Final = "SELECT labels FROM attempts WHERE rollout = ? AND attempt = ?"
 

@@ -178,7 +178,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.runner.inline",
             "lightning.runner.seeding",
             "lightning.trainer.how_to_call",
-            "lightning.store.epochs",
+            "lightning.trainer.epochs",
         ),
         "a replay of training": (
             "lightning.policy_server.model_folder",

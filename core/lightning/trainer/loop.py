@@ -20,12 +20,12 @@ from lightning.engines.protocol import Engine, RevivesWorkers, StepResult
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.runner.protocol import StagedRunner
-from lightning.store.epochs import Epoch, epoch_at
 from lightning.store.rollout_state import REUSE
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
 from lightning.trainer.context import ADDED, STAGES, named_stages, numeric_context, other_stages
+from lightning.trainer.epochs import Epoch, epoch_at
 from lightning.trainer.held_out import HeldOut, compared_since
 from lightning.trainer.lr_schedule import earlier_steps, rate_of
 from lightning.trainer.metrics import Remarks, UsageMeter, sampled_tokens, staleness, step_metrics

@@ -21,7 +21,6 @@ from lightning.plugins import plugins
 from lightning.plugins.named import name_of
 from lightning.policy_server.profiles import shares_gpu
 from lightning.runner.protocol import Agent, Runner
-from lightning.store.epochs import Epoch, keep_epochs, mark_over
 from lightning.store.places import run_id_of
 from lightning.store.protocol import Store
 from lightning.store.url import parse, sqlite_url
@@ -31,6 +30,7 @@ from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.beginning import Beginning, find_teacher
 from lightning.trainer.checkpoints import Checkpoints, check_disk
 from lightning.trainer.context import base_digest
+from lightning.trainer.epochs import Epoch, keep_epochs, mark_over
 from lightning.trainer.loop import Loop
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.replay import optimizer_of

@@ -20,10 +20,10 @@ from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.policy_server import check_policy_server
 from lightning.runner.protocol import Agent
-from lightning.store.epochs import mark_over
 from lightning.store.places import DATABASE
 from lightning.store.url import redacted, sqlite_url
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
+from lightning.trainer.epochs import mark_over
 from lightning.trainer.held_out import check_held_out
 from lightning.trainer.learning_rate import default_rate
 from lightning.trainer.model import resolve_model

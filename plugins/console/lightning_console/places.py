@@ -20,10 +20,10 @@ from urllib.parse import unquote
 from lightning.cli.runs import databases
 from lightning.errors import ConfigError, DataError, LightningError
 from lightning.plugins import plugins
-from lightning.store.epochs import is_over
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import PRUNED, Store
 from lightning.store.url import parse, redacted
+from lightning.trainer.epochs import is_over
 from lightning.types import Rollout, Run, StepRecord
 
 SERVER: Final = "this server"

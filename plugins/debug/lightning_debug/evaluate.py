@@ -22,11 +22,11 @@ from lightning.config import Config
 from lightning.errors import ConfigError, RunnerError
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent, Runner
-from lightning.store.epochs import is_over, mark_over
 from lightning.store.places import DATABASE
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
 from lightning.trainer.agents import hidden_from_agents
+from lightning.trainer.epochs import is_over, mark_over
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.plan import VAL, generation, newest_generation, train_rollouts
 from lightning.trainer.reasons import grouped

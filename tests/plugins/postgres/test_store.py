@@ -37,7 +37,7 @@ from lightning_resources import Resource, alias_history, put_resource, roll_back
 from lightning_server import tokens_sql
 from lightning_server.fleet.member import Member
 from lightning_server.fleet.owner import Owner
-from lightning_server.fleet.records import Seat, seat_key
+from lightning_server.fleet.records import Seat, from_json, seat_key
 from lightning_server.tokens import list_tokens, put_token
 
 from tests.servers.postgres import USER, PostgresServer
@@ -261,7 +261,7 @@ async def test_signs_of_life_leave_no_answers(store: PostgresStore) -> None:
     signer.issue("a", 1, 60.0)
     await book.close()
     assert await store._read(lambda tx: tx.one("SELECT count(*) FROM answers")) == before == (1,), "the notice's"
-    seat = Seat.from_json(await store.get_state("", seat_key("run", 0)))
+    seat = from_json(Seat, await store.get_state("", seat_key("run", 0)))
     assert seat is not None
     assert seat.beat == 2
     await member.leave()

@@ -64,12 +64,13 @@ async def attempts_of(transaction: Transaction, attempts: Sequence[tuple[str, in
         names = list(dict.fromkeys(rollout for rollout, _ in asked))
         places = sql.places(len(names))
         current: dict[str, int] = {row[0]: row[1] for row in await transaction.all(sql.SELECT_CURRENT + places, names)}
-        kept = {(row[0], row[1]): row[2:] for row in await transaction.all(sql.SELECT_ATTEMPTS + places, names)}
+        kept = {(row[0], row[1]): row for row in await transaction.all(sql.SELECT_ATTEMPTS + places, names)}
         for rollout, attempt in asked:
             if rollout not in current:
                 raise rollout_state.unknown_rollout(rollout)
             number = current[rollout] if attempt is None else attempt
-            found.append(rows.attempt_of(rollout, number, *kept.get((rollout, number), ())))
+            row = kept.get((rollout, number))
+            found.append(Attempt(rollout, number) if row is None else rows.ATTEMPTS.read(row))
     return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
@@ -18,8 +18,8 @@ from lightning.store import codec, rollout_state, rows, sql
 from lightning.store.protocol import KNOWN_SECONDS, Page, RolloutCount
 from lightning.store.relational.transaction import Transaction, keep_answer, kept_answer
 from lightning.store.rollout_state import Position
-from lightning.store.rows import Row
-from lightning.types import Caller, Json, Lease, Rollout, Status, Transition, logprobs, token_ids
+from lightning.store.rows import Row, Value
+from lightning.types import Caller, Json, Lease, Rollout, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,13 +268,14 @@ async def name_callers(
     if not labels:
         return
     changes: list[tuple[str, bytes, int]] = []
+    place, call_id = rows.CALLS.fields.index("caller"), rows.CALLS.fields.index("id")
     for call, digest, head, *described in await transaction.all(sql.SELECT_HEADS, (codec.HEAD_BYTES, n, attempt)):
-        transition = _intact(rollout, attempt, tuple(described), head, digest)
-        caller = labels.get(transition.id) if transition is not None else None
-        if transition is None or caller is None:
+        caller = labels.get(described[call_id])
+        if caller is None or not _is_intact(rollout, attempt, described, head, digest):
             continue
-        labelled = rollout_state.record_digest(replace(transition, caller=caller), codec.stored_digest(head))
-        changes.append((rows.dump(rows.caller_to_json(caller)), labelled, call))
+        described[place] = rows.nouns_to_text(caller, "a label")
+        labelled = rollout_state.row_digest(rollout, attempt, described, codec.stored_digest(head))
+        changes.append((described[place], labelled, call))
     await transaction.many(sql.NAME_CALLER, changes)
 
 
@@ -284,10 +285,9 @@ async def labels_of(transaction: Transaction, rollout: str, attempt: int) -> dic
     return {} if row is None else rows.labels_from_text(row[0])
 
 
-def _intact(rollout: str, attempt: int, described: Row, head: bytes, digest: bytes) -> Transition | None:
-    """A stored call without its tokens; None for a damaged row, since a new digest would make it look whole."""
+def _is_intact(rollout: str, attempt: int, described: Sequence[Value], head: bytes, digest: bytes) -> bool:
+    """Whether a stored call is what was stored: a new digest would make a damaged row look whole."""
     try:
-        transition = rows.transition_from_row(rollout, attempt, described, token_ids(), token_ids(), logprobs())
-        return transition if rollout_state.record_digest(transition, codec.stored_digest(head)) == digest else None
+        return rollout_state.row_digest(rollout, attempt, described, codec.stored_digest(head)) == digest
     except (StoreError, ValueError, TypeError):
-        return None
+        return False

@@ -162,7 +162,8 @@ async def _load(transaction: Transaction, query: str, values: tuple[str | int, .
 def _values(transition: Transition, content: bytes) -> tuple[rows.Value, ...]:
     if transition.seq < 0:
         raise DataError(f"the seq of transition {transition.key} is negative: count the calls of an attempt from 0")
-    return (*rows.CALLS.values(transition), rollout_state.record_digest(transition, content))
+    values = rows.CALLS.values(transition)
+    return (*values, rollout_state.row_digest(transition.rollout, transition.attempt, values, content))
 
 
 async def read(transaction: Transaction, rollout: str, attempt: int | None) -> list[Transition]:
@@ -188,17 +189,21 @@ async def _decode(decoder: Decoder, rollout: str, attempt: int, row: Row) -> Tra
     n, parent, digest, blob, *described = row
     try:
         tokens = await decoder.decode(n, parent, blob)
-        transition = rows.transition_from_row(
-            rollout, attempt, tuple(described), tokens.prompt_ids, tokens.response_ids, tokens.logprobs
-        )
-        if rollout_state.record_digest(transition, codec.stored_digest(blob)) != digest:
+        if rollout_state.row_digest(rollout, attempt, described, codec.stored_digest(blob)) != digest:
             raise StoreError("the row does not match the digest that was written with it")
+        return rows.CALLS.read(
+            described,
+            rollout=rollout,
+            attempt=attempt,
+            prompt_ids=tokens.prompt_ids,
+            response_ids=tokens.response_ids,
+            logprobs=tokens.logprobs,
+        )
     except (StoreError, ValueError, TypeError) as error:
         raise StoreError(
             f"transition {(rollout, attempt, described[0])} is corrupt: {error}. "
             "The database was damaged or edited: restore it from a backup"
         ) from error
-    return transition
 
 
 async def next_seq(transaction: Transaction, rollout: str, attempt: int) -> int:

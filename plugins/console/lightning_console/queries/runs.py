@@ -23,9 +23,9 @@ from typing import Final, Literal
 from weakref import WeakKeyDictionary
 
 from lightning.errors import LightningError, UnavailableError
-from lightning.store.epochs import is_over
 from lightning.store.protocol import PRUNED, Store
 from lightning.store.url import parse
+from lightning.trainer.epochs import is_over
 from lightning.trainer.plan import TRAIN, is_lost, newest_generation, of_generation
 from lightning.trainer.reasons import grouped
 from lightning.trainer.summary import Evaluation
@@ -57,7 +57,7 @@ class State:
 
 async def state_of(store: Store, run: Run, url: str, *, over: bool, steps: Sequence[tuple[int, float]]) -> State:
     """The state of a run, which has its configuration. `steps` are number and time (Unix seconds) of its newest committed ones,
-    in order; `over` is what the store says of its end (`lightning.store.epochs.is_over`)."""
+    in order; `over` is what the store says of its end (`lightning.trainer.epochs.is_over`)."""
     if SESSION_OF in run.config:
         return State("session", "calls of a model that was served; nothing was trained")
     if over:

@@ -23,8 +23,8 @@ from lightning.batch import Group, Sample, TokenSpan, Trajectory
 from lightning.credit import call_rewards
 from lightning.credit.protocol import rollout_return
 from lightning.errors import ConfigError, DataError, LightningError
-from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import PRUNED, Store
+from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.metrics import REASONS
 from lightning.trainer.own_loop import changed_by_loop
 from lightning.trainer.plan import TRAIN
