@@ -139,8 +139,9 @@ class OperationGroup:
     """The operations that a plugin brings to every store, registered by `register_operations` under the group's `name`.
 
     `parts` says for each kind of store where the plugin's part for it stands, as `package.module:NAME`: `sql` is a
-    `lightning.store.relational.brought.SqlPart`, `redis` a mapping of functions by the operations' names. It is imported when
-    such a store is first asked. A store over HTTP needs none. `distribution` is what must be installed where the group is not.
+    `lightning.store.relational.transaction.SqlPart`, `redis` a mapping of functions by the operations' names. It is imported
+    when such a store is first asked. A store over HTTP needs none. `distribution` is what must be installed where the group is
+    not.
     """
 
     def __init__(

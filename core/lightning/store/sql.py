@@ -2,7 +2,7 @@
 
 The invariant: nothing here is particular to one database. Parameters are `?` (a driver that counts them, `$1`, rewrites them:
 no literal contains one); upserts are ON CONFLICT; the clock, the locking of rows (`relational.transaction`) and the types of
-the schema (`relational.schema`) are the store's. "group" and "index" are reserved words, hence `group_id` and `idx`.
+the schema (`schema`) are the store's. "group" and "index" are reserved words, hence `group_id` and `idx`.
 """
 
 from __future__ import annotations

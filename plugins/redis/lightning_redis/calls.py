@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from lightning.errors import DataError, StoreError
 from lightning.store import codec, rollout_state, rows
-from lightning.store.relational.prefix_parents import Fingerprint
+from lightning.store.codec import Fingerprint
 from lightning.types import Transition
 
 from lightning_redis.keys import encoded

@@ -21,10 +21,10 @@ import pytest
 from lightning.errors import ConflictError, DataError, SchemaError, StoreError, UnavailableError
 from lightning.gateway.identity import TokenSigner
 from lightning.store import rollout_state
-from lightning.store.relational import rollouts, transitions
-from lightning.store.relational.notify import Bell
-from lightning.store.schema_version import SCHEMA
+from lightning.store.relational import rollouts
+from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
+from lightning.store.threads import Bell
 from lightning.types import Outcome, Rollout, Run, Scope, Status, Task, Token, Transition, logprobs, token_ids
 from lightning_db import keeper_of
 from lightning_otel.traces.book import TraceBook
@@ -657,7 +657,7 @@ async def test_a_failed_operation_leaves_no_parent_behind(
     await store.lease("run", "w", ttl=3600)
 
     async def fail(tx: Any) -> None:
-        await transitions.append(tx, [transitions.prepare(call(0, range(100)))])
+        await rollouts.append(tx, [rollouts.prepare(call(0, range(100)))])
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
