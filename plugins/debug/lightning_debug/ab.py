@@ -25,7 +25,7 @@ from lightning_branching.prompt_texts import longest_literal, texts_in
 from lightning_resources import Resource, ResourceKind, put_resource, set_alias
 from lightning_resources.weights import WEIGHTS_NAME, weights_content
 
-from lightning_debug.evaluate import Evaluator, Setup, Variant, check_any_scored
+from lightning_debug.evaluate import Evaluator, Setup, Variant, check_any_scored, faults_of
 from lightning_debug.statistics import SequentialTest
 from lightning_debug.transcript import text_of, tool_calls_of, with_numbered_ids
 
@@ -151,7 +151,7 @@ async def compare(
         tasks=len(paired),
         rollouts=sum(map(len, every.values())),
         planned=2 * setup.n * total,
-        failed={name: _faults(every[each.run]) for name, each in (("A", a), ("B", b))},
+        failed={name: faults_of(every[each.run]) for name, each in (("A", a), ("B", b))},
         lost_pairs=lost,
         bounds=bounds,
         regressions=regressions,
@@ -174,15 +174,6 @@ def _batch(setup: Setup, a: Variant, b: Variant, total: int) -> int:
     if a.model.folder != b.model.folder:
         return max(1, -(-total // BLOCKS))
     return max(1, min(AT_ONCE, a.config.runner.concurrency) // setup.n)
-
-
-def _faults(rollouts: Sequence[Rollout]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for rollout in rollouts:
-        if rollout.reward is None:
-            whose = str(rollout.fault or "unknown")
-            found[whose] = found.get(whose, 0) + 1
-    return found
 
 
 def _check_bounds(rollouts: Sequence[Rollout], bounds: tuple[float, float]) -> None:

@@ -75,6 +75,14 @@ class Alarm:
     since: int | None
     still: bool
 
+    @property
+    def when(self) -> str:
+        """When it was found, in words."""
+        if self.since is None:
+            return "in the last steps" if self.still else "in the last steps, and not in the very last"
+        first = f"first seen after {self.since + 1} steps"
+        return first if self.still else f"{first}, and no more at the end"
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

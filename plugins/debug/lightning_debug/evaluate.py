@@ -322,6 +322,12 @@ def failures(rollouts: Sequence[Rollout]) -> tuple[tuple[int, str], ...]:
     )
 
 
+def faults_of(rollouts: Sequence[Rollout]) -> dict[str, int]:
+    """How many rollouts have no reward, by whose fault."""
+    found = Counter(str(rollout.fault or "unknown") for rollout in rollouts if rollout.reward is None)
+    return dict(sorted(found.items()))
+
+
 def check_any_scored(run: str, rollouts: Sequence[Rollout]) -> None:
     """Raise `RunnerError` where no rollout says anything of the policy: all have failed, and not all by its fault."""
     if any(each.reward is not None or each.fault is Fault.POLICY for each in rollouts):
@@ -348,7 +354,6 @@ def report_of(
     alone, together = passed(scored), passed(list(groups.values()))
     measures += [Measure(f"pass@{k}", pass_at_k(alone, k), pass_at_k(together, k)) for k in ks_of(n)]
     given = [reward for task in scored for reward in task]
-    faults = Counter(str(rollout.fault or "unknown") for rollout in rollouts if rollout.reward is None)
     return EvalReport(
         variant.run,
         variant.model.name,
@@ -358,7 +363,7 @@ def report_of(
         len(given),
         success,
         tuple(measures),
-        dict(sorted(faults.items())),
+        faults_of(rollouts),
         failures(rollouts),
         tuple(_warnings(variant.config, given, n, success, bounds)),
         bounds[0],

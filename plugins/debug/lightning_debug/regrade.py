@@ -29,7 +29,7 @@ from lightning.trainer.replay import algorithm_of, policy_fault_of, train_agents
 from lightning.trainer.training_data import load_groups, rollouts_of
 from lightning.types import Json, Status, StepRecord, Transition
 
-from lightning_debug.judgements import NOTHING, Judgement
+from lightning_debug.judge import NOTHING, Judgement
 from lightning_debug.transcript import REDACTED, Transcript, transcript_of
 
 Grader = Callable[[Transcript], object]

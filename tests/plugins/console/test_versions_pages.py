@@ -11,9 +11,8 @@ from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.trainer.plan import val_rollouts
 from lightning.types import Fault, Outcome, Rollout, Run, Task
-from lightning_console.address import Address
 from lightning_console.places import Places
-from lightning_console.router import show
+from lightning_console.router import Address, show
 from lightning_resources import Resource, put_resource, set_alias
 
 from tests.plugins.console.made_rollouts import call

@@ -1,7 +1,10 @@
-"""The Gradio application that a console's pages are drawn in: one host, which `static/shell.js` fills.
+"""The consoles that are served: that of a person's own machine, on loopback, and that on a Lightning Server's port.
 
-The invariant: no text of a run goes through one of Gradio's own components, which make markup of it; and Gradio tells nobody
-that it runs.
+Their pages are drawn in a Gradio application: one host, which `static/shell.js` fills.
+
+The invariant: the first listens on this machine alone, is open to whoever was shown its address, and what it was started for,
+such as a training, never waits for it; the second is for the holders of the server's tokens. No text of a run goes through one
+of Gradio's own components, which make markup of it; and Gradio tells nobody that it runs.
 """
 
 from __future__ import annotations
@@ -9,13 +12,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Never
 
+from lightning.config import LimitsConfig
 from lightning.errors import MissingExtraError
+from lightning.gateway.connections import Serving, bind
+from lightning.store.url import redacted
+from lightning_server.projects import Projects
+from lightning_server.protocol import Host
 from starlette.applications import Starlette
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lightning_console.web.gate import FILES, FUNCTIONS, STATIC
+from lightning_console.places import SERVER, WAITS, Places
+from lightning_console.web.chat import Chat
+from lightning_console.web.desk import Desk
+from lightning_console.web.forks import Forks
+from lightning_console.web.gate import FILES, FUNCTIONS, STATIC, Gate, OwnDoor, TokenDoor, Visitor
 
 BOOT = """
 const add = (kind, attributes) => new Promise((done, failed) => {
@@ -141,3 +156,67 @@ class Shell:
         if self._running is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._running
+
+
+HOST = "127.0.0.1"
+PATH = "/console"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalConsole:
+    """A running console. `url` opens it, with the token that nobody else on the machine knows, and `once` does one time."""
+
+    url: str
+    once: str
+    ready: asyncio.Task[object]
+    """Ends when Gradio has been imported; raises `MissingExtraError` where it is not installed."""
+
+
+@asynccontextmanager
+async def local_console(places: Places, *, port: int = 0, start: str = "runs") -> AsyncIterator[LocalConsole]:
+    """Serve the console of a place on loopback; port 0 takes a free one. Raises `GatewayError` for a port that is taken."""
+    door, forks = OwnDoor(), Forks()
+    desk = Desk(lambda _: places, Chat(None), forks=forks, start=start, where=redacted(places.where))
+    shell = Shell(PATH)
+    gate = Gate(door, PATH, shell.app, desk.functions)
+    serving = Serving(gate, bind(HOST, port), LimitsConfig())
+    await serving.start()
+    ready: asyncio.Task[object] = asyncio.create_task(shell.app())
+    try:
+        address = f"{serving.url}{PATH}/?token="
+        yield LocalConsole(address + door.token, address + door.once(), ready)
+    finally:
+        ready.cancel()
+        await asyncio.gather(ready, return_exceptions=True)
+        gate.close()
+        await forks.close()
+        await shell.close()
+        await serving.stop()
+        await places.close()
+
+
+class ConsoleApp:
+    """A `WebApp`. Gradio is imported when the first visitor has been let in: a server that nobody looks at pays nothing."""
+
+    def __init__(self, host: Host) -> None:
+        self._projects = Projects(host.store)
+        self._places: dict[str | None, Places] = {}
+        desk = Desk(self._places_of, Chat(host), where=host.url or SERVER, has_login=True)
+        self._shell = Shell(host.path)
+        secure = host.url.startswith("https://")
+        self._gate = Gate(TokenDoor(host.authenticator), host.path, self._shell.app, desk.functions, secure=secure)
+
+    def _places_of(self, who: Visitor) -> Places:
+        if who.project not in self._places:
+            seen = self._projects.of(who.project)
+            self._places[who.project] = Places(SERVER, stores={SERVER: seen}, project=who.project, patience=WAITS)
+        return self._places[who.project]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        await self._gate(scope, receive, send)
+
+    async def close(self) -> None:
+        """End what was started."""
+        self._gate.close()
+        await self._shell.close()
