@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
     from lightning.trainer.run_server import RunServer
+    from lightning.trainer.run_stages import RunStage
     from lightning.trainer.samplers import Asked, Sampler, TaskOrder
     from lightning.trainer.stages import StepStage
     from lightning.types import Caller, Rollout, StepRecord, StepState, Task, ToolEvent
@@ -250,6 +251,15 @@ def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], At
     The factory makes a `lightning.runner.stages.AttemptStage` of the settings `runner`, once for each runner; None where they
     do not need it. It opens nothing. A stage that raises ends the attempt, which is made again. Which stages stand before or
     after it the stage says itself; what is not said is refused at the start, unless `runner.stage_order` says it.
+    """
+
+
+@hookspec
+def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | None]], None]) -> None:
+    """Where a plugin stands at a run's beginning and end: `register("resources", make_stage)`.
+
+    The factory makes a `lightning.trainer.run_stages.RunStage` of the settings, None where they do not need it. It finds the
+    prompts that a run's agents are given, or hears where the run's model lies at its end. A stage that raises ends the run.
     """
 
 

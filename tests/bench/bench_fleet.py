@@ -58,7 +58,7 @@ async def gateway(url: str, run: str) -> None:
 
 async def measure(url: str, count: int, updates: int) -> dict[str, float]:
     """One row."""
-    from lightning.gateway.upstream.servers import Upstream
+    from lightning.gateway.upstream import Upstream
     from lightning.plugins import plugins
     from lightning.policy_server.protocol import Update
     from lightning_server.fleet.owner import Owner

@@ -119,11 +119,11 @@ async def serve(defended: bool, attack: str, records: bool = True) -> None:
 def switch_off() -> None:
     """The defences that are not settings: parsing where the calls are answered, whole texts looked through."""
     from lightning import redaction
-    from lightning.gateway import request_body
-    from lightning_record import history
+    from lightning.gateway import http
+    from lightning_record import conversations
 
-    request_body.LONG = HUGE
-    redaction.LONG = redaction.LONGEST_NAME = history.LONGEST_STORED = HUGE
+    http.LONG = HUGE
+    redaction.LONG = redaction.LONGEST_NAME = conversations.LONGEST_STORED = HUGE
 
 
 async def vllm() -> None:
@@ -455,7 +455,8 @@ def recording(names: list[str]) -> None:
 async def control_routes() -> None:
     """A real vLLM, without our middleware and with it: a stranger pauses it."""
     from lightning.config.sections import PolicyServerConfig
-    from lightning.policy_server import OwnedVLLM, profiles
+    from lightning.policy_server import profiles
+    from lightning.policy_server.vllm_server import OwnedVLLM
     from lightning.testing.tiny_models import make_tiny_model
 
     folder = Path(tempfile.mkdtemp())

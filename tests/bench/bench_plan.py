@@ -55,11 +55,10 @@ from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
 from lightning.types import LLM, Run, Task, token_ids
 from lightning_planner.calibration import Calibration, calibrate
-from lightning_planner.costs import Schedule
+from lightning_planner.costs import Changes, Schedule, draw
 from lightning_planner.planner import LABEL, Target, calibrated, make_plan, recorded_config
 from lightning_planner.recorded import Recorded, read_run
 from lightning_planner.simulation import simulate
-from lightning_planner.work import Changes, draw
 
 GROUP, SEEDS, BATCH = 4, 8, 8
 """Rollouts of a group, simulations of each plan, and steps whose mean is taken for independent of the others."""

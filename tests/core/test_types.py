@@ -20,8 +20,7 @@ from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.store import codec
 from lightning.testing import FakeVLLM, rollout
-from lightning.types import Caller, Task, shared_prefix, token_ids
-from lightning.types.values import as_texts
+from lightning.types import Caller, Task, as_texts, shared_prefix, token_ids
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -11,12 +11,12 @@ import httpx
 import pytest
 from lightning.config import Config, with_settings
 from lightning.plugins import plugins
-from lightning.store.resource_ref import find, parse_reference
 from lightning.store.url import sqlite_url
-from lightning.trainer.checkpoints import WEIGHTS_NAME, weights_content
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import Resource, ResourceKind
 from lightning_examples.raw_python import MODEL
+from lightning_resources import Resource, ResourceKind, put_resource, roll_back_alias, set_alias
+from lightning_resources.reference import find, parse_reference
+from lightning_resources.weights import WEIGHTS_NAME, weights_content
 from lightning_server import following
 from lightning_server.serving import Followed, serve
 from safetensors.torch import load_file, save_file
@@ -42,8 +42,8 @@ async def test_a_running_vllm_takes_versions_and_refuses_a_scaled_one(
     store = plugins().store(sqlite_url(tmp_path / "weights.db"))
     await store.open()
     for folder in (MODEL, scaled(tmp_path / "near", 1.001), scaled(tmp_path / "bad", 3.0)):
-        await store.put_resource(Resource(WEIGHTS_NAME, weights_content(folder), ResourceKind.WEIGHTS))
-    await store.set_alias(WEIGHTS_NAME, "live", 1)
+        await put_resource(store, Resource(WEIGHTS_NAME, weights_content(folder), ResourceKind.WEIGHTS))
+    await set_alias(store, WEIGHTS_NAME, "live", 1)
     reference = parse_reference(f"{WEIGHTS_NAME}@live")
     follows = Followed(store, reference, await find(store, reference), Path())
     config = with_settings(Config(), {"runner.concurrency": CLIENTS})
@@ -69,16 +69,16 @@ async def test_a_running_vllm_takes_versions_and_refuses_a_scaled_one(
             clients = [asyncio.create_task(client()) for _ in range(CLIENTS)]
             await asyncio.sleep(1.0)
             for version in (2, 1) * 4 + (2,):
-                await store.set_alias(WEIGHTS_NAME, "live", version)
+                await set_alias(store, WEIGHTS_NAME, "live", version)
                 await until(version)
-            await store.set_alias(WEIGHTS_NAME, "live", 3)  # the tenth
+            await set_alias(store, WEIGHTS_NAME, "live", 3)  # the tenth
             async with asyncio.timeout(60):
                 while "@3 is not served, version 2 goes on" not in caplog.text:
                     await asyncio.sleep(0.05)
             assert "nats less likely per token" in caplog.text
             await until(2)
             for version in (2, 1):  # from 3, which was never served, then from 2
-                assert (await store.roll_back_alias(WEIGHTS_NAME, "live")).version == version
+                assert (await roll_back_alias(store, WEIGHTS_NAME, "live")).version == version
                 await until(version)
             over.set()
             await asyncio.gather(*clients)

@@ -34,7 +34,6 @@ REFERENCES: Final = {
     "attempts.rollout": "rollouts.id",
     "transitions.rollout": "rollouts.n",
     "transitions.parent": "transitions.n",
-    "aliases.name": "resources.name",
 }
 """Which column names a row of which table. The schema declares no foreign keys: events may arrive in any order."""
 
@@ -42,7 +41,7 @@ COLUMNS_OF_TABLES: Final = (
     ("runs", "steps", "metrics", "state"),
     ("rollouts", "attempts"),
     ("transitions",),
-    ("resources", "aliases", "operation_groups", "answers", "revisions"),
+    ("operation_groups", "answers", "revisions"),
 )
 """The places of the tables, from left to right and from top to bottom."""
 

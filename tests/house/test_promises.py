@@ -81,7 +81,8 @@ SECURITY: dict[str, tuple[str, ...]] = {
         "tests/core/cli/test_output.py::test_whatever_is_printed_is_shown_and_not_obeyed",
         "tests/core/cli/test_output.py::test_logs_are_shown_and_not_obeyed",
         "tests/core/cli/test_output.py::test_no_command_lets_a_store_steer_the_terminal",
-        "tests/core/cli/test_output.py::test_a_file_gets_a_content_as_it_is_and_a_terminal_does_not",
+        "tests/plugins/resources/test_command.py::test_no_command_lets_a_store_steer_the_terminal",
+        "tests/plugins/resources/test_command.py::test_a_file_gets_a_content_as_it_is_and_a_terminal_does_not",
     ),
     "A server is believed nothing.": (
         "tests/plugins/server/test_pull.py::test_a_hostile_answer_is_one_line_of_error",

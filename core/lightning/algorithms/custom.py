@@ -55,11 +55,7 @@ def from_loss(function: OwnLoss | None = None, /, *, needs_reference: bool = Fal
     like a function may say so itself (`needs_reference = True`), and may have a method `prepare` (`StepLoss`).
     """
     if function is None:
-        return partial(_from_loss, needs_reference=needs_reference)
-    return _from_loss(function, needs_reference=needs_reference)
-
-
-def _from_loss(function: OwnLoss, *, needs_reference: bool) -> type[LightningRL]:
+        return partial(from_loss, needs_reference=needs_reference)
     check_callable(function, "from_loss")
     name = name_of(function)
     if is_whole(function):
@@ -132,11 +128,7 @@ def from_batch(function: Callable[..., Batch] | None = None, /, *, loss: OwnLoss
     algorithm by name, register it under the function's own name.
     """
     if function is None:
-        return partial(_from_batch, loss=loss)
-    return _from_batch(function, loss=loss)
-
-
-def _from_batch(function: Callable[..., Batch], *, loss: OwnLoss | Loss | None) -> Callable[..., Algorithm]:
+        return partial(from_batch, loss=loss)
     options = _options(function)
     given = None if loss is None else as_loss(loss, f"the algorithm {function.__name__}: from_batch(loss=...)")
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from lightning.algorithms.protocol import Batch
 from lightning.batch.build import MAX_ADVANTAGE, Normalization, build_samples, name_of
-from lightning.batch.trajectory import Flaw, Group, Trajectory, first_flaw, inherited, is_trained
+from lightning.batch.trajectory import Flaw, Group, Trajectory, first_flaw, inherited, is_trained, trained_tokens
 from lightning.credit.advantage import ROUNDING, all_equal
 from lightning.credit.intermediate import ToolReward, with_tool_rewards
 from lightning.credit.protocol import group_returns
@@ -236,22 +236,14 @@ def with_rules(group: Group, tool_reward: ToolReward | None = None, overlong: Ov
     if tool_reward is not None:
         members = tuple(with_tool_rewards(member, tool_reward) for member in members)
     if overlong is not None:
-        before = {
-            branch: sum(len(call.response_ids) for call, trainable in calls if is_trained(call, trainable))
-            for branch, calls in inherited(members).items()
-        }
+        before = {branch: trained_tokens(calls) for branch, calls in inherited(members).items()}
         members = tuple(_punished(member, overlong, before.get(member.rollout.id, 0)) for member in members)
     return group if members is group.trajectories else Group(group.id, members)
 
 
-def trained_tokens(trajectory: Trajectory) -> int:
-    """Response tokens of the calls that are trained."""
-    calls = zip(trajectory.transitions, trajectory.trainable, strict=True)
-    return sum(len(call.response_ids) for call, trainable in calls if is_trained(call, trainable))
-
-
 def _punished(trajectory: Trajectory, overlong: Overlong, before: int) -> Trajectory:
-    punishment = overlong(before + trained_tokens(trajectory))
+    own = trained_tokens(zip(trajectory.transitions, trajectory.trainable, strict=True))
+    punishment = overlong(before + own)
     if not punishment:
         return trajectory
     return replace(trajectory, rollout=replace(trajectory.rollout, reward=trajectory.reward + punishment))

@@ -28,10 +28,9 @@ def register_algorithms(register: Callable[[str, Callable[..., Algorithm]], None
 def register_credits(register: Callable[[str, Credit], None]) -> None:
     """Every credit of `lightning.credit` with its defaults; `identical` is LightningRL's default."""
     from lightning.credit.assign import Decayed, Discounted, identical, per_agent
-    from lightning.credit.branching import Branched
     from lightning.credit.critic import Critic
     from lightning.credit.intermediate import Intermediate
-    from lightning.credit.tree import GiGPO, LeaveOneOut
+    from lightning.credit.tree import Branched, GiGPO, LeaveOneOut
     from lightning.credit.weighted import Weighted
 
     register("identical", identical)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from lightning.config.fields import did_you_mean, toml_value, words
 from lightning.config.load import parse_value
@@ -23,6 +26,7 @@ from lightning.plugins.named import import_named
 if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 
+STRICT = ConfigDict(strict=True, extra="forbid")
 FORM = "write NAME, NAME:STEPS, NAME:key=value,key=value or NAME:STEPS:key=value, several with commas between"
 
 
@@ -219,28 +223,13 @@ def _takes_objects(hint: object) -> bool:
     return hint not in (object, Any) and any(part is not type(None) and not [*_sayable(part)] for part in parts)
 
 
-def _as(kind: object, value: object, where: str) -> Iterator[object]:
-    """The value as one of a type, or nothing where it is none."""
-    origin, parts = get_origin(kind) or kind, get_args(kind)
-    if origin is Literal:
-        yield from (part for part in parts if part == value and type(part) is type(value))
-    elif origin is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield float(value)
-    elif origin in (bool, int, str):
-        if type(value) is origin:
-            yield value
-    elif isinstance(value, dict):
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+def _as(kind: Any, value: object, where: str) -> Iterator[object]:
+    """The value as one of a type, or nothing where it is none. A list is one of a tuple, too, and an integer a number."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if isinstance(value, dict):
             yield kind(**_fitting(kind, where, value))
-        elif isinstance(origin, type) and issubclass(origin, Mapping):
-            yield value
-    elif isinstance(value, list) and isinstance(origin, type) and issubclass(origin, Sequence):
-        yield from _as_list(origin, parts, value, where)
-
-
-def _as_list(origin: type, parts: Sequence[object], value: Sequence[object], where: str) -> Iterator[object]:
-    kind = parts[0] if parts and (len(parts) == 1 or parts[1] is Ellipsis) else None
-    items = list(value) if kind is None else [made for item in value for made in list(_as(kind, item, where))[:1]]
-    if len(items) == len(value):
-        yield items if origin is list else tuple(items)
+        return
+    with suppress(
+        ValidationError, TypeError
+    ):  # what JSON has not, such as a date, is of no type that an algorithm takes
+        yield TypeAdapter(kind, config=STRICT).validate_json(json.dumps(value))

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.sample import IntArray, Sample, TokenSpan, sampler_logprobs
-from lightning.batch.trajectory import Group, Trajectory, find_flaw, first_flaw, inherited, is_trained
+from lightning.batch.trajectory import Group, Trajectory, find_flaw, first_flaw, inherited, is_trained, trained_tokens
 from lightning.errors import ConfigError, DataError
 from lightning.types import GREEDY_BELOW, Transition
 
@@ -73,12 +73,7 @@ def build_samples(
     ]
     _refuse_duplicates(rollouts)
     before = inherited(trajectories)
-    shared = [
-        sum(
-            len(call.response_ids) for call, trainable in before.get(each.rollout.id, ()) if is_trained(call, trainable)
-        )
-        for each in trajectories
-    ]
+    shared = [trained_tokens(before.get(each.rollout.id, ())) for each in trajectories]
     _set_weights(rollouts, shared, normalization, constant_tokens)
     if value_targets is not None:
         _set_targets(trajectories, rollouts, value_targets, value_coefficient)

@@ -115,6 +115,11 @@ def is_trained(call: Transition, trainable: bool) -> bool:
     return trainable and call.status is CallStatus.OK and len(call.response_ids) > 0
 
 
+def trained_tokens(calls: Iterable[tuple[Transition, bool]]) -> int:
+    """Response tokens of the calls that are trained, of calls with whether they are trainable."""
+    return sum(len(call.response_ids) for call, trainable in calls if is_trained(call, trainable))
+
+
 def turns(trajectory: Trajectory) -> npt.NDArray[np.bool_]:
     """Which calls are the rollout's turns, shape (calls,): those that are trained, or would be were the rollout not masked, and
     every one where all are of other agents. Discounts count turns, and a rollout's own mean is over its turns: what other

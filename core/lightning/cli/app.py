@@ -49,9 +49,6 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
         "demo": CoreCommand("lightning.cli.demo", "Train a real agent on this machine, in minutes."),
         "train": CoreCommand("lightning.cli.train", "Train the model behind your agent."),
         "runs": CoreCommand("lightning.cli.runs", "List runs, or show one."),
-        "resources": CoreCommand(
-            "lightning.cli.resources", "List, compare and promote versions of prompts, weights and settings."
-        ),
         "adapters": CoreCommand(
             "lightning.cli.adapters", "List the agent frameworks that can be trained on this machine."
         ),
@@ -61,7 +58,15 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
     }
 )
 FROM_PLUGINS = MappingProxyType(
-    {"db": "db", "audit": "proof", "plan": "planner", "console": "console", "deploy": "deploy", "sweep": "deploy"}
+    {
+        "db": "db",
+        "audit": "proof",
+        "plan": "planner",
+        "console": "console",
+        "deploy": "deploy",
+        "sweep": "deploy",
+        "resources": "resources",
+    }
     | dict.fromkeys(("replay", "branch"), "branching")
     | dict.fromkeys(("runner", "serve", "token", "pull"), "server")
     | dict.fromkeys(("reward", "advise", "profile", "eval", "ab"), "debug")

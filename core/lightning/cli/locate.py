@@ -13,8 +13,8 @@ from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.plugins.named import import_named as import_named  # for plugins
 from lightning.plugins.named import name_of as name_of  # for plugins
+from lightning.store.places import DATABASE, run_id_of, store_in
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import DATABASE, run_id_of, store_in
 
 if TYPE_CHECKING:
     from lightning.runner.protocol import Agent

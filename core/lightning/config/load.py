@@ -20,7 +20,7 @@ from lightning.config.fields import accepts, did_you_mean, find, section_of, set
 from lightning.config.sections import Config
 from lightning.errors import ConfigError
 from lightning.text_files import read_text
-from lightning.types.values import as_texts
+from lightning.types import as_texts
 
 ENV_PREFIX = "LIGHTNING_"
 NOT_SETTINGS = ("LIGHTNING_DISABLE_PLUGINS", "LIGHTNING_TOKEN", "LIGHTNING_VLLM_SECRET")

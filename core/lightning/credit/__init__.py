@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from lightning.credit.advantage import all_equal, centre, grpo, rloo
 from lightning.credit.assign import Decayed, Discounted, identical, per_agent, returns_to_go, state_ids
-from lightning.credit.branching import Branched
 from lightning.credit.critic import Critic
 from lightning.credit.intermediate import Intermediate, ToolReward, call_rewards, check_tool_reward, with_tool_rewards
 from lightning.credit.protocol import Credit, GroupAdvantage, Returns, group_returns, rollout_return
-from lightning.credit.tree import GiGPO, LeaveOneOut
+from lightning.credit.tree import Branched, GiGPO, LeaveOneOut
 from lightning.credit.weighted import Weighted
 
 __all__ = [

@@ -10,7 +10,6 @@ prompt forgets how it came there.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -167,15 +166,11 @@ def per_agent(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.fl
         rollouts = [index for index, own in enumerate(names) if agent in own]
         if len(rollouts) > 1:
             for index, value in zip(rollouts, advantage(returns[rollouts]), strict=True):
-                found[index][_places(names[index], agent)] = value
+                found[index][[name == agent for name in names[index]]] = value
     return found
 
 
-def _places(names: Sequence[str], agent: str) -> list[int]:
-    return [place for place, name in enumerate(names) if name == agent]
-
-
-def check_discount(gamma: float) -> None:
+def check_discount(value: float, name: str = "gamma") -> None:
     """Raises `ConfigError` for a number that is no discount."""
-    if not 0.0 <= gamma <= 1.0:
-        raise ConfigError(f"gamma={gamma} is not a discount: use a number from 0 to 1")
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(f"{name}={value} is not a discount: use a number from 0 to 1")

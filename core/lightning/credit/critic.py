@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.trajectory import Group, Trajectory, is_trained
+from lightning.credit.assign import check_discount
 from lightning.credit.intermediate import call_rewards
 from lightning.credit.protocol import GroupAdvantage
-from lightning.errors import ConfigError, DataError
+from lightning.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,8 @@ class Critic:
     """It wants `Trajectory.values`."""
 
     def __post_init__(self) -> None:
-        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
-            if not 0.0 <= value <= 1.0:
-                raise ConfigError(f"{name}={value} is not a discount: use a number from 0 to 1")
+        check_discount(self.gamma)
+        check_discount(self.lam, "lam")
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
         """One array of advantages, shape (calls,), for each trajectory: 0 for calls that are not trained.

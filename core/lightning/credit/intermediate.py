@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -90,15 +91,12 @@ def _call_behind(event: ToolEvent, trajectory: Trajectory) -> Transition | None:
         if before is None:
             return _by_time(trajectory, event, asked)
         same = [call for call in asked if call.id == before.id]
-        return same[0] if same else max((call for call in asked if call.seq < before.seq), key=_seq, default=asked[0])
+        earlier = (call for call in asked if call.seq < before.seq)
+        return same[0] if same else max(earlier, key=attrgetter("seq"), default=asked[0])
     if before is not None:
         return before
     agent = event.caller.name if event.caller else ""
     return _by_time(trajectory, event, [call for call in known if call.caller.name == agent] or known)
-
-
-def _seq(call: Transition) -> int:
-    return call.seq
 
 
 def _is_inherited(trajectory: Trajectory, response_id: str) -> bool:

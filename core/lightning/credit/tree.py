@@ -1,22 +1,26 @@
-"""Credit on the transition tree: what came of a call, beside what came of the same state in other rollouts.
+"""Credit on trees: what came of a call, beside what came of the same state in other rollouts (the transition tree), or of other
+continuations from one node (branches).
 
 The invariant: at a state, calls are compared by what was earned from there on. What their rollouts had earned before is no
-merit of theirs, and where a state is shared it is left out.
+merit of theirs, and where a state is shared it is left out. Among branches independent rollouts are continuations from the
+start, and a branch and its parent are continuations from the state of the call at which it branches; a continuation is never
+compared with itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning.batch.trajectory import Group
-from lightning.credit.advantage import centre, rloo
+from lightning.batch.trajectory import Group, Trajectory, branched_at, is_prefix
+from lightning.credit.advantage import all_equal, centre, rloo
 from lightning.credit.assign import check_discount, returns_to_go, state_ids
 from lightning.credit.protocol import GroupAdvantage, group_returns
 from lightning.errors import ConfigError
+from lightning.types import Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +113,146 @@ def _joined(parts: Sequence[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]
 def _parted(values: npt.NDArray[np.float64], counts: Sequence[int]) -> list[npt.NDArray[np.float64]]:
     ends = np.cumsum(counts, dtype=np.intp)
     return [values[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+Node = tuple[str, int, int]
+"""The key of the call at which rollouts branch; `START` for the beginning of the task."""
+
+START: Node = ("", 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Branched:
+    """The value of what came of a call, minus the mean of the *other* continuations from the same node.
+
+    A parent's calls are cut into segments at the calls where it has branches. Each cut is a node. Its continuations are the
+    parent's own calls from there on and each branch; the independent rollouts of the group are those of the start. The value
+    of a segment, Q, is the rollout's return if it is the last one, else V of the node at its end, the mean Q of the
+    continuations from there. All calls of a segment get the advantage
+
+        Q - mean of the Q of the other continuations at its node.
+
+    So the values of states are means over sampled continuations, as in VinePPO (arXiv 2410.01679), for segments of calls, as
+    in SPO (arXiv 2505.23564), and the baseline at every node is RLOO's (arXiv 2402.14740). Without branches this is RLOO.
+
+    A baseline from few others is a noisy one, so it is mixed with the baseline of the segment that leads to the node: with m
+    others, theirs has the share m / (m + `prior`). With `prior` = 0 it is the mean of the others alone.
+
+    A state with n continuations is trained on n times. With `shared` each counts 1/n: advantages are divided by the number of
+    continuations at all nodes on the way from the start, so that the tree's expected gradient is that of the independent
+    rollouts in it. Without, states after a branch count more than the policy comes to them.
+
+    What cannot be compared gets 0: the calls of a single independent rollout up to its first node, and a branch whose parent
+    is not in the group. Several such branches at one call are compared with each other.
+
+    The estimator is not used: the baseline is its own, and advantages are in units of the reward. Given the state of a node,
+    its continuations are independent, so no baseline biases the policy gradient, under one condition: whether a call is
+    branched may depend on what was known before it was answered, not on the answer or on what followed.
+    """
+
+    prior: float = 1.0
+    shared: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.prior < np.inf:
+            raise ConfigError(f"prior={self.prior} is not a number of continuations: use 0 or more")
+
+    def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
+        """One array of advantages, shape (calls,), for each trajectory."""
+        returns = group_returns(group)
+        if all_equal(returns):
+            return [np.zeros(len(member.transitions)) for member in group.trajectories]
+        lines, nodes = _tree(group.trajectories)
+        for line in reversed(lines):
+            line.segments[-1].value = float(returns[line.member])
+            for cut, segment in zip(reversed(line.cuts), reversed(line.segments[:-1]), strict=True):
+                segment.value = float(np.mean([other.value for other in nodes[cut.key]]))
+        cuts = {cut.key for line in lines for cut in line.cuts}
+        for key, segments in nodes.items():
+            if key not in cuts:
+                self._compare(segments, None, 1.0 if key == START else 1.0 / len(segments))
+        for line in lines:
+            for cut, before in zip(line.cuts, line.segments[:-1], strict=True):
+                self._compare(nodes[cut.key], before.baseline, before.weight / len(nodes[cut.key]))
+        found = [np.zeros(0)] * len(lines)
+        for line in lines:
+            found[line.member] = np.array([line.segments[place].credit for place in line.places], dtype=np.float64)
+        return found
+
+    def _compare(self, segments: Sequence[_Segment], outer: float | None, weight: float) -> None:
+        """Set the advantages at a node. `outer` is the baseline of the segment that leads to it, if that has one."""
+        others = len(segments) - 1
+        beside = rloo(np.array([segment.value for segment in segments]))
+        for segment, difference in zip(segments, beside, strict=True):
+            advantage = float(difference)
+            if outer is not None:
+                share = others / (others + self.prior) if others else 0.0
+                advantage = share * advantage + (1.0 - share) * (segment.value - outer)
+            segment.baseline = segment.value - advantage if others or outer is not None else None
+            segment.weight = weight
+            segment.credit = advantage * weight if self.shared else advantage
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Calls of one rollout between two nodes: all of them have the same credit."""
+
+    value: float = 0.0
+    baseline: float | None = None
+    weight: float = 1.0
+    credit: float = 0.0
+
+
+@dataclass(slots=True)
+class _Line:
+    """One rollout of the group, the `member`-th, from the node at which it begins to its end. `cuts` are its calls at which
+    others branch; `places` says in which segment each of its calls is."""
+
+    member: int
+    cuts: list[Transition]
+    places: list[int]
+    segments: list[_Segment] = field(default_factory=list)
+
+
+def _tree(members: Sequence[Trajectory]) -> tuple[list[_Line], dict[Node, list[_Segment]]]:
+    """The rollouts, parents before their branches, and the continuations at each node."""
+    starts = _starts(members)
+    taken = set(starts)
+    lines = []
+    for member in _parents_first(members):
+        calls = members[member].transitions
+        cuts = [call for call in calls if call.key in taken]
+        places = [sum(not is_prefix(call, cut) for cut in cuts) for call in calls]
+        lines.append(_Line(member, cuts, places, [_Segment() for _ in range(len(cuts) + 1)]))
+    nodes: dict[Node, list[_Segment]] = {}
+    for line in lines:
+        for node, segment in zip((starts[line.member], *(cut.key for cut in line.cuts)), line.segments, strict=True):
+            nodes.setdefault(node, []).append(segment)
+    return lines, nodes
+
+
+def _starts(members: Sequence[Trajectory]) -> list[Node]:
+    """The node at which each rollout begins. One that branches before anything was answered begins where its parent does."""
+    places = branched_at(members)
+    found = []
+    for member in members:
+        first = member
+        for _ in members:
+            at = places.get(first.rollout.id)
+            if at is None or at.prefix:
+                break
+            first = at.parent
+        found.append(first.rollout.parent or START)
+    return found
+
+
+def _parents_first(members: Sequence[Trajectory]) -> list[int]:
+    """The places of rollouts in the group, each after that of its parent."""
+    places = branched_at(members)
+    depths = []
+    for member in members:
+        depth, above = 0, places.get(member.rollout.id)
+        while above is not None and depth < len(members):
+            depth, above = depth + 1, places.get(above.parent.rollout.id)
+        depths.append(depth)
+    return sorted(range(len(members)), key=depths.__getitem__)

@@ -4,6 +4,6 @@
 """
 
 from lightning.gateway.gateway import Gateway
-from lightning.gateway.upstream.servers import Upstream
+from lightning.gateway.upstream import Upstream
 
 __all__ = ["Gateway", "Upstream"]

@@ -23,18 +23,30 @@ from lightning.bounded import Once
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
 from lightning.gateway.call import (
+    STORE_FAILED,
     Answer,
     Call,
+    Recorder,
     Request,
     Sent,
+    described,
     forget_unsound,
     pass_on,
     read_whole,
     refuse_unsound,
+    refuse_unstored,
 )
-from lightning.gateway.chat_template import Tokenize
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator, offered_tools
-from lightning.gateway.dialects.base import why_no_ids
+from lightning.gateway.dialects.base import (
+    Tokenize,
+    apply_sampling,
+    call_seed,
+    has_media,
+    is_constrained,
+    temperature_of,
+    why_no_ids,
+    without_limit,
+)
 from lightning.gateway.http import (
     JSON_TYPE,
     SHORTER,
@@ -43,24 +55,16 @@ from lightning.gateway.http import (
     RefusalError,
     UpstreamError,
     UpstreamGoneError,
+    beside,
+    read_body,
     read_object,
     send_bytes,
     told_of_length,
 )
 from lightning.gateway.identity import Claims, ExpiredTokenError, Identity, forwarded_headers
 from lightning.gateway.policy import LiveCall, Policies
-from lightning.gateway.recorder import STORE_FAILED, Recorder, described, refuse_unstored
-from lightning.gateway.request_body import beside, read_body
-from lightning.gateway.sampling import (
-    apply_sampling,
-    call_seed,
-    has_media,
-    is_constrained,
-    temperature_of,
-    without_limit,
-)
 from lightning.gateway.stages import FAILED, NO_STAGE, Line
-from lightning.gateway.upstream.client import Forwarder, Watch, read_answer
+from lightning.gateway.upstream import Forwarder, Watch, read_answer
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
 from lightning.store.protocol import Store
 from lightning.types import CallStatus

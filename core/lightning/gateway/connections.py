@@ -18,14 +18,14 @@ from functools import lru_cache
 from typing import Final, TypeAlias
 
 import uvicorn
+from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning.addresses import is_loopback
 from lightning.config import LimitsConfig
 from lightning.errors import GatewayError
-from lightning.gateway.http import JSON_TYPE, RefusalError, send_bytes
+from lightning.gateway.http import JSON_TYPE, KEY, RefusalError, RequestBody, send_bytes
 from lightning.gateway.identity import KEYS, ROLLOUT_HEADER, bearer, keys_in
-from lightning.gateway.request_body import KEY, RequestBody
 from lightning.memory_budget import Budget, Holders
 from lightning.plugins import plugins
 
@@ -38,6 +38,13 @@ OF_THE_CORE: Final = frozenset({"hosts", "body_memory", "json_values"})
 """The settings of `gateway.limits` that need no `PortGuard`."""
 CLIENT: Final = "lightning.client"
 """Under this name the scope of a request has a word for its token; empty without one."""
+NO_WEBSOCKET = RefusalError(
+    426,
+    "no_websocket",
+    "There are no WebSockets here; send the request by POST over HTTP.",
+    [(b"upgrade", b"HTTP/1.1")],
+)
+"""What clients that try a WebSocket first (Codex) take for the word to go on without."""
 CREDENTIALS = frozenset({b"authorization", *KEYS, ROLLOUT_HEADER})
 
 
@@ -138,6 +145,32 @@ DRAIN = 30
 LOOK = 0.005
 """Seconds between two looks at whether they have."""
 FILES = 65536
+
+
+class Front:
+    """`app` answers everything; calls to `/v1` go straight to their endpoints, past what Starlette does for each request."""
+
+    def __init__(self, app: Starlette, endpoints: Mapping[str, ASGIApp]) -> None:
+        self.app, self._endpoints = app, endpoints
+        self.mounted: dict[str, ASGIApp] = {}
+        """What answers on the same port beside the gateway, by the first part of the path: `api`."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        if scope["type"] == "http" and scope["method"] == "GET" and _wants_websocket(scope):
+            await send_bytes(send, NO_WEBSOCKET.status, NO_WEBSOCKET.body, (JSON_TYPE, *NO_WEBSOCKET.headers))
+            return
+        if self.mounted and scope["type"] == "http":
+            other = self.mounted.get(scope["path"][1:].partition("/")[0])
+            if other is not None:
+                await other(scope, receive, send)
+                return
+        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        await (endpoint or self.app)(scope, receive, send)
+
+
+def _wants_websocket(scope: Scope) -> bool:
+    return any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"])
 
 
 class _Server(uvicorn.Server):

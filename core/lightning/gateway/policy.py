@@ -23,16 +23,17 @@ from pathlib import PurePath
 from typing import Protocol
 
 import aiohttp
+import orjson
 
 from lightning.addresses import Allowed
 from lightning.asyncio_utils import end
 from lightning.bounded import Once
 from lightning.errors import StoreError
-from lightning.gateway.chat_template import ShownTools
 from lightning.gateway.dialects import Capture
-from lightning.gateway.http import RefusalError
+from lightning.gateway.dialects.base import Tokenize, prompt_of
+from lightning.gateway.http import Body, RefusalError, UpstreamError
 from lightning.gateway.identity import ALIAS, MODEL, NO_RETRY
-from lightning.gateway.upstream.servers import GRACE, Pool, Slot, Upstream
+from lightning.gateway.upstream import GRACE, Pool, Slot, Upstream
 from lightning.plugins import plugins
 from lightning.policy_server.protocol import Update
 from lightning.store.protocol import Store
@@ -43,6 +44,22 @@ log = logging.getLogger(__name__)
 UPDATING = "The policy's weights are being updated"
 UNKNOWN = -1
 """The version of weights that nobody can name: an update broke off."""
+NO_ANSWER = (aiohttp.ClientError, OSError, UpstreamError, RefusalError, ValueError, KeyError, TypeError)
+"""What asking raises when there is no answer, or one that is no vLLM's."""
+TRIES = 3
+"""Calls whose prompts are compared at most, where the policy server does not say."""
+CURE_OF_TEMPLATE = (
+    "give vLLM a template that shows tools (policy_server.args: --chat-template FILE), take a model whose template knows them, "
+    "or describe the tools in the agent's own prompt"
+)
+HIDDEN = (
+    "the model's chat template does not show the tools that an agent sent as `tools=`: the model has never heard of them; "
+    f"{CURE_OF_TEMPLATE}"
+)
+NAMES = 256
+"""Names that are looked at in all; agents choose them."""
+LONGEST_NAME = 100
+"""Characters of a name that are looked at."""
 
 
 class Gate:
@@ -188,6 +205,57 @@ class LiveCall:
         while runs and runs[-1].start >= tokens:
             runs.pop()
         runs.append(VersionRun(tokens if runs else 0, version))
+
+
+class ShownTools:
+    """Whether the policy's chat template shows the model the tools that agents send. `calls` is how many had tools that the
+    model could have used.
+
+    What is found out changes no call, since an agent may describe its tools in its own words as well. A template that knows no
+    tools (plain ChatML, as many small models have) drops `tools` without a word, and the agent then waits for tool calls of a
+    model that has never heard of its tools. The policy server's own tokenizer is asked, with the messages of a call that was
+    answered: a prompt that is the same with and without the tools hides them.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._shown: bool | None = None
+        self._tries = 0
+        self._looking: asyncio.Task[None] | None = None
+
+    def look(self, body: Body, tokenize: Tokenize) -> None:
+        """A call with this chat request was answered; the first that has tools is looked at, without waiting."""
+        if not body.get("tools") or body.get("tool_choice") == "none":
+            return
+        self.calls += 1
+        if self._shown is None and self._tries < TRIES and (self._looking is None or self._looking.done()):
+            self._tries += 1
+            self._looking = asyncio.create_task(self._compare(body, tokenize), name="lightning-gateway-tools")
+
+    async def hidden(self) -> int:
+        """How many calls had tools that the model was not shown, as far as it is known when what is under way has ended."""
+        if self._looking is not None:
+            await asyncio.wait({self._looking})
+        return self.calls if self._shown is False else 0
+
+    async def close(self) -> None:
+        """Find out nothing any more."""
+        if self._looking is not None:
+            await end(self._looking)
+
+    async def _compare(self, body: Body, tokenize: Tokenize) -> None:
+        try:
+            prompt = prompt_of(body)
+            with_tools = await tokenize(prompt)
+            without = await tokenize({name: value for name, value in prompt.items() if name != "tools"})
+            found = [orjson.loads(payload)["tokens"] for status, payload in (with_tools, without) if status == 200]
+        except NO_ANSWER as error:
+            log.debug("whether the chat template shows tools is not known: %r", error)
+            return
+        if len(found) == 2:
+            self._shown = found[0] != found[1]
+            if not self._shown:
+                log.warning("%s (said once for each policy)", HIDDEN)
 
 
 class Policy:
@@ -403,12 +471,6 @@ class Policies:
             await self.others.close()
         if self.own is not None:
             await self.own.close()
-
-
-NAMES = 256
-"""Names that are looked at in all; agents choose them."""
-LONGEST_NAME = 100
-"""Characters of a name that are looked at."""
 
 
 class AskedModels:

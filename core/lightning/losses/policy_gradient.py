@@ -216,9 +216,6 @@ class SequencePolicyGradient(ClippedPolicyGradient):
             masked = self.correction.outside(self.correction.log_ratios(step))
         return np.where(masked, MASKED, of_calls(step, difference, mean=True, kept=~masked))
 
-    def _log_rho(self, batch: TokenBatch, sampled: torch.Tensor) -> torch.Tensor:
-        return sampled
-
     def _masked(self, batch: TokenBatch, log_rho: torch.Tensor) -> torch.Tensor:
         return _prepared(batch) <= MASKED / 2
 

@@ -23,8 +23,7 @@ from lightning.installation import install_command
 from lightning.plugins.attached_adapters import Adapters, Installation
 from lightning.plugins.discovery import DISABLE, GROUP, PluginInfo, RegisteredNames, discover, near, one
 from lightning.plugins.importing import imported, on_import
-from lightning.types import Caller, StepState, Task, ToolEvent
-from lightning.types.values import as_texts
+from lightning.types import Caller, StepState, Task, ToolEvent, as_texts
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -111,6 +110,7 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("weight_transfers", "nccl"): "attach",
     ("fleets", ""): "server",
     ("ports", ""): "server",
+    ("run_stages", "prompts"): "resources",
     ("step_stages", "alerts"): "debug",
     ("step_stages", "rehearsed"): "debug",
 }

@@ -4,16 +4,13 @@ Whatever database is behind it, a store keeps the contract of `lightning.store.p
 plugin manager, so nothing here imports a database.
 """
 
-from lightning.store.protocol import LATEST, PRUNED, Alias, MetricPoint, Page, ResourceUse, Store
+from lightning.store.protocol import PRUNED, MetricPoint, Page, Store
 from lightning.store.url import StoreURL, parse, sqlite_url
 
 __all__ = [
-    "LATEST",
     "PRUNED",
-    "Alias",
     "MetricPoint",
     "Page",
-    "ResourceUse",
     "Store",
     "StoreURL",
     "parse",

@@ -20,14 +20,12 @@ from typing import (
     TypeAlias,
     TypeVar,
     cast,
-    get_args,
-    get_origin,
     get_type_hints,
 )
 
 from lightning.errors import StoreError
-from lightning.store.protocol import Alias, Store
-from lightning.types import Resource, Run, Scope
+from lightning.store.protocol import Store
+from lightning.types import Run, Scope
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,15 +37,11 @@ RUN: Final = (Scope.RUNNER, Scope.TRAINER)
 LOOK: Final = (Scope.VIEWER, Scope.TRAINER)
 ANY: Final = (Scope.VIEWER, Scope.RUNNER, Scope.TRAINER)
 
-RESOURCES: Final = {"name", "resource", "key"}
-"""Arguments that name a resource, are one, or are a key of the state: such words mean something else to a plugin."""
 OWNED: Final = {
     *("run", "rollout", "rollouts", "attempts", "transitions", "spans"),
-    *("lease", "record", "name", "resource", "worker"),
+    *("lease", "record", "worker"),
 }
 """Arguments that name something of a project, or are it: by them a project is kept from another's."""
-FILTERED: Final = (Run, Resource, Alias)
-"""What belongs to a project by what it says itself, so that a list of all can be cut down to a project's."""
 Rule: TypeAlias = "Callable[[Store, str, Operation, dict[str, Any]], Awaitable[Any]]"
 """Does an operation for the holder of a project's token: `rule(store, project, operation, arguments)` looks at the arguments,
 awaits `operation(store, **arguments)` and leaves out of the answer what is another project's. It raises `UnseenError` for what
@@ -68,7 +62,7 @@ async def for_admins(store: Store, project: str, operation: Operation, arguments
 
 @dataclass(frozen=True, slots=True)
 class HttpLine:
-    """Where a plugin's operation is over HTTP, who may use it, and how it travels. What serves it reads it; a store does not.
+    """Where an operation is over HTTP, who may use it, and how it travels. What serves it reads it; a store does not.
 
     `route` is a method and a path with arguments in braces, such as `GET /rollouts/{rollout}/notes`. `body` and `answer` name
     the argument that is the whole body and the field that the answer is in, or are types that travel. `query` says what the
@@ -108,7 +102,7 @@ class Operation:
         kinds = self.signature.parameters.values()
         self._defaults = {part.name: part.default for part in kinds if part.default is not part.empty}
         self._positional = tuple(part.name for part in kinds if part.kind is not part.KEYWORD_ONLY)
-        if owned is None and OWNED.isdisjoint(self.signature.parameters) and _listed_by(function) not in FILTERED:
+        if owned is None and OWNED.isdisjoint(self.signature.parameters) and not _lists_runs(function):
             raise TypeError(
                 f"the operation {self.name} names nothing of a project: give it an argument of {sorted(OWNED)}, or a rule of "
                 "its own: owned=RULE, owned=for_admins where no project's token may use it"
@@ -145,8 +139,9 @@ class OperationGroup:
     """The operations that a plugin brings to every store, registered by `register_operations` under the group's `name`.
 
     `parts` says for each kind of store where the plugin's part for it stands, as `package.module:NAME`: `sql` is a
-    `lightning.store.relational.brought.SqlPart`, `redis` a mapping of functions by the operations' names. It is imported when
-    such a store is first asked. A store over HTTP needs none. `distribution` is what must be installed where the group is not.
+    `lightning.store.relational.transaction.SqlPart`, `redis` a mapping of functions by the operations' names. It is imported
+    when such a store is first asked. A store over HTTP needs none. `distribution` is what must be installed where the group is
+    not.
     """
 
     def __init__(
@@ -155,11 +150,10 @@ class OperationGroup:
         self.name, self.parts, self.distribution = name, parts, distribution
         self.operations = tuple(cast("Sequence[Operation]", operations))
         for one in self.operations:
-            if one.owned is None and not RESOURCES.isdisjoint(one.signature.parameters):
-                words = ", ".join(sorted(RESOURCES & one.signature.parameters.keys()))
+            if one.owned is None and "key" in one.signature.parameters:
                 raise TypeError(
-                    f"the operation {one.name} has an argument that means a resource or a key of the state ({words}): give it "
-                    "another name, or the operation a rule of its own (owned=)"
+                    f"the operation {one.name} has an argument `key`, which means a key of the state: give it another name, or "
+                    "the operation a rule of its own (owned=)"
                 )
             one.group = self
 
@@ -223,9 +217,10 @@ def operations_of(table: type) -> tuple[Operation, ...]:
     return tuple(entry for entry in vars(table).values() if isinstance(entry, Operation))
 
 
-def _listed_by(function: Callable[..., Any]) -> Any:
-    result = get_type_hints(function)["return"]
-    return get_args(result)[0] if get_origin(result) is list else None
+def _lists_runs(function: Callable[..., Any]) -> bool:
+    """Whether a list of all can be cut down to a project's, by what each item says itself."""
+    answered: bool = get_type_hints(function)["return"] == list[Run]
+    return answered
 
 
 class Operations:
@@ -255,14 +250,6 @@ class Operations:
     get_state = _own(Store.get_state)
     put_state = _own(Store.put_state)
     keep_state = _own(Store.keep_state)
-    list_resources = _own(Store.list_resources)
-    put_resource = _own(Store.put_resource)
-    get_resource = _own(Store.get_resource)
-    resource_uses = _own(Store.resource_uses)
-    list_aliases = _own(Store.list_aliases)
-    set_alias = _own(Store.set_alias)
-    roll_back_alias = _own(Store.roll_back_alias)
-    alias_history = _own(Store.alias_history)
 
     async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Do one operation with all of its arguments, by name."""

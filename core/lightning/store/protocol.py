@@ -16,7 +16,6 @@ from lightning.types import (
     Json,
     Lease,
     Outcome,
-    Resource,
     Rollout,
     Run,
     Status,
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from lightning.store.operation import Operation
 
 T = TypeVar("T")
-
-LATEST = "latest"
-"""The alias that every resource has: its newest version. It moves by itself."""
 
 PRUNED: Final = "pruned"
 """The key of a run's state that says that calls were removed: `at` (Unix seconds), `rollouts` (how many lost theirs), `trained`
@@ -62,30 +58,6 @@ class MetricPoint:
     step: int
     values: Mapping[str, float]
     at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """Where an alias of a resource points since `at` (Unix seconds by the database's clock)."""
-
-    name: str
-    alias: str
-    version: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class ResourceUse:
-    """What rollouts of a run and a split earned with one version of a resource. `reward` is the mean over the scored ones,
-    None when none is; `failed` have no reward and never will."""
-
-    run: str
-    split: str
-    version: int
-    rollouts: int
-    scored: int
-    failed: int
-    reward: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,40 +261,7 @@ class Store(Protocol):
     async def get_state(self, run: str, key: str) -> Json:
         """The value kept under a key, or None."""
 
-    # resources --------------------------------------------------------------------------------------------------
-    async def put_resource(self, resource: Resource) -> Resource:
-        """Keep a resource as the next version of its name, and return it so.
-
-        Content that its name has already stays the version it is, with the metadata it has. Raises `ConflictError` when
-        the name belongs to another kind of resource.
-        """
-
-    async def get_resource(self, name: str, which: int | str = LATEST) -> Resource | None:
-        """A version of a resource by its number or by an alias; None when there is none."""
-
-    async def list_resources(self, name: str | None = None) -> list[Resource]:
-        """All versions of a resource, or of all, by name and version."""
-
-    async def set_alias(self, name: str, alias: str, version: int, *, once: str = "") -> Alias:
-        """Point an alias to a version, atomically; it is where it was when it pointed there already.
-
-        Raises `DataError` for `latest` and for what cannot name an alias, `StoreError` when there is no such version.
-        """
-
-    async def roll_back_alias(self, name: str, alias: str, *, once: str = "") -> Alias:
-        """Point an alias to where it pointed before; again, to where it pointed before that.
-
-        Raises `StoreError` when it has no earlier version.
-        """
-
-    async def list_aliases(self, name: str | None = None) -> list[Alias]:
-        """Where the aliases of a resource, or of all, point now, by name and alias; `latest` is among them."""
-
-    async def alias_history(self, name: str, alias: str) -> list[Alias]:
-        """Every move of an alias, oldest first, those that rolled it back included."""
-
-    async def resource_uses(self, name: str) -> list[ResourceUse]:
-        """What was earned under each version of a resource, by version, run and split."""
+    # resources -----------------------------------------------------------------------------------
 
 
 @runtime_checkable

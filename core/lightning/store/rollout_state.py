@@ -13,25 +13,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
 from lightning.store import codec, extras
-from lightning.store.protocol import LATEST, ResourceUse
 from lightning.store.rows import (
-    Row,
-    caller_to_json,
+    CALLS,
     dump,
     finite,
     labels_to_text,
+    nouns_to_text,
     plain_text,
     step_rewards_to_text,
-    step_states_to_text,
-    tool_events_to_text,
-    versions_from_resources,
-    versions_to_text,
 )
 from lightning.types import CallStatus, Fault, Json, Outcome, Rollout, Status, StepRecord, Transition
 
@@ -155,10 +150,10 @@ def ending(rollout: str, outcome: Outcome) -> Ending:
         fault,
         plain_text(outcome.error),
         finite(outcome.seconds, f"the duration of rollout {rollout!r}"),
-        tool_events_to_text(outcome.tool_events),
+        nouns_to_text(outcome.tool_events, "a tool event"),
         step_rewards_to_text(outcome.step_rewards),
         labels_to_text(outcome.labels),
-        step_states_to_text(outcome.step_states),
+        nouns_to_text(outcome.step_states, "a state"),
     )
     packed = extras.pack(outcome.extras, f"the extras of the outcome of rollout {rollout!r}")
     text = json.dumps([*values, extras.digest(packed)])
@@ -251,63 +246,16 @@ def expired_error(worker: str, attempt: int) -> str:
     return plain_text(f"the lease of worker {worker!r} expired on attempt {attempt}, the last one allowed")
 
 
-def check_alias(alias: str) -> None:
-    """Raise `DataError` for what cannot name an alias."""
-    if alias == LATEST:
-        raise DataError("the alias latest is always the newest version and cannot be set: choose another name")
-    if not alias or alias.isdecimal() or any(not c.isprintable() or c.isspace() or c in "@#" for c in alias):
-        raise DataError(f"{alias!r} cannot name an alias: use a word such as production, no number and without @ and #")
-
-
-def uses_of_versions(name: str, counted: Iterable[Row]) -> list[ResourceUse]:
-    """What was earned under each version of a resource, by version, run and split.
-
-    `counted` has a row for each set of versions that rollouts ran with: run, split, the versions (`versions_of_resources`),
-    and of its rollouts how many there are, how many are scored, how many failed, and the sum of the rewards or None.
-    """
-    totals: dict[tuple[int, str, str], tuple[int, int, int, float]] = {}
-    for run, split, text, rollouts, scored, failed, reward in counted:
-        version = versions_from_resources(text, f"a rollout of run {run!r}").get(name)
-        if version is not None:
-            before = totals.get((version, run, split), (0, 0, 0, 0.0))
-            totals[version, run, split] = (
-                before[0] + rollouts,
-                before[1] + scored,
-                before[2] + failed,
-                before[3] + (reward or 0.0),
-            )
-    return [
-        ResourceUse(run, split, version, rollouts, scored, failed, reward / scored if scored else None)
-        for (version, run, split), (rollouts, scored, failed, reward) in sorted(totals.items())
-    ]
-
-
 def record_digest(transition: Transition, content: bytes) -> bytes:
-    """BLAKE2b-128 over every field of a transition; `content` is the codec's digest of its token arrays.
+    """The `row_digest` of a transition that is at hand. Two transitions are the same for the store if and only if these
+    agree."""
+    return row_digest(transition.rollout, transition.attempt, CALLS.values(transition), content)
 
-    Two transitions are the same for the store if and only if these agree.
-    """
-    packed = extras.pack(transition.extras, f"the extras of transition {transition.key}")
-    text = dump(
-        [
-            transition.rollout,
-            transition.attempt,
-            transition.seq,
-            transition.id,
-            caller_to_json(transition.caller),
-            versions_to_text(transition.versions),
-            transition.status.value,
-            transition.finish_reason,
-            transition.choice,
-            float(transition.temperature),
-            bool(transition.constrained),
-            float(transition.started_at),
-            float(transition.ended_at),
-            list(transition.tool_calls),
-            transition.error,
-            transition.max_tokens_asked,
-            transition.requested_model,
-            extras.digest(packed),
-        ],
-    )
-    return hashlib.blake2b(text.encode() + content, digest_size=codec.DIGEST_BYTES).digest()
+
+def row_digest(rollout: str, attempt: int, row: Sequence[Any], content: bytes) -> bytes:
+    """BLAKE2b-64 over every field of a transition: `row` are the values of `rows.CALLS`, `content` is the codec's digest of its
+    token arrays. Raises `DataError` or `TypeError` for a row with what no column of it has."""
+    *described, packed = row
+    made = hashlib.blake2b(dump([rollout, attempt, *described]).encode() + content, digest_size=codec.DIGEST_BYTES)
+    made.update(packed or b"")
+    return made.digest()

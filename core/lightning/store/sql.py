@@ -2,7 +2,7 @@
 
 The invariant: nothing here is particular to one database. Parameters are `?` (a driver that counts them, `$1`, rewrites them:
 no literal contains one); upserts are ON CONFLICT; the clock, the locking of rows (`relational.transaction`) and the types of
-the schema (`relational.schema`) are the store's. "group" and "index" are reserved words, hence `group_id` and `idx`.
+the schema (`schema`) are the store's. "group" and "index" are reserved words, hence `group_id` and `idx`.
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ END_ATTEMPT: Final = (
     "step_states = ?, extras = ? WHERE rollout = ? AND attempt = ?"
 )
 SELECT_OUTCOME_DIGEST: Final = "SELECT outcome_digest FROM attempts WHERE rollout = ? AND attempt = ?"
-SELECT_ATTEMPTS: Final = (
-    "SELECT rollout, attempt, tool_events, step_rewards, step_states, extras FROM attempts WHERE rollout IN "
-)
+SELECT_ATTEMPTS: Final = f"SELECT {rows.ATTEMPTS.names()} FROM attempts WHERE rollout IN "  # noqa: S608
 """Followed by `places`."""
 SELECT_LABELS: Final = "SELECT labels FROM attempts WHERE rollout = ? AND attempt = ?"
 
@@ -200,29 +198,3 @@ KEEP_ANSWER: Final = "UPDATE answers SET answer = ?, until = ? WHERE id = ?"
 SELECT_ANSWER: Final = "SELECT answer FROM answers WHERE id = ? AND until >= ?"
 SELECT_OLD_ANSWERS: Final = "SELECT id FROM answers WHERE until < ? ORDER BY until LIMIT ?"
 FORGET_ANSWER: Final = "DELETE FROM answers WHERE id = ?"
-
-# resources ------------------------------------------------------------------------------------------------------
-RESOURCE_COLUMNS: Final = f"{rows.RESOURCES.names()}, digest"
-INSERT_RESOURCE: Final = insert("resources", RESOURCE_COLUMNS)
-SELECT_SAME_RESOURCE: Final = f"SELECT {RESOURCE_COLUMNS} FROM resources WHERE name = ? AND digest = ?"  # noqa: S608
-SELECT_RESOURCE: Final = f"SELECT {RESOURCE_COLUMNS} FROM resources WHERE name = ? AND version = ?"  # noqa: S608
-SELECT_LATEST: Final = f"SELECT {RESOURCE_COLUMNS} FROM resources WHERE name = ? ORDER BY version DESC LIMIT 1"  # noqa: S608
-SELECT_RESOURCES: Final = f"SELECT {RESOURCE_COLUMNS} FROM resources ORDER BY name, version"  # noqa: S608
-SELECT_VERSIONS: Final = f"SELECT {RESOURCE_COLUMNS} FROM resources WHERE name = ? ORDER BY version"  # noqa: S608
-ALIAS_COLUMNS: Final = "name, alias, version, at"
-INSERT_ALIAS: Final = insert("aliases", f"{ALIAS_COLUMNS}, earlier")
-SELECT_ALIAS: Final = (
-    f"SELECT n, earlier, {ALIAS_COLUMNS} FROM aliases WHERE name = ? AND alias = ? ORDER BY n DESC LIMIT 1"  # noqa: S608
-)
-SELECT_MOVE: Final = f"SELECT n, earlier, {ALIAS_COLUMNS} FROM aliases WHERE n = ?"  # noqa: S608
-SELECT_MOVES: Final = f"SELECT {ALIAS_COLUMNS} FROM aliases WHERE name = ? AND alias = ? ORDER BY n"  # noqa: S608
-SELECT_ALIASES: Final = (
-    f"SELECT {ALIAS_COLUMNS} FROM aliases WHERE n IN (SELECT max(n) FROM aliases GROUP BY name, alias) "  # noqa: S608
-    "UNION ALL SELECT name, 'latest', version, created_at FROM resources r "
-    "WHERE version = (SELECT max(version) FROM resources s WHERE s.name = r.name) ORDER BY 1, 2"
-)
-SELECT_USES: Final = (
-    "SELECT run, split, resources, count(*), count(reward), sum(CASE WHEN status = 'failed' THEN 1 ELSE 0 END), "
-    "sum(reward) FROM rollouts WHERE resources <> '{}' GROUP BY run, split, resources ORDER BY min(n)"
-)
-"""One row for each set of versions that rollouts ran with: few, however many rollouts there are."""

@@ -27,8 +27,7 @@ from lightning.plugins.attached_adapters import failed_adapter
 from lightning.testing.contract_house import LIMIT, House, Ran
 from lightning.testing.contract_script import ANSWER, ReplyFormat
 from lightning.testing.network import hold_network
-from lightning.types import LLM, Caller, StepState, ToolEvent
-from lightning.types.values import as_texts
+from lightning.types import LLM, Caller, StepState, ToolEvent, as_texts
 
 CAPABILITIES = {
     "tools": "reports each run of a tool with its status",

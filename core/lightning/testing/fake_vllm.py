@@ -34,7 +34,7 @@ from lightning.testing.vllm_replies import (
     tokenize_reply,
 )
 from lightning.testing.vllm_shapes import ChatShape, CompletionShape, Shape, compact, error_object, too_long
-from lightning.types.values import as_texts
+from lightning.types import as_texts
 
 __all__ = ["FakeVLLM", "Recorded", "Reply", "ToolCall"]
 

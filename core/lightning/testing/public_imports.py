@@ -43,11 +43,9 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.gateway.connections",
         ),
         "a server of runs": (
-            "lightning.cli.resources",
             "lightning.engines.logprob_gap",
             "lightning.gateway.gateway",
-            "lightning.gateway.upstream.servers",
-            "lightning.policy_server",
+            "lightning.gateway.upstream",
             "lightning.policy_server.auto_settings",
             "lightning.runner.attempt_completion",
             "lightning.store.memory",
@@ -65,26 +63,23 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a client": (
             "lightning.runner.lease_loop",
             "lightning.store.extras",
-            "lightning.types.values",
         ),
         "a store": (
             "lightning.store.codec",
             "lightning.store.operation",
-            "lightning.store.relational.prefix_parents",
             "lightning.store.rollout_state",
             "lightning.store.rows",
-            "lightning.store.schema_version",
+            "lightning.store.schema",
             "lightning.store.sqlite",
             "lightning.store.threads",
             "lightning.store.url",
         ),
         "a store of SQL": (
-            "lightning.store.relational.brought",
-            "lightning.store.relational.notify",
-            "lightning.store.relational.rollouts",
-            "lightning.store.relational.schema",
-            "lightning.store.relational.store",
             "lightning.store.relational.transaction",
+            "lightning.store.threads",
+            "lightning.store.relational.rollouts",
+            "lightning.store.schema",
+            "lightning.store.relational.store",
             "lightning.store.sqlite.connection",
         ),
         "a stage of attempts": (
@@ -97,13 +92,11 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "an API of the gateway": (
             "lightning.gateway.calls",
-            "lightning.gateway.chat_template",
             "lightning.gateway.dialects",
             "lightning.gateway.http",
             "lightning.gateway.identity",
             "lightning.gateway.policy",
-            "lightning.gateway.request_body",
-            "lightning.gateway.upstream.client",
+            "lightning.gateway.upstream",
         ),
         "a stage of calls": (
             "lightning.gateway.call",
@@ -142,6 +135,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.engines.rows",
             "lightning.engines.sameness",
             "lightning.engines.step",
+            "lightning.printable",
         ),
         "a policy server": (
             "lightning.policy_server.control",
@@ -163,7 +157,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a tracker": ("lightning.instrument.trace", "lightning.store.exchanges"),
         "a search": (
             "lightning.instrument.components",
-            "lightning.store.resource_ref",
+            "lightning.store.places",
             "lightning.tracking.trackers",
             "lightning.trainer.training_data",
             "lightning.trainer.plan",
@@ -173,12 +167,12 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "a replay of recorded rollouts": (
             "lightning.batch.branches",
-            "lightning.gateway.sampling",
+            "lightning.gateway.dialects.base",
             "lightning.instrument.recorded_tools",
             "lightning.runner.inline",
             "lightning.runner.seeding",
             "lightning.trainer.how_to_call",
-            "lightning.store.epochs",
+            "lightning.trainer.epochs",
         ),
         "a replay of training": (
             "lightning.policy_server.model_folder",
@@ -192,7 +186,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "an evaluation": (
             "lightning.trainer.agents",
             "lightning.trainer.model",
-            "lightning.trainer.prompts",
+            "lightning.trainer.run_stages",
             "lightning.trainer.runs",
         ),
         "a reader of recorded runs": (

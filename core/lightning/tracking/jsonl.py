@@ -38,26 +38,22 @@ FILE = "metrics.jsonl"
 class JsonLines:
     """Appends `{"step": ..., "at": <Unix time>, ...values}` lines."""
 
-    def __init__(self) -> None:
-        self._file: BinaryIO | None = None
+    _file: BinaryIO
 
     def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
         """Open the file for appending."""
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / FILE).open("ab+")
-        file.truncate(_complete(file))
-        self._file = file
+        self._file = (folder / FILE).open("ab+")
+        self._file.truncate(_complete(self._file))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line, visible to readers at once."""
-        if self._file is not None:
-            self._file.write(orjson.dumps({"step": step, "at": time.time(), **values}) + b"\n")
-            self._file.flush()
+        self._file.write(orjson.dumps({"step": step, "at": time.time(), **values}) + b"\n")
+        self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 def _complete(file: BinaryIO) -> int:

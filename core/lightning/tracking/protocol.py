@@ -13,7 +13,8 @@ from lightning.types import Json, Rollout, StepReward, ToolEvent, Transition
 
 
 class Tracker(Protocol):
-    """Receives the metrics of each step. Slow or failing trackers must never stop training: the trainer logs and goes on."""
+    """Receives the metrics of each step. Slow or failing trackers must never stop training: the trainer logs and goes on.
+    `start` comes first; where it fails nothing else is called."""
 
     def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None: ...
 

@@ -1,20 +1,18 @@
-"""Training states on disk, one folder per step, the newest few kept; and trained weights as a resource.
+"""Training states on disk, one folder per step, the newest few kept.
 
 The invariant: the store says which step was committed; a checkpoint is only ever a cache of that step's weights, and one
-that is newer than the last committed step is ignored. Steps since the newest one are trained again from the store. A version of
-the resource names files by their content, so that whoever loads them can tell whether they are still the same.
+that is newer than the last committed step is ignored. Steps since the newest one are trained again from the store.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,50 +20,8 @@ from typing import Self
 from lightning.config import Config
 from lightning.errors import ConfigError, EngineError, PolicyServerError
 from lightning.policy_server.model_folder import folder_tensors
-from lightning.store.protocol import Store
-from lightning.trainer.model import resolve_model
-from lightning.types import Json, Resource, ResourceKind
 
 logger = logging.getLogger(__name__)
-
-
-WEIGHTS_NAME = "policy/weights"
-"""The resource that a run's trained model is a version of; the slash keeps it apart from every component's prompt."""
-PROBE = "probe"
-"""The key of a version's metadata with some tokens and the trainer's logprobs of them, by which whoever loads the weights can
-tell that they are computed with: `ids`, `logprobs` (nats, the first is ignored) and the `dtype` that they were computed in."""
-
-
-def weights_content(folder: Path) -> dict[str, Json]:
-    """The content of a `weights` resource: the folder and the SHA-256 of each of its files. Raises `OSError` when they cannot
-    be read."""
-    files: dict[str, Json] = {}
-    for file in sorted(folder.iterdir()):
-        if file.is_file():
-            with file.open("rb") as stream:
-                files[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"path": str(folder.resolve()), "files": files}
-
-
-def checked_weights(resource: Resource) -> Path:
-    """The folder of a version of weights, whose files are those it was made of. Raises `ConfigError` otherwise."""
-    name, content = f"{resource.name}@{resource.version}", resource.content
-    if resource.kind is not ResourceKind.WEIGHTS:
-        raise ConfigError(f"{name} is a {resource.kind.value}, not weights")
-    folder = Path(str(content.get("path"))) if isinstance(content, Mapping) else Path()
-    try:
-        now = weights_content(folder)
-    except (OSError, ValueError) as error:  # a path may hold the character NUL
-        raise ConfigError(f"{name} cannot be read ({error}): bring {folder} back, or name another version") from error
-    if not isinstance(content, Mapping) or now["files"] != content.get("files"):
-        raise ConfigError(f"the files in {folder} are not those of {name} any more: something has overwritten them")
-    return resolve_model(folder)
-
-
-async def keep_weights(store: Store, folder: Path, metadata: Mapping[str, Json]) -> Resource:
-    """Make a trained model the next version of `policy/weights`."""
-    content = await asyncio.to_thread(weights_content, folder)
-    return await store.put_resource(Resource(WEIGHTS_NAME, content, ResourceKind.WEIGHTS, metadata))
 
 
 LOST_TIME_RATIO = 10.0

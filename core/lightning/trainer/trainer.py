@@ -18,27 +18,26 @@ from lightning.asyncio_utils import run_to_end
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
-from lightning.policy_server import check_policy_server
+from lightning.policy_server.vllm_server import check_policy_server
 from lightning.runner.protocol import Agent
-from lightning.store.epochs import mark_over
-from lightning.store.resource_ref import DATABASE
+from lightning.store.places import DATABASE
 from lightning.store.url import redacted, sqlite_url
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
+from lightning.trainer.epochs import mark_over
 from lightning.trainer.held_out import check_held_out
 from lightning.trainer.learning_rate import default_rate
 from lightning.trainer.model import resolve_model
 from lightning.trainer.opening import RunOpening, check_model, say_how_to_join
 from lightning.trainer.plan import as_tasks, fixed_order
-from lightning.trainer.prompts import resolve_prompts
-from lightning.trainer.run_server import check_server_settings, of_project, project_of
+from lightning.trainer.run_server import check_server_settings, project_of
+from lightning.trainer.run_stages import run_line
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.samplers import OF_SAMPLERS, Asked, sampler_of
 from lightning.trainer.session import Session
 from lightning.trainer.stack import check_gateway
 from lightning.trainer.stages import DryRun, step_line
 from lightning.trainer.summary import Reporter, Summary, summarize
-from lightning.types import Json, Run, Task
-from lightning.types.values import as_texts
+from lightning.types import Json, Run, Task, as_texts
 
 logger = logging.getLogger(__name__)
 
@@ -239,6 +238,8 @@ class Trainer(RunOpening):
             logger.warning("a loop of your own does not look at trainer.%s: leave it out", ", trainer.".join(said))
 
     async def _dev(self, agent: Agent | None, tasks: list[Task]) -> DryRun:
+        line = run_line(self.config)
+        line.check_prompts(self.config.runner.prompts)
         rehearse = step_line(self.config).rehearsal()
         runner = self._runner_of(agent)
         async with AsyncExitStack() as resources:
@@ -251,8 +252,7 @@ class Trainer(RunOpening):
             numbers = [int(run.id.removeprefix("dev-")) for run in await store.list_runs(brief=True)]
             name = f"dev-{max(numbers, default=0) + 1}"
             run = await store.put_run(Run(name, name, self._described(tasks, []), project=self._project))
-            seen, given = of_project(store, run.project), self.config.runner.prompts
-            prompts = await resolve_prompts(seen, run.id, given, home=self._url(), project=run.project)
+            prompts = await line.prompts(store, run, self.config.runner.prompts, home=self._url())
             if not isinstance(self.algorithm, SearchAlgorithm):
                 await check_model(self._make_engine(self.config), self.model, reporter)
             reporter.phase("starting the policy server")

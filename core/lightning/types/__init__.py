@@ -1,7 +1,7 @@
 """The nouns of lightning: plain frozen values that every room passes around.
 
-Nothing here imports anything but the standard library and the errors, and nothing here is ever changed in place. The modules
-`recorded` (what an attempt leaves behind) and `values` (what that is made of) are parts of it: import their nouns from here.
+Nothing here imports anything but the standard library and the errors, and nothing here is ever changed in place. The module
+`recorded` (what an attempt leaves behind, and what that is made of) is a part of it: import its nouns from here.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ from lightning.types.recorded import (
     Caller,
     CallStatus,
     Conversation,
+    Json,
+    LogProbs,
     Span,
     StepReward,
     StepState,
+    TokenIds,
     ToolEvent,
     Transition,
     VersionRun,
+    as_texts,
+    logprobs,
+    not_json,
+    shared_prefix,
+    token_ids,
 )
-from lightning.types.values import Json, LogProbs, TokenIds, logprobs, not_json, shared_prefix, token_ids
 
 __all__ = [
     "BRANCH_VOID",
@@ -60,8 +67,6 @@ __all__ = [
     "Lease",
     "LogProbs",
     "Outcome",
-    "Resource",
-    "ResourceKind",
     "Rollout",
     "Run",
     "Scope",
@@ -76,8 +81,10 @@ __all__ = [
     "ToolEvent",
     "Transition",
     "VersionRun",
+    "as_texts",
     "logprobs",
     "new_id",
+    "not_json",
     "shared_prefix",
     "token_ids",
 ]
@@ -116,14 +123,6 @@ class Fault(StrEnum):
     POLICY = "policy"
     TIMEOUT = "timeout"
     INFRASTRUCTURE = "infrastructure"
-
-
-class ResourceKind(StrEnum):
-    """What a resource is: the template of a component's prompt, a model's weights, or settings of the agent's own."""
-
-    PROMPT = "prompt"
-    WEIGHTS = "weights"
-    CONFIG = "config"
 
 
 class Scope(StrEnum):
@@ -190,43 +189,6 @@ class LLM:
         """A base URL that carries the token itself, for clients that take a URL but no key."""
         root = self.base_url.removesuffix("/v1")
         return f"{root}/r/{self.api_key}/v1"
-
-
-@dataclass(frozen=True, slots=True)
-class Resource:
-    """One version of a named artifact that an optimizer may change. It never changes: another content is another version.
-
-    `content` is the text of a `prompt`, any JSON for a `config`, and for `weights` where their files lie with the SHA-256 of
-    each: `{"path": folder, "files": {name: hexadecimal}}`. `metadata` says how it came to be (`parent`: the version it was
-    made from, `reward`, ...). The store gives `version`, 1, 2, ... for each name, and `created_at`, Unix seconds by the
-    database's clock; both are 0 before. Raises `DataError` for a name or a content that cannot be kept.
-    """
-
-    name: str
-    content: Json
-    kind: ResourceKind = ResourceKind.PROMPT
-    metadata: Mapping[str, Json] = field(default_factory=dict)
-    version: int = 0
-    created_at: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.name or self.name != self.name.strip() or any(not c.isprintable() or c in "@#" for c in self.name):
-            raise DataError(
-                f"{self.name!r} cannot name a resource: use a word without @ and #, such as the name of the component"
-            )
-        if self.kind is ResourceKind.PROMPT and not isinstance(self.content, str):
-            raise DataError(f"the prompt {self.name!r} is a {type(self.content).__qualname__}: a prompt is a text")
-        for what, value in (("content", self.content), ("metadata", dict(self.metadata))):
-            if found := not_json(value):
-                raise DataError(f"the {what} of the resource {self.name!r} is not JSON: {found[0][:60]} {found[1]}")
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 (hexadecimal) of the content: of the text itself, or of its JSON with sorted keys and no spaces."""
-        if isinstance(self.content, str):
-            return hashlib.sha256(self.content.encode("utf-8", "surrogatepass")).hexdigest()
-        text = json.dumps(self.content, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

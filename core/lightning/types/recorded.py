@@ -1,17 +1,48 @@
-"""What an attempt leaves behind: its model calls token by token, who made them, its tool runs, step rewards and spans.
+"""What an attempt leaves behind: its model calls token by token, who made them, its tool runs, step rewards and spans; and
+what these values are made of: JSON, and token arrays.
 
-The invariant: none of it is ever changed in place.
+The invariant: none of it is ever changed in place. Token arrays are `array.array` buffers that numpy and torch can read without
+a copy, and whoever holds one treats it as read-only.
 """
 
 from __future__ import annotations
 
-from array import array  # noqa: F401 — type hints resolve `TokenIds` and `LogProbs` here
-from collections.abc import Mapping, Sequence  # noqa: F401 — type hints resolve `Json` here
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeAlias
 
-from lightning.types.values import Json, LogProbs, TokenIds, as_texts
+from lightning.errors import ConfigError
+
+UNSERVED = "unserved"
+"""The finish reason of a call that failed because no policy server was there, or the one it was sent to went away."""
+TOO_LONG = "context_length_exceeded"
+"""The finish reason, and OpenAI's code, of a call that the policy server refused: prompt and answer together do not fit."""
+EXPIRED = "expired_token"
+"""The finish reason of a call that was refused because the agent's API key had expired; one is recorded for each key."""
+BRANCH_VOID = "branch_void"
+"""The finish reason of a call that was refused because its branch does not begin as its parent did."""
+SERVED = "serve"
+"""The split of rollouts of a served model."""
+CONVERSATION_ID = "served-"
+"""What the ids of those begin with that are conversations."""
+CALLER_HEADER: Final = "x-lightning-caller"
+"""The header of a call that says who is calling: a `Caller` as JSON."""
+ROLLOUT_HEADER: Final = "x-lightning-rollout"
+"""The header of a call with the rollout's key, where a client has a key of its own."""
+GREEDY_BELOW: Final = 1e-5
+"""vLLM samples greedily below this temperature, and then reports logprobs at temperature 1."""
+POLICY = "policy"
+"""The policy's name where there is only one."""
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+TokenIds: TypeAlias = "array[int]"
+"""`array('i')`: 32-bit token ids, exactly as the policy server returned them."""
+LogProbs: TypeAlias = "array[float]"
+"""`array('f')`: 32-bit log-probabilities (nats), one per response token; empty when the engine gave none."""
+MAX_DEPTH = 100
+"""Lists and mappings inside one another in a task or a resource."""
 
 
 class CallStatus(StrEnum):
@@ -32,21 +63,6 @@ class CallStatus(StrEnum):
     def answered(self) -> bool:
         """Whether the agent has the whole answer."""
         return self in (CallStatus.OK, CallStatus.MEDIA)
-
-
-UNSERVED = "unserved"
-"""The finish reason of a call that failed because no policy server was there, or the one it was sent to went away."""
-TOO_LONG = "context_length_exceeded"
-"""The finish reason, and OpenAI's code, of a call that the policy server refused: prompt and answer together do not fit."""
-EXPIRED = "expired_token"
-"""The finish reason of a call that was refused because the agent's API key had expired; one is recorded for each key."""
-
-BRANCH_VOID = "branch_void"
-"""The finish reason of a call that was refused because its branch does not begin as its parent did."""
-SERVED = "serve"
-"""The split of rollouts of a served model."""
-CONVERSATION_ID = "served-"
-"""What the ids of those begin with that are conversations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +87,6 @@ class Caller:
 
 UNNAMED: Final = Caller("agent")
 """The caller of a call that no adapter, no header and no alias has named."""
-CALLER_HEADER: Final = "x-lightning-caller"
-"""The header of a call that says who is calling: a `Caller` as JSON."""
-ROLLOUT_HEADER: Final = "x-lightning-rollout"
-"""The header of a call with the rollout's key, where a client has a key of its own."""
-GREEDY_BELOW: Final = 1e-5
-"""vLLM samples greedily below this temperature, and then reports logprobs at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +145,6 @@ class StepReward:
     name: str = "reward"
     response_id: str = ""
     at: float = 0.0
-
-
-POLICY = "policy"
-"""The policy's name where there is only one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,3 +243,62 @@ class Span:
     error: str = ""
     service: str = ""
     attributes: Mapping[str, Json] = field(default_factory=dict)
+
+
+def as_texts(given: Iterable[str], what: str) -> tuple[str, ...]:
+    """What somebody gave as several texts: each place where a sequence of texts is taken asks here.
+
+    Raises `ConfigError`, naming `what` it is, for one text, whose letters nobody means, and for what is no text.
+    """
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise ConfigError(f"{what} is {given!r:.200}, not a list of texts: write {what}=[...]")
+    texts = tuple(given)
+    for place, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ConfigError(f"{what}[{place}] is {text!r:.200}, not a text: give a list of texts")
+    return texts
+
+
+def token_ids(values: Sequence[int] = ()) -> TokenIds:
+    """Pack integers into the project's token array."""
+    return array("i", values)
+
+
+def logprobs(values: Sequence[float] = ()) -> LogProbs:
+    """Pack floats into the project's log-probability array."""
+    return array("f", values)
+
+
+def shared_prefix(one: bytes, other: bytes, item: int = 1) -> int:
+    """How many items of `item` bytes each both begin with."""
+    limit = min(len(one), len(other)) // item
+    if one[: limit * item] == other[: limit * item]:
+        return limit
+    if one[:item] != other[:item]:
+        return 0
+    low, high = 1, limit  # one[:low] is shared, one[:high] is not: bytes compare far faster than Python counts
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low * item : middle * item] == other[low * item : middle * item]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def not_json(value: object, depth: int = 0) -> tuple[str, str] | None:
+    """Where inside `value` something is not JSON (as `['key'][0]`) and what it is; None when all of it is JSON."""
+    if value is None or isinstance(value, (str, int)):
+        return None
+    if isinstance(value, float):
+        return None if math.isfinite(value) else ("", f"is {value}, not a finite number")
+    if not isinstance(value, (list, tuple, dict)):
+        return "", f"is a {type(value).__qualname__}"
+    if depth == MAX_DEPTH:
+        return "", f"is nested more than {MAX_DEPTH} deep, or contains itself"
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(value, dict) and not isinstance(key, str):
+            return "", f"has the key {key!r}, which is no string"
+        if found := not_json(item, depth + 1):
+            return f"[{key!r}]{found[0]}", found[1]
+    return None

@@ -16,8 +16,8 @@ from lightning.runner.protocol import Runner
 from lightning.store.protocol import Store
 from lightning.trainer.agents import Agents
 from lightning.trainer.how_to_call import HowToCall
-from lightning.trainer.prompts import Prompts
 from lightning.trainer.run_server import of_project
+from lightning.trainer.run_stages import Prompts
 from lightning.trainer.stack import join_gateway
 from lightning.types import LLM, Lease, Rollout, Run
 

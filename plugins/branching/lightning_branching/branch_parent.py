@@ -16,9 +16,9 @@ from lightning.cli.runs import answers
 from lightning.config import Config, with_settings
 from lightning.config.fields import did_you_mean, find
 from lightning.errors import ConfigError, DataError, LightningError
-from lightning.gateway.sampling import ALIASES, NEUTRAL, TOKEN_LIMITS
+from lightning.gateway.dialects.base import ALIASES, NEUTRAL, TOKEN_LIMITS
+from lightning.store.places import run_id_of, store_in
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import run_id_of, store_in
 from lightning.store.url import parse, redacted
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.replay import MACHINE_SETTINGS

@@ -21,24 +21,19 @@ from lightning.cli.runs import answers
 from lightning.config import Config
 from lightning.errors import AuditError, ConfigError, EngineError, StoreError
 from lightning.plugins import plugins
-from lightning.store.epochs import Epoch, is_over, read_epochs
+from lightning.store.places import existing_store, run_id_of, split_reference, store_in
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import (
-    ResourceReference,
-    existing_store,
-    find,
-    parse_reference,
-    run_id_of,
-    split_reference,
-    store_in,
-)
 from lightning.store.url import redacted
-from lightning.trainer.checkpoints import WEIGHTS_NAME, Checkpoints, checked_weights
+from lightning.trainer.checkpoints import Checkpoints
+from lightning.trainer.epochs import Epoch, is_over, read_epochs
 from lightning.trainer.held_out import BEST
 from lightning.trainer.model import resolve_model
 from lightning.trainer.replay import FORKED, MODEL, Rewinder
 from lightning.trainer.run_server import of_project
-from lightning.types import ResourceKind, Run, StepRecord
+from lightning.types import Run, StepRecord
+from lightning_resources import ResourceKind, list_resources
+from lightning_resources.reference import ResourceReference, find, parse_reference
+from lightning_resources.weights import WEIGHTS_NAME, checked_weights
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +80,7 @@ def find_model(what: str, runs: Path, into: Path, config: Config) -> EvaluatedMo
             raise ConfigError(
                 f"{error}; and there is no run at {tried[0]} or {tried[1]} (`lightning runs` lists what there is)"
             ) from error
-    asked = answers(str(runs), lambda _, store: store.list_resources(run)) if runs.exists() else ()
+    asked = answers(str(runs), lambda _, store: list_resources(store, run)) if runs.exists() else ()
     having = [url for url, found in asked if found]
     if not having:
         raise ConfigError(
@@ -209,7 +204,7 @@ async def _kept(store: Store, run: Run, folder: Path, epochs: Sequence[Epoch], l
         return last
     if len(steps := Checkpoints(folder / BEST, keep=1).steps()) == 1:
         return steps[0]
-    for resource in reversed(await of_project(store, run.project).list_resources(WEIGHTS_NAME)):
+    for resource in reversed(await list_resources(of_project(store, run.project), WEIGHTS_NAME)):
         made = resource.metadata
         if made.get("run") == run.id and isinstance(step := made.get("steps"), int):
             return step

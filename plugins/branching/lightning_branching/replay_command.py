@@ -22,12 +22,13 @@ from lightning.cli.output import escape, say
 from lightning.cli.runs import answers
 from lightning.errors import ConfigError, DataError, LightningError
 from lightning.runner.protocol import Agent
-from lightning.store.epochs import epoch_at, read_epochs
+from lightning.store.places import run_id_of, store_in
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import run_id_of, store_in
+from lightning.trainer.epochs import epoch_at, read_epochs
 from lightning.trainer.how_to_call import HowToCall
 from lightning.trainer.run_server import of_project
 from lightning.types import DEFAULT_PROJECT, Json, Rollout, Run
+from lightning_resources import get_resource
 
 from lightning_branching.recorded import read_whole
 from lightning_branching.replay import ReplayResult, replay_agent, result_of
@@ -174,7 +175,7 @@ async def found_in(store: Store, rollout: str, attempt: int | None, *, with_tool
         raise DataError(f"the rollout {recorded.rollout.id} is gone")
 
     async def text(name: str, version: int) -> str:
-        resource = await seen.get_resource(name, version)
+        resource = await get_resource(seen, name, version)
         if resource is None:
             raise DataError(f"version {version} of the prompt {name!r}, which the rollout ran with, is gone")
         return str(resource.content)

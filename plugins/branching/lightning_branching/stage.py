@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 
 import orjson
 from lightning.batch.branches import RecordedCall
-from lightning.gateway.http import Body, send_bytes, too_deep
-from lightning.gateway.request_body import beside
+from lightning.gateway.http import Body, beside, send_bytes, too_deep
 from lightning.gateway.stages import CallStage
 from lightning.store import exchanges
 from lightning.types import CallStatus, Json, Rollout

@@ -19,15 +19,13 @@ from lightning.cli.locate import locate
 from lightning.cli.output import escape, print_json, say
 from lightning.cli.runs import databases
 from lightning.errors import ConfigError, DataError, MissingExtraError
-from lightning.store.resource_ref import run_id_of, store_in
+from lightning.store.places import run_id_of, store_in
 from lightning.store.url import redacted
 
-from lightning_console.address import Address
-from lightning_console.places import Places
+from lightning_console.places import WAITS, Places
+from lightning_console.router import Address
 
 SKILL = Path(__file__).parent / "SKILL.md"
-WAITS = 2.0
-"""Seconds that a page waits for what takes long; it is shown without it then, and completes itself."""
 PATIENCE = "patience=5"
 """How long a page waits for a server that does not answer, in seconds, unless its URL says otherwise."""
 
@@ -84,7 +82,7 @@ def console(
     elif as_json:
         print_json(asyncio.run(_answer(target)))
     elif mcp:
-        from lightning_console.mcp_server import serve_stdio
+        from lightning_console.answers import serve_stdio
 
         asyncio.run(serve_stdio(target.where))
     else:
@@ -132,7 +130,7 @@ def _patient(url: str) -> str:
 
 
 async def _serve(target: Target, port: int, browser: bool, seconds: float | None) -> None:
-    from lightning_console.web.local import local_console
+    from lightning_console.web.consoles import local_console
 
     places = Places(target.where, patience=WAITS)
     await places.stores()

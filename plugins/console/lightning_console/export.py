@@ -19,10 +19,10 @@ from typing import Any, Final
 from lightning.errors import ConfigError, DataError
 
 from lightning_console import router
-from lightning_console.address import Address
 from lightning_console.blocks import Notices, Page, json_of
 from lightning_console.places import Places
 from lightning_console.queries.branches import runs_with_branches
+from lightning_console.router import Address
 
 STATIC: Final = Path(__file__).parent / "static"
 MARK: Final = "lightning-export.json"

@@ -32,6 +32,6 @@ def console_command() -> Callable[..., None]:
 
 def console_app(host: Host) -> WebApp:
     """The console on a server's port."""
-    from lightning_console.web.server import ConsoleApp
+    from lightning_console.web.consoles import ConsoleApp
 
     return ConsoleApp(host)

@@ -1,17 +1,68 @@
-"""From an address to its page; what cannot be shown is a page that says why."""
+"""From an address to its page; what cannot be shown is a page that says why.
+
+An address is what a link names and the browser's address bar shows, a path and options: `runs`, `run/RUN`, `step/RUN/3`,
+`rollout/RUN/ROLLOUT?call=2`. Its parts are percent-encoded.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from lightning.errors import DataError, LightningError
 
-from lightning_console.address import Address
 from lightning_console.blocks import Link, Notice, Notices, Page
 from lightning_console.places import Places
+
+LONGEST = 4_000
+"""Characters of an address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The name of a page, what it is about (ids, in the page's own order), and options: filters, the order, a cursor."""
+
+    page: str
+    about: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Raises `DataError` for one that is too long or names no page."""
+        if len(text) > LONGEST:
+            raise DataError(f"an address has at most {LONGEST} characters, and this one has {len(text)}")
+        path, _, query = text.partition("?")
+        page, *about = [unquote(part) for part in path.strip("/").split("/")]
+        if not page:
+            raise DataError("an address begins with the name of a page, such as runs")
+        return cls(page, tuple(about), dict(parse_qsl(query, keep_blank_values=True)))
+
+    def __str__(self) -> str:
+        path = "/".join(quote(part, safe="") for part in (self.page, *self.about))
+        return path + (f"?{urlencode(self.options)}" if self.options else "")
+
+    def option(self, name: str, default: str = "") -> str:
+        """The value of an option."""
+        return self.options.get(name, default)
+
+    def number(self, name: str, default: int) -> int:
+        """The value of an option that is a whole number. Raises `DataError` where it is none."""
+        value = self.option(name)
+        try:
+            return int(value) if value else default
+        except ValueError:
+            raise DataError(f"{name}={value[:40]!r} in the address is no whole number") from None
+
+    def having(self, **options: object) -> Address:
+        """The same page with these options changed; None takes one away."""
+        changed = dict(self.options) | {name: str(value) for name, value in options.items() if value is not None}
+        return Address(self.page, self.about, {k: v for k, v in changed.items() if options.get(k, v) is not None})
+
 
 CANNOT: Final = "This cannot be shown"
 """The title of a page that stands for another."""
@@ -23,13 +74,25 @@ PAGES: Final = ("runs", "compare", "run", "step", "group", "rollout", "versions"
 
 async def show(places: Places, text: str) -> Page:
     """The page of an address. Never raises: what is wrong is shown, and a fault of a page leaves the others alone."""
+    return await shown(text, _made(places, text))
+
+
+async def _made(places: Places, text: str) -> Page:
+    address = Address.parse(text or "runs")
+    if address.page not in PAGES:
+        raise DataError(f"there is no page {address.page[:40]!r}: there are {', '.join(PAGES)}")
+    module = importlib.import_module(f"lightning_console.pages.{address.page}")
+    make: Callable[[Places, Address], Awaitable[Page]] = module.page
+    return await make(places, address)
+
+
+async def shown(text: str, making: Awaitable[Page], seconds: float | None = None) -> Page:
+    """The page that is made for an address; where that fails, or takes longer than so many seconds, one that says why."""
     try:
-        address = Address.parse(text or "runs")
-        if address.page not in PAGES:
-            raise DataError(f"there is no page {address.page[:40]!r}: there are {', '.join(PAGES)}")
-        module = importlib.import_module(f"lightning_console.pages.{address.page}")
-        make: Callable[[Places, Address], Awaitable[Page]] = module.page
-        return await make(places, address)
+        async with asyncio.timeout(seconds):
+            return await making
+    except TimeoutError:
+        return cannot_show(text, f"this page took more than {seconds:g} s: it asks for too much, or its store is slow")
     except LightningError as error:
         return cannot_show(text, str(error))
     except Exception as error:

@@ -113,11 +113,17 @@ async def look(store: Store, url: str) -> DatabaseStatus:
         calls=None,
         spans=None,
         steps=steps,
-        resources=len(await store.list_resources()),
+        resources=await _resources(store),
         tokens=await _tokens(store),
         oldest=min((run.created_at for run in runs), default=None),
         newest=None,
     )
+
+
+async def _resources(store: Store) -> int:
+    """How many versions there are; 0 where no plugin keeps any."""
+    brought = {operation.name: operation for operation in plugins().operations()}
+    return len(await brought["list_resources"](store)) if "list_resources" in brought else 0
 
 
 async def _tokens(store: Store) -> dict[str, int] | None:

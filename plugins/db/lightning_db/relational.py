@@ -12,11 +12,10 @@ from typing import Final, TypeVar, cast
 
 from lightning.errors import SchemaError, StoreError
 from lightning.plugins import plugins
+from lightning.store import schema
 from lightning.store.protocol import TRACES_RUN
-from lightning.store.relational import schema
-from lightning.store.relational.brought import SqlPart
-from lightning.store.relational.transaction import Operation, Transaction
-from lightning.store.schema_version import SCHEMA
+from lightning.store.relational.transaction import Operation, SqlPart, Transaction
+from lightning.store.schema import SCHEMA
 from lightning.store.url import redacted
 
 from lightning_db import queries
@@ -72,13 +71,12 @@ class RelationalKeeper(ABC):
     async def _status(self, transaction: Transaction) -> DatabaseStatus:
         await self._check(transaction)
         counts = {}
+        there = await self._tables(transaction)
         for table in queries.COUNTED:
-            (counts[table],) = await transaction.one(queries.count(table)) or (0,)
+            (counts[table],) = (await transaction.one(queries.count(table)) if table in there else None) or (0,)
         activity = await transaction.all(queries.ACTIVITY)
         first = await transaction.one(queries.FIRST_RUN)
-        there = await self._tables(transaction)
         tokens = await transaction.all(queries.TOKENS) if "tokens" in there else []
-        (spans,) = await transaction.one(queries.SPANS) or (0,) if "spans" in there else (0,)
         return DatabaseStatus(
             store=redacted(self._url),
             schema=SCHEMA,
@@ -86,7 +84,7 @@ class RelationalKeeper(ABC):
             runs=counts["runs"],
             rollouts={row[0]: row[1] for row in await transaction.all(queries.BY_STATUS)},
             calls=counts["transitions"],
-            spans=spans,
+            spans=counts["spans"],
             steps=counts["steps"],
             resources=counts["resources"],
             tokens=count_tokens([(row[0], row[1]) for row in tokens], await transaction.now()),

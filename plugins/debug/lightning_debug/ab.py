@@ -17,14 +17,15 @@ from lightning.errors import ConfigError
 from lightning.store import exchanges
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
-from lightning.trainer.checkpoints import WEIGHTS_NAME, weights_content
 from lightning.trainer.run_server import of_project
 from lightning.trainer.summary import Reporter
-from lightning.types import Fault, Json, Resource, ResourceKind, Rollout, Task
+from lightning.types import Fault, Json, Rollout, Task
 from lightning_branching.divergence import first_difference
 from lightning_branching.prompt_texts import longest_literal, texts_in
+from lightning_resources import Resource, ResourceKind, put_resource, set_alias
+from lightning_resources.weights import WEIGHTS_NAME, weights_content
 
-from lightning_debug.evaluate import Evaluator, Setup, Variant, check_any_scored
+from lightning_debug.evaluate import Evaluator, Setup, Variant, check_any_scored, faults_of
 from lightning_debug.statistics import SequentialTest
 from lightning_debug.transcript import text_of, tool_calls_of, with_numbered_ids
 
@@ -150,7 +151,7 @@ async def compare(
         tasks=len(paired),
         rollouts=sum(map(len, every.values())),
         planned=2 * setup.n * total,
-        failed={name: _faults(every[each.run]) for name, each in (("A", a), ("B", b))},
+        failed={name: faults_of(every[each.run]) for name, each in (("A", a), ("B", b))},
         lost_pairs=lost,
         bounds=bounds,
         regressions=regressions,
@@ -173,15 +174,6 @@ def _batch(setup: Setup, a: Variant, b: Variant, total: int) -> int:
     if a.model.folder != b.model.folder:
         return max(1, -(-total // BLOCKS))
     return max(1, min(AT_ONCE, a.config.runner.concurrency) // setup.n)
-
-
-def _faults(rollouts: Sequence[Rollout]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for rollout in rollouts:
-        if rollout.reward is None:
-            whose = str(rollout.fault or "unknown")
-            found[whose] = found.get(whose, 0) + 1
-    return found
 
 
 def _check_bounds(rollouts: Sequence[Rollout], bounds: tuple[float, float]) -> None:
@@ -318,8 +310,8 @@ async def promote(url: str, winner: Variant, alias: str, found: Comparison) -> s
 
     async def put(store: Store) -> int:
         seen = of_project(store, winner.config.trainer.project)
-        stored = await seen.put_resource(resource)
-        return (await seen.set_alias(stored.name, alias, stored.version)).version
+        stored = await put_resource(seen, resource)
+        return (await set_alias(seen, stored.name, alias, stored.version)).version
 
     version = await with_store(url, put)
     return f"{resource.name}@{alias} is version {version} in {redacted(url)}"

@@ -17,8 +17,8 @@ from typing import Final, Literal
 import numpy as np
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
-from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import PRUNED, Store
+from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.held_out import compared_since
 from lightning.trainer.plan import TRAIN, VAL, newest_generation, of_generation
 from lightning.trainer.replay import policy_fault_of, train_agents_of
@@ -74,6 +74,14 @@ class Alarm:
     found: Diagnosis
     since: int | None
     still: bool
+
+    @property
+    def when(self) -> str:
+        """When it was found, in words."""
+        if self.since is None:
+            return "in the last steps" if self.still else "in the last steps, and not in the very last"
+        first = f"first seen after {self.since + 1} steps"
+        return first if self.still else f"{first}, and no more at the end"
 
 
 @dataclass(frozen=True, slots=True)

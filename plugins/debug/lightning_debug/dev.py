@@ -19,7 +19,7 @@ from lightning.algorithms.protocol import Algorithm, SearchAlgorithm, needs_crit
 from lightning.asyncio_utils import in_thread
 from lightning.batch import Group
 from lightning.errors import ConfigError
-from lightning.gateway.chat_template import HIDDEN
+from lightning.gateway.policy import HIDDEN
 from lightning.losses.protocol import Loss, StepLoss, TokenBatch, needs_reference
 from lightning.plugins.attached_adapters import failed_adapter
 from lightning.terminal import Terminal

@@ -22,22 +22,24 @@ from lightning.config import Config
 from lightning.errors import ConfigError, RunnerError
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent, Runner
-from lightning.store.epochs import is_over, mark_over
+from lightning.store.places import DATABASE
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import DATABASE
 from lightning.store.url import sqlite_url
 from lightning.trainer.agents import hidden_from_agents
+from lightning.trainer.epochs import is_over, mark_over
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.plan import VAL, generation, newest_generation, train_rollouts
-from lightning.trainer.prompts import resolve_prompts
 from lightning.trainer.reasons import grouped
 from lightning.trainer.run_server import of_project
+from lightning.trainer.run_stages import Prompts, run_line
 from lightning.trainer.runs import claim_folder, differences
 from lightning.trainer.stack import Stack, open_gateway, open_stack
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import Fault, Json, Resource, Rollout, Run, Status, Task
+from lightning.types import Fault, Json, Rollout, Run, Status, Task
 from lightning_branching.policies import EvaluatedModel
+from lightning_resources import Resource, put_resource
+from lightning_resources.prompts import bindable
 
 from lightning_debug.statistics import Estimate, avg_at_k, ks_of, pass_at_k
 
@@ -246,10 +248,11 @@ class Evaluator:
             raise RuntimeError("an Evaluator is used with `async with`")
         run = await store.put_run(self._runs[variant.run])
         await mark_over(store, run.id, False)
-        prompts = await resolve_prompts(self.store, run.id, config.runner.prompts, project=run.project)
+        prompts: Prompts = await run_line(config).prompts(store, run, config.runner.prompts)
         if variant.prompt:
             component, text = variant.prompt
-            prompts.bind(component, await self.store.put_resource(Resource(component, text)))
+            prompts = bindable(prompts)
+            prompts.bind(component, await put_resource(self.store, Resource(component, text)))
         await prompts.keep(self.store, run.id)
         folder = self.setup.folder
         if first := self._supervised:
@@ -319,6 +322,12 @@ def failures(rollouts: Sequence[Rollout]) -> tuple[tuple[int, str], ...]:
     )
 
 
+def faults_of(rollouts: Sequence[Rollout]) -> dict[str, int]:
+    """How many rollouts have no reward, by whose fault."""
+    found = Counter(str(rollout.fault or "unknown") for rollout in rollouts if rollout.reward is None)
+    return dict(sorted(found.items()))
+
+
 def check_any_scored(run: str, rollouts: Sequence[Rollout]) -> None:
     """Raise `RunnerError` where no rollout says anything of the policy: all have failed, and not all by its fault."""
     if any(each.reward is not None or each.fault is Fault.POLICY for each in rollouts):
@@ -345,7 +354,6 @@ def report_of(
     alone, together = passed(scored), passed(list(groups.values()))
     measures += [Measure(f"pass@{k}", pass_at_k(alone, k), pass_at_k(together, k)) for k in ks_of(n)]
     given = [reward for task in scored for reward in task]
-    faults = Counter(str(rollout.fault or "unknown") for rollout in rollouts if rollout.reward is None)
     return EvalReport(
         variant.run,
         variant.model.name,
@@ -355,7 +363,7 @@ def report_of(
         len(given),
         success,
         tuple(measures),
-        dict(sorted(faults.items())),
+        faults_of(rollouts),
         failures(rollouts),
         tuple(_warnings(variant.config, given, n, success, bounds)),
         bounds[0],

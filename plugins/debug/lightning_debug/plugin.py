@@ -47,34 +47,34 @@ def register_credits(register: Callable[[str, Credit], None]) -> None:
 
 def reward_command() -> Callable[..., None]:
     """Grade a run's rollouts again with another reward function."""
-    from lightning_debug.reward_command import reward
+    from lightning_debug.run_commands import reward
 
     return reward
 
 
 def advise_command() -> Callable[..., None]:
     """Name what is wrong in a run, and what past runs did better."""
-    from lightning_debug.advise_command import advise
+    from lightning_debug.run_commands import advise
 
     return advise
 
 
 def profile_command() -> Callable[..., None]:
     """Show where a run's time and tokens went, and what would help."""
-    from lightning_debug.profile_command import profile
+    from lightning_debug.run_commands import profile
 
     return profile
 
 
 def eval_command() -> Callable[..., None]:
     """Measure how good a model is at tasks: avg@k and pass@k."""
-    from lightning_debug.eval_command import evaluate
+    from lightning_debug.eval_commands import evaluate
 
     return evaluate
 
 
 def ab_command() -> Callable[..., None]:
     """Compare two prompts, models or temperatures until one is better beyond doubt."""
-    from lightning_debug.ab_command import ab
+    from lightning_debug.eval_commands import ab
 
     return ab

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lightning.config import Config
 from lightning.errors import ConfigError
 from lightning_planner.cluster import GPUS, Cluster, find_gpu
-from lightning_planner.memory import Memory, memory
+from lightning_planner.roofline import Memory, memory
 from lightning_planner.shape import Shape, read_shape
 
 GIB = 2**30

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import orjson
-from lightning.gateway.chat_template import UNKNOWN, Tokenize, effort_in_template
+from lightning.gateway.dialects.base import Tokenize, effort_in_template
 from lightning.gateway.http import Body, RefusalError, UpstreamError
-from lightning.gateway.policy import Policy
+from lightning.gateway.policy import NO_ANSWER, Policy
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ async def _ask(question: _Question, what: str, tokenize: Tokenize, find: Callabl
     except RefusalError as refusal:
         question.failed_at, question.refusal = time.monotonic(), refusal
         raise
-    except UNKNOWN as error:
+    except NO_ANSWER as error:
         question.failed_at = time.monotonic()
         if not question.told:
             question.told = True
@@ -89,7 +89,7 @@ async def _ask(question: _Question, what: str, tokenize: Tokenize, find: Callabl
 
 
 async def _prompt(tokenize: Tokenize, body: Body) -> list[int] | None:
-    """The prompt, or None where the template refuses it. Raises what stands in `UNKNOWN`."""
+    """The prompt, or None where the template refuses it. Raises what stands in `NO_ANSWER`."""
     status, payload = await tokenize(body)
     if status == 400:
         return None

@@ -10,11 +10,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import orjson
-from lightning.gateway.chat_template import prompt_of
-from lightning.gateway.http import JSON_TYPE, Body, ClientGoneError, RefusalError, read_object, send_bytes
-from lightning.gateway.request_body import beside, read_body
+from lightning.gateway.dialects.base import prompt_of
+from lightning.gateway.http import (
+    JSON_TYPE,
+    Body,
+    ClientGoneError,
+    RefusalError,
+    beside,
+    read_body,
+    read_object,
+    send_bytes,
+)
 from lightning.gateway.stages import recording_refusals
-from lightning.gateway.upstream.client import UNANSWERED
+from lightning.gateway.upstream import UNANSWERED
 
 from lightning_dialects.messages import Messages, chat_request
 from lightning_dialects.translated import readable

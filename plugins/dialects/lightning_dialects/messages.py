@@ -16,8 +16,8 @@ import json
 from collections.abc import Iterator, Sequence
 
 import orjson
-from lightning.gateway.chat_template import Tokenize
 from lightning.gateway.dialects import refuse_parameter
+from lightning.gateway.dialects.base import Tokenize
 from lightning.gateway.http import Body, RefusalError
 from lightning.gateway.policy import Policy
 

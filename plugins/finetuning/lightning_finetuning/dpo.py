@@ -52,12 +52,7 @@ class DPO:
             raise ConfigError(f"unknown pairs {self.pairs!r}: use one of {', '.join(get_args(Pairs))}")
         if not 0.0 <= self.margin < float("inf"):
             raise ConfigError(f"margin={self.margin} must be a finite number that is not negative")
-        if not 0.0 < self.beta < float("inf"):
-            raise ConfigError(f"beta={self.beta} must be positive: it scales the margin over the reference model")
-        if not 0.0 <= self.label_smoothing < 0.5:
-            raise ConfigError(
-                f"label_smoothing={self.label_smoothing} must lie in [0, 0.5): it is the share of wrong pairs"
-            )
+        self._loss(())  # which refuses what no loss has
         if self.tool_reward is not None:
             check_tool_reward(self.tool_reward)
 

@@ -1,7 +1,8 @@
 """Keeps clients running in a cluster for one run: as many as there should be, each that died replaced, none left behind.
 
 The invariant: what should be there is compared with what is there, over and over, so that whatever was missed (an answer, an
-event, a node) is put right by the next look; when keeping ends, so does everything of the run in the cluster.
+event, a node) is put right by the next look; nothing counts on its own memory, so how many clients are missing follows from the
+cluster (and for Jobs from the store) as they are. When keeping ends, so does everything of the run in the cluster.
 """
 
 from __future__ import annotations
@@ -13,14 +14,144 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
 from lightning.errors import RunnerError
+from lightning.types import Status
 
 from lightning_k8s.cluster import Cluster, ClusterError, Object
-from lightning_k8s.health import Health, Pace
+from lightning_k8s.health import Health, Pace, PodView, job_ended, job_problem, view
 from lightning_k8s.manifests import Manifests
-from lightning_k8s.mirror import Mirror
-from lightning_k8s.pods import PodView, view
 
 logger = logging.getLogger(__name__)
+
+
+class Mirror:
+    """What there is in the cluster of one kind with our label, kept up to date by list and watch: once `ready` is set,
+    `objects` is what the cluster had at the last list, with every change since in order. Each watch begins with a list, and
+    ends after minutes, so that whatever went wrong is right again by then.
+
+    Run `follow` in a task; `changed` is set whenever `objects` (by name) changed, for the reader to clear."""
+
+    def __init__(self, cluster: Cluster, path: str, selector: str, changed: asyncio.Event, pace: Pace) -> None:
+        self._cluster, self._path, self._selector, self._pace = cluster, path, selector, pace
+        self._deleted: set[str] = set()  # since the last list
+        self.objects: dict[str, Object] = {}
+        self.changed, self.ready = changed, asyncio.Event()
+
+    def note(self, body: Object) -> None:
+        """An object that was just created, of which the watch may not have told yet, or have told already that it is gone."""
+        name = body["metadata"]["name"]
+        if name not in self._deleted:
+            self.objects.setdefault(name, body)
+            self.changed.set()
+
+    async def follow(self) -> None:
+        """Until cancelled. Raises `ClusterError` when the cluster refuses for good."""
+        failures = 0
+        while True:
+            try:
+                version = await self._list()
+                async for kind, body in self._cluster.watch(self._path, self._selector, version):
+                    self._heed(kind, body)
+                    failures = 0
+                await asyncio.sleep(self._pace.pause / 10)  # an API that ends each watch at once is not hurried
+            except ClusterError as error:
+                if not error.again:
+                    raise
+                failures += 1
+                if failures == 2:
+                    logger.warning("%s; asking again", error)
+                await asyncio.sleep(min(self._pace.longest, self._pace.pause * 2 ** min(failures, 10)))
+
+    async def _list(self) -> str:
+        found, version = await self._cluster.list(self._path, self._selector)
+        self.objects, self._deleted = {body["metadata"]["name"]: body for body in found}, set()
+        self.ready.set()
+        self.changed.set()
+        return version
+
+    def _heed(self, kind: str, body: Object) -> None:
+        name = body["metadata"].get("name", "")
+        if kind == "DELETED":
+            self.objects.pop(name, None)
+            self._deleted.add(name)
+        elif kind in ("ADDED", "MODIFIED"):
+            self.objects[name] = body
+        else:
+            return
+        self.changed.set()
+
+
+BURST = 20
+"""Clients made in one look: a cluster is not to be flooded."""
+
+
+class Pool:
+    """`runner.k8s.pods` pods, each of which works on its share of `runner.concurrency` rollouts at once."""
+
+    def __init__(self, cluster: Cluster, manifests: Manifests, pods: Mirror) -> None:
+        self._cluster, self._manifests, self._pods = cluster, manifests, pods
+        self._size = manifests.config.k8s.pods
+        self._each = -(-manifests.config.concurrency // self._size)
+        self._deleted: set[str] = set()
+
+    async def missing(self, pods: Sequence[PodView]) -> int:
+        """See `Kind.missing`."""
+        return min(BURST, self._size - sum(pod.living for pod in pods))
+
+    async def make(self, secret: Object) -> None:
+        """See `Kind.make`."""
+        self._pods.note(await self._cluster.create("pods", self._manifests.pod(secret, self._each)))
+
+    async def tidy(self, pods: Sequence[PodView]) -> None:
+        """Delete pods that have ended, and what a node that came back, or a lost answer, made too many."""
+        self._deleted &= {pod.name for pod in pods}
+        living = sorted((pod for pod in pods if pod.living), key=lambda pod: not pod.running)
+        over = [pod for pod in pods if pod.ended and not pod.leaving] + living[self._size :]
+        for pod in over:
+            if pod.name not in self._deleted:
+                await self._cluster.delete("pods", pod.name)
+                self._deleted.add(pod.name)
+
+
+class Jobs:
+    """A Job for each rollout that is neither done nor given up, at most `runner.concurrency` at once.
+
+    A Job leases what it runs, as every client does, so it is not made for a certain rollout; the lease's worker names the pod.
+    """
+
+    def __init__(self, cluster: Cluster, manifests: Manifests, jobs: Mirror) -> None:
+        self._cluster, self._manifests, self._jobs = cluster, manifests, jobs
+        self._limit = manifests.config.concurrency
+        self._told: set[str] = set()
+
+    async def missing(self, pods: Sequence[PodView]) -> int:
+        """See `Kind.missing`."""
+        living = sum(not job_ended(job) for job in self._jobs.objects.values())
+        return max(0, min(BURST, await self._unfinished() - living))
+
+    async def make(self, secret: Object) -> None:
+        """See `Kind.make`."""
+        self._jobs.note(await self._cluster.create("jobs", self._manifests.job(secret)))
+
+    async def tidy(self, pods: Sequence[PodView]) -> None:
+        """Nothing is deleted: the cluster removes a Job some time after its end. Tell of those that failed without a pod."""
+        self._told &= self._jobs.objects.keys()
+        for name, job in self._jobs.objects.items():
+            problem = job_problem(job)
+            if (
+                problem and name not in self._told and "BackoffLimitExceeded" not in problem
+            ):  # of that one its pod tells
+                self._told.add(name)
+                logger.warning("the Job %s failed: %s", name, problem)
+
+    async def _unfinished(self) -> int:
+        """Rollouts of the run that wait or run, counted up to the limit."""
+        site, found = self._manifests.site, set[str]()  # by id: one may be leased between the two questions
+        for status in (Status.PENDING, Status.RUNNING):
+            page = await site.store.list_rollouts(site.run, status=status, limit=self._limit)
+            found |= {rollout.id for rollout in page.items}
+        return min(len(found), self._limit)
+
+
 T = TypeVar("T")
 
 KINDS = ("jobs", "pods")
@@ -33,30 +164,30 @@ CLOSE_SECONDS = 30.0
 class Kind(Protocol):
     """How clients come to be: pods of a pool, or Jobs."""
 
-    @property
-    def mirrors(self) -> Sequence[Mirror]:
-        """What it looks at besides the pods."""
-
-    def prepare(self, secret: Object) -> None:
-        """Learn the owner of what will be made."""
-
     async def missing(self, pods: Sequence[PodView]) -> int:
         """How many clients should be made now."""
 
-    async def make(self) -> None:
-        """Make one."""
+    async def make(self, secret: Object) -> None:
+        """Make one, which belongs to the run's Secret."""
 
     async def tidy(self, pods: Sequence[PodView]) -> None:
         """Delete what has served its time, or is too much."""
 
 
 class Keeper:
-    """One run's clients in one cluster. `changed` is set by whatever makes another look worth while."""
+    """One run's clients in one cluster. `mirrors` are what is looked at, the pods first; `changed` is set by whatever makes
+    another look worth while."""
 
     def __init__(
-        self, cluster: Cluster, manifests: Manifests, kind: Kind, pods: Mirror, changed: asyncio.Event, pace: Pace
+        self,
+        cluster: Cluster,
+        manifests: Manifests,
+        kind: Kind,
+        mirrors: Sequence[Mirror],
+        changed: asyncio.Event,
+        pace: Pace,
     ) -> None:
-        self._cluster, self._manifests, self._kind, self._pods, self._pace = cluster, manifests, kind, pods, pace
+        self._cluster, self._manifests, self._kind, self._mirrors, self._pace = cluster, manifests, kind, mirrors, pace
         self._changed, self._health = changed, Health(pace)
         self._patience = manifests.config.k8s.start_timeout
         self._followers: list[asyncio.Task[None]] = []
@@ -68,11 +199,12 @@ class Keeper:
         self._began = _now()
         try:
             await self._insist(self._clear)
-            self._kind.prepare(await self._insist(lambda: self._create_secret(owner)))
+            body = self._manifests.secret(owner)
+            secret = await self._insist(lambda: self._cluster.create("secrets", body))
             logger.info("starting runner pods in namespace %s of %s", self._cluster.namespace, self._cluster.host)
-            self._followers = [self._follow(mirror) for mirror in (self._pods, *self._kind.mirrors)]
+            self._followers = [self._follow(mirror) for mirror in self._mirrors]
             while True:
-                await self._look()
+                await self._look(secret)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._pace.look):  # `wait_for` may lose a cancellation on Python 3.11
                         await self._changed.wait()
@@ -84,16 +216,16 @@ class Keeper:
                     await asyncio.wait({ending})
             ending.result()
 
-    async def _look(self) -> None:
+    async def _look(self, secret: Object) -> None:
         for task in self._followers:
             if task.done():
                 task.result()  # the cluster refused to be watched
-        ready = all(mirror.ready.is_set() for mirror in (self._pods, *self._kind.mirrors))
+        ready = all(mirror.ready.is_set() for mirror in self._mirrors)
         if ready:
-            pods = [view(pod) for pod in self._pods.objects.values()]
+            pods = [view(pod) for pod in self._mirrors[0].objects.values()]
             self._health.look(pods, _now())
             try:
-                await self._put_right(pods)
+                await self._put_right(pods, secret)
             except ClusterError as error:
                 if not error.again:
                     raise
@@ -106,7 +238,7 @@ class Keeper:
                 f"{self._health.last_problem}"
             )
 
-    async def _put_right(self, pods: Sequence[PodView]) -> None:
+    async def _put_right(self, pods: Sequence[PodView], secret: Object) -> None:
         """Delete what is too much, make what is missing. Raises `ClusterError`."""
         await self._kind.tidy(pods)
         if _now() < self._health.not_before:
@@ -115,7 +247,7 @@ class Keeper:
         if missing > 0 and self._wanted is None:
             self._wanted = _now()
         for _ in range(missing):
-            await self._kind.make()
+            await self._kind.make(secret)
 
     def _follow(self, mirror: Mirror) -> asyncio.Task[None]:
         task = asyncio.create_task(mirror.follow())
@@ -134,9 +266,6 @@ class Keeper:
                 self._health.tell(str(error), _now())
             await asyncio.sleep(pause)
             pause = min(pause * 2, self._pace.longest)
-
-    async def _create_secret(self, owner: Object | None) -> Object:
-        return await self._cluster.create("secrets", self._manifests.secret(owner))
 
     async def _clear(self) -> None:
         """Delete everything of the run: what an earlier trainer left behind, or what was made here."""

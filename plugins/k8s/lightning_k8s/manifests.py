@@ -121,11 +121,10 @@ class Manifests:
     def secret(self, owner: Object | None) -> Object:
         """The clients' token, and the owner of everything else; `owner` is the trainer's pod when it runs in one."""
         token = base64.b64encode(self.site.token.encode()).decode()
-        metadata = self._metadata(self.secret_name, owner)
         return {
             "apiVersion": "v1",
             "kind": "Secret",
-            "metadata": metadata,
+            "metadata": self._metadata(self.secret_name, owner),
             "type": "Opaque",
             "data": {TOKEN_KEY: token},
         }
@@ -154,13 +153,7 @@ class Manifests:
         return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
     def _metadata(self, name: str, owner: Object | None, given: Mapping[str, Any] | None = None) -> Object:
-        given = given or {}
-        labels = {**(given.get("labels") or {}), **_LABELS, RUN_LABEL: label_of(self.site)}
-        metadata: Object = {
-            "name": name,
-            "labels": labels,
-            "annotations": {**(given.get("annotations") or {}), "lightning/run-id": self.site.run},
-        }
+        metadata: Object = {"name": name, **self._marks(given or {})}
         if owner is not None:
             reference = {"apiVersion": owner["apiVersion"], "kind": owner["kind"]}
             metadata["ownerReferences"] = [
@@ -190,10 +183,14 @@ class Manifests:
             {**ours, "command": self._command(arguments), "args": [], "env": self._env(secret, ours)},
             *others,
         ]
-        metadata = self.template.get("metadata") or {}
-        labels = {**(metadata.get("labels") or {}), **_LABELS, RUN_LABEL: label_of(self.site)}
-        annotations = {**(metadata.get("annotations") or {}), "lightning/run-id": self.site.run}
-        return {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
+        return {"metadata": self._marks(self.template.get("metadata") or {}), "spec": spec}
+
+    def _marks(self, given: Mapping[str, Any]) -> Object:
+        """The labels and annotations that are given, and those of the run."""
+        return {
+            "labels": {**(given.get("labels") or {}), **_LABELS, RUN_LABEL: label_of(self.site)},
+            "annotations": {**(given.get("annotations") or {}), "lightning/run-id": self.site.run},
+        }
 
     def _given_container(self) -> Mapping[str, Any] | None:
         containers = (self.template.get("spec") or {}).get("containers") or []

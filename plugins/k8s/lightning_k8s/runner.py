@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import os
 import socket
+from pkgutil import resolve_name
 
 from lightning.addresses import leads_to_itself
 from lightning.config import KubernetesConfig, RunnerConfig
@@ -20,10 +20,8 @@ from lightning.types import LLM, Lease, Outcome
 
 from lightning_k8s.cluster import Cluster, ClusterError, Object, connect, inside
 from lightning_k8s.health import Pace
-from lightning_k8s.keeper import Keeper, Kind
-from lightning_k8s.kinds import Jobs, Pool
+from lightning_k8s.keeper import Jobs, Keeper, Kind, Mirror, Pool
 from lightning_k8s.manifests import Manifests, read_template
-from lightning_k8s.mirror import Mirror
 
 
 class KubernetesRunner:
@@ -69,9 +67,10 @@ class KubernetesRunner:
         def mirror(path: str) -> Mirror:
             return Mirror(cluster, path, manifests.selector, changed, self._pace)
 
-        pods, each = mirror("pods"), self._config.k8s.mode == "job"
-        kind: Kind = Jobs(cluster, manifests, mirror("jobs")) if each else Pool(cluster, manifests, pods)
-        keeper = Keeper(cluster, manifests, kind, pods, changed, self._pace)
+        each = self._config.k8s.mode == "job"
+        mirrors = [mirror(path) for path in (("pods", "jobs") if each else ("pods",))]
+        kind: Kind = (Jobs if each else Pool)(cluster, manifests, mirrors[-1])
+        keeper = Keeper(cluster, manifests, kind, mirrors, changed, self._pace)
         watching = asyncio.create_task(_wake(site, changed)) if each else None
         try:
             await keeper.run(await _own_pod(cluster, self._config.k8s))
@@ -91,10 +90,7 @@ def reference_to(agent: Agent) -> str:
     """The agent as `module:name`. Raises `RunnerError` when an import elsewhere would not find this very object."""
     module, name = getattr(agent, "__module__", ""), getattr(agent, "__qualname__", "")
     with contextlib.suppress(ImportError, AttributeError, ValueError):
-        found: object = importlib.import_module(module) if module != "__main__" else None
-        for part in name.split("."):
-            found = getattr(found, part)
-        if found is agent:
+        if module != "__main__" and resolve_name(f"{module}:{name}") is agent:
             return f"{module}:{name}"
     raise RunnerError(
         f"the agent {name_of(agent)} has no name that a pod could import: put it into a module of the image and set "

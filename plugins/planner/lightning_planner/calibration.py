@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from lightning.errors import DataError
 
-from lightning_planner.costs import Costs, ServerCosts, Sharing, TrainerCosts
+from lightning_planner.costs import Agent, Call, Costs, ServerCosts, Sharing, Team, TrainerCosts
 from lightning_planner.recorded import Recorded, RecordedCall, RecordedGroup
-from lightning_planner.work import Agent, Call, Team
 
 Floats = npt.NDArray[np.float64]
 ROUNDS = 8
@@ -265,10 +264,7 @@ def _trainer(recorded: Recorded) -> TrainerCosts:
 
 def _turn(recorded: Recorded) -> float:
     """What a step in turns takes beside its rollouts: the median over the steps without the first one."""
-    rollouts: dict[int, list[tuple[float, float]]] = {}
-    for group in recorded.groups if not recorded.schedule.max_staleness else ():
-        spans = [(rollout.start, rollout.end) for rollout in group.rollouts if rollout.calls]
-        rollouts.setdefault(group.step, []).extend(spans)
+    rollouts = _spans(recorded)
     beside = [
         step.seconds["rollout"] - max(end for _, end in times) + min(start for start, _ in times)
         for step in recorded.steady
@@ -277,14 +273,19 @@ def _turn(recorded: Recorded) -> float:
     return max(0.0, statistics.median(beside)) if beside else 0.0
 
 
+def _spans(recorded: Recorded) -> dict[int, list[tuple[float, float]]]:
+    """When the rollouts of each step in turns began and ended."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for group in recorded.groups if not recorded.schedule.max_staleness else ():
+        found.setdefault(group.step, []).extend((one.start, one.end) for one in group.rollouts if one.calls)
+    return found
+
+
 def _between_rollouts(recorded: Recorded) -> list[tuple[float, float]]:
     """The times from the end of a rollout to the beginning of the next one on its place, of steps in turns that had more
     rollouts than places. Where sampling goes on all the time a place may be empty because nothing may begin: none."""
     places = recorded.schedule.concurrency
-    by_step: dict[int, list[tuple[float, float]]] = {}
-    for group in recorded.groups if not recorded.schedule.max_staleness else ():
-        times = [(rollout.start, rollout.end) for rollout in group.rollouts if rollout.calls]
-        by_step.setdefault(group.step, []).extend(times)
+    by_step = _spans(recorded)
     first = min(by_step, default=0)
     found: list[tuple[float, float]] = []
     for step, times in by_step.items():

@@ -18,7 +18,7 @@ from lightning.config import load_config
 from lightning.errors import ConfigError
 
 from lightning_planner.cluster import Assumptions, Cluster, assume, find_gpu
-from lightning_planner.memory import Memory
+from lightning_planner.costs import Changes
 from lightning_planner.planner import (
     LABEL,
     Plan,
@@ -30,8 +30,8 @@ from lightning_planner.planner import (
     schedule_of,
 )
 from lightning_planner.recorded import Recorded, read_run
+from lightning_planner.roofline import Memory
 from lightning_planner.shape import Shape, read_shape
-from lightning_planner.work import Changes
 
 
 def plan(

@@ -17,13 +17,11 @@ from lightning.types import Json
 
 from lightning_planner.calibration import Calibration, calibrate
 from lightning_planner.cluster import Cluster
-from lightning_planner.costs import Costs, Schedule, Sharing
-from lightning_planner.memory import Memory, memory, uncounted
+from lightning_planner.costs import Changes, Costs, Schedule, Sharing, Team, draw
 from lightning_planner.recorded import PHASES, Recorded, forward_passes
-from lightning_planner.roofline import server_costs, trainer_costs
+from lightning_planner.roofline import Memory, memory, server_costs, trainer_costs, uncounted
 from lightning_planner.shape import Shape
 from lightning_planner.simulation import Simulated, simulate
-from lightning_planner.work import Changes, Team, draw
 
 LABEL = "simulation: no number of a plan was measured"
 """Stands on everything that a plan prints or writes."""

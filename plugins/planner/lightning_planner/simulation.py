@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 
 from lightning_samplers.pacing import Pacer
 
-from lightning_planner.costs import Costs, Schedule
-from lightning_planner.event_queue import Kernel
-from lightning_planner.serving import Floor, Running
-from lightning_planner.work import Agent, Team
+from lightning_planner.costs import Agent, Costs, Schedule, Team
+from lightning_planner.serving import Floor, Kernel, Running
 
 
 @dataclass(frozen=True, slots=True)

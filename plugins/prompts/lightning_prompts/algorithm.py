@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from lightning.errors import ConfigError, DataError
-from lightning.types import Resource, Task
+from lightning.types import Task
+from lightning_resources import Resource
 
 from lightning_prompts.protocol import Bench, OptimizerModel
 

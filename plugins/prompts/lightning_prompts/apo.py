@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import get_args
 
 from lightning.errors import ConfigError
-from lightning.types import Resource
+from lightning_resources import Resource
 
 from lightning_prompts.algorithm import PromptAlgorithm
 from lightning_prompts.protocol import Bench, OptimizerModel

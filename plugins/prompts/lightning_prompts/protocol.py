@@ -12,7 +12,8 @@ from typing import ClassVar, Protocol
 
 from lightning.algorithms.chat_model import ChatModel, Messages
 from lightning.errors import LightningError, OptimizerError
-from lightning.types import Json, Resource, Rollout, Task
+from lightning.types import Json, Rollout, Task
+from lightning_resources import Resource
 
 
 class BudgetSpentError(Exception):

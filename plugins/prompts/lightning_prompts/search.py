@@ -15,7 +15,8 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from lightning.errors import OptimizerError, RunnerError
-from lightning.types import Fault, Json, Resource, Rollout, Task
+from lightning.types import Fault, Json, Rollout, Task
+from lightning_resources import Resource
 
 from lightning_prompts.critique import Example, ask_for_criticism, ask_for_edit, shown
 from lightning_prompts.protocol import Bench, BudgetSpentError, Trial

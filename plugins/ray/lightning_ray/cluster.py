@@ -1,6 +1,8 @@
-"""The connection to a Ray cluster: begun once, ended only by who began it.
+"""The connection to a Ray cluster, begun once and ended only by who began it, and the actor that runs agents on a node of it.
 
-The invariant: a program that uses Ray itself keeps its connection; of the runner's modules only this one imports `ray`.
+The invariant: a program that uses Ray itself keeps its connection; of the runner's modules only this one imports `ray`. An
+agent never runs in the actor's process, so neither a crash nor a hang of an agent costs the actor; what the actor says of an
+agent is bytes of JSON.
 """
 
 from __future__ import annotations
@@ -12,11 +14,35 @@ import os
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import lightning
 from lightning.config import RunnerConfig
-from lightning.errors import MissingExtraError, RunnerError
+from lightning.errors import LightningError, MissingExtraError, RunnerError
+from lightning.runner.outcomes import encode_outcome
+from lightning.runner.process import ProcessRunner
 
 from lightning_ray.connection import begin
-from lightning_ray.host import AgentHost
+
+
+class AgentHost:
+    """The actor. It dies with its worker processes, and they with it."""
+
+    def __init__(self, shipped: bytes, config: str) -> None:
+        self._runner = ProcessRunner(shipped, RunnerConfig.model_validate_json(config))
+
+    async def start(self, version: str) -> str:
+        """Load the agent; return what is wrong, or nothing. `version` is the trainer's release."""
+        if version != lightning.__version__:
+            return f"a node of the Ray cluster has lightning {lightning.__version__}, the trainer {version}"
+        try:
+            await self._runner.start()
+        except LightningError as error:
+            return str(error)
+        return ""
+
+    async def run(self, request: bytes) -> bytes:
+        """Run the agent on an encoded request; return the encoded outcome. Cancelling this kills the agent."""
+        return encode_outcome(await self._runner.answer(request))
+
 
 LOCAL_STARTS = 3
 """Tries to start a cluster here: Ray gives up after 30 s, in which a busy machine may not get it started."""

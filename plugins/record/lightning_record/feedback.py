@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING
 
 import orjson
 from lightning.errors import StaleAttemptError, StoreError
-from lightning.gateway.http import JSON_TYPE, Body, ClientGoneError, RefusalError, read_object, send_bytes
+from lightning.gateway.http import (
+    JSON_TYPE,
+    Body,
+    ClientGoneError,
+    RefusalError,
+    beside,
+    read_body,
+    read_object,
+    send_bytes,
+)
 from lightning.gateway.identity import bearer
-from lightning.gateway.request_body import beside, read_body
 from lightning.redaction import redacted
 from lightning.types import Json, Outcome, Rollout
 from starlette.types import Receive, Scope, Send

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | None]], None]) -> None:
     """`providers`, `conversations`, `history` and `texts`."""
     from lightning_record import providers, texts
-    from lightning_record.conversations import ConversationsStage
-    from lightning_record.history import HistoryStage
+    from lightning_record.conversations import ConversationsStage, HistoryStage
 
     register("providers", providers.stage)
     register("conversations", ConversationsStage)

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from lightning.gateway.call import well_shaped
-from lightning.gateway.http import Body, write_object
-from lightning.gateway.request_body import beside
+from lightning.gateway.http import Body, beside, write_object
 from lightning.gateway.stages import CallStage
 from lightning.redaction import has_many_texts, may_be_redacted, redacted_json
 from lightning.store import exchanges

@@ -17,15 +17,13 @@ The invariant: every key begins with the store's prefix, and no two things share
     steps:RUN, proofs:RUN, metrics:RUN, state:RUN
                                         hashes; proofs are the digests of steps
     uses                                hash of what rollouts earned under each set of resource versions
-    kinds                               hash of the resources there are
-    versions:NAME, contents:NAME        hashes of a resource: by version; version by digest
-    aliases:NAME, moves:[NAME,ALIAS]    hash of where aliases point; list of an alias' moves
     changes:RUN                         stream of one entry, the last change: what is watched
     once:CALL                           string, for an hour or as long as its leases last: what a call that its caller named
                                         was answered
     answers:CLIENT                      hash, for an hour after it was used: the number of the client's connection, that of the
                                         last batch, what each call of the batch was answered
     tokens, revoked                     hashes by id, of the operations that the server brings
+    resources, resources:...            what the operations on resources keep
     GROUP, GROUP:...                    what another plugin keeps for its operations
 """
 

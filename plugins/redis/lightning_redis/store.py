@@ -19,7 +19,6 @@ from lightning.store.protocol import RunWatch
 from lightning.store.threads import check_process, closed_error
 
 from lightning_redis import records
-from lightning_redis import resources as resource_ops
 from lightning_redis import rollouts as rollout_ops
 from lightning_redis import transitions as transition_ops
 from lightning_redis.change_listener import EntryWatch, entry_of, newest
@@ -53,14 +52,6 @@ FUNCTIONS: Final[Mapping[str, Callable[..., Awaitable[Any]]]] = {
     "put_state": records.put_state,
     "keep_state": records.keep_state,
     "get_state": records.get_state,
-    "put_resource": resource_ops.put,
-    "get_resource": resource_ops.get,
-    "list_resources": resource_ops.versions,
-    "set_alias": resource_ops.set_alias,
-    "roll_back_alias": resource_ops.roll_back,
-    "list_aliases": resource_ops.aliases,
-    "alias_history": resource_ops.history,
-    "resource_uses": resource_ops.uses,
 }
 """What does each operation of the table, with the link of the loop and the operation's arguments by name."""
 

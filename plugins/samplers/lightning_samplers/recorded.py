@@ -20,8 +20,8 @@ from lightning.batch import Group, is_trained
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.store.pages import each_rollout
+from lightning.store.places import existing_store, split_reference
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import existing_store, split_reference
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.plan import TRAIN, fixed_order, units_from

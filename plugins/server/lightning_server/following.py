@@ -23,9 +23,11 @@ from lightning.gateway.gateway import Gateway
 from lightning.policy_server.protocol import PolicyServer, Probe
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import ResourceReference
-from lightning.trainer.checkpoints import PROBE, checked_weights
-from lightning.types import Json, Resource
+from lightning.trainer.run_stages import PROBE
+from lightning.types import Json
+from lightning_resources import Resource, get_resource
+from lightning_resources.reference import ResourceReference
+from lightning_resources.weights import checked_weights
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ class Follower:
         while True:
             await asyncio.sleep(max(LOOK_SECONDS, waits))
             try:
-                wanted = await self.weights.get_resource(self.reference.name, self.reference.which)
+                wanted = await get_resource(self.weights, self.reference.name, self.reference.which)
             except StoreError as error:
                 logger.warning("%s is not known, version %d goes on: %s", self.reference, self.current.version, error)
                 continue

@@ -27,7 +27,6 @@ QUERY: Final[Mapping[str, str]] = {
     "status": "With this status only.",
     "attempt": "The attempt; by default the rollout's current one.",
     "run": "The run; empty for what belongs to the whole store, which is for admins.",
-    "name": "Of this resource only.",
 }
 """What parameters of a query mean, where an operation does not say."""
 ANSWER_SECONDS: Final = 90.0

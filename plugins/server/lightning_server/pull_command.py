@@ -9,26 +9,27 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import os
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 from urllib.parse import quote
 
 import aiohttp
 import typer
 from lightning.cli.locate import with_store
 from lightning.cli.output import escape, say
-from lightning.cli.resources import locate
 from lightning.errors import ConfigError, DataError, UnavailableError
-from lightning.store.resource_ref import ResourceReference, find, parse_reference
-from lightning.trainer.checkpoints import checked_weights
-from lightning.types import Resource
+from lightning_resources import Resource
+from lightning_resources.command import locate
+from lightning_resources.reference import ResourceReference, find, parse_reference
+from lightning_resources.weights import checked_weights
 from yarl import URL
 
 from lightning_server import json_codec
+from lightning_server.http_store.requests import token_or_complain
+from lightning_server.http_store.transport import problem_in, whole_body
 
 PIECE = 1 << 20
 LONGEST_ANSWER = 4 << 20
@@ -103,9 +104,7 @@ def _copy(url: str, reference: ResourceReference, into: Path) -> str:
 async def _download(reference: ResourceReference, into: Path, most: int) -> str:
     """Raises `UnavailableError` for a server that does not answer, `ConfigError` for what it refuses and for more than `most`
     bytes, `DataError` for a file that came otherwise than it was made, and for an answer that is none of a server of ours."""
-    token = os.environ.get("LIGHTNING_TOKEN", "")
-    if not token:
-        raise ConfigError("a server gives weights to tokens only: set LIGHTNING_TOKEN (lightning token create viewer)")
+    token = token_or_complain(None)
     root = f"{reference.place.rstrip('/')}/weights/"
     headers = {"authorization": f"Bearer {token}", "accept-encoding": "identity"}
     try:
@@ -131,29 +130,15 @@ def _url(root: str, *parts: str) -> URL:
 
 async def _resource(reply: aiohttp.ClientResponse) -> Resource:
     """What a server says of a version. Raises `ConfigError` where it refuses, `DataError` for any other answer."""
-    body, what = bytearray(), f"the answer of {reply.url.origin()}"
-    async for piece in reply.content.iter_chunked(PIECE):
-        body += piece
-        if len(body) > LONGEST_ANSWER:
-            raise DataError(f"{what} is longer than {LONGEST_ANSWER >> 20} MiB: it is no Lightning Server's")
+    server, body = reply.url.origin(), await whole_body(reply, LONGEST_ANSWER)
     if reply.status != 200:
-        raise ConfigError(f"{reply.url.origin()} refuses: {_message(bytes(body)) or f'status {reply.status}'}")
+        problem = problem_in(body)
+        said = " ".join(problem.message.split())[:LONGEST_MESSAGE] if problem else f"status {reply.status}"
+        raise ConfigError(f"{server} refuses: {said}")
     try:
-        resource: Resource = json_codec.codec_of(Resource).decode(json_codec.read(bytes(body), what), what, False)
+        return cast("Resource", json_codec.from_bytes(Resource, body, f"the answer of {server}"))
     except DataError as error:
         raise DataError(f"{error}. Is it a Lightning Server?") from None
-    return resource
-
-
-def _message(body: bytes) -> str:
-    """What a refusal says, in one line."""
-    try:
-        said = json_codec.read(body, "a refusal")
-    except DataError:
-        return ""
-    error = said.get("error") if isinstance(said, Mapping) else None
-    message = error.get("message") if isinstance(error, Mapping) else None
-    return " ".join(message.split())[:LONGEST_MESSAGE] if isinstance(message, str) else ""
 
 
 async def _size(reply: aiohttp.ClientResponse, name: str, into: Path, most: int) -> int:

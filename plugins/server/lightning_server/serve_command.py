@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from lightning.asyncio_utils import run_to_end
-from lightning.cli.resources import locate
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
-from lightning.store.resource_ref import PREFIX, existing_store, find
+from lightning.store.places import existing_store
 from lightning.store.url import parse
 from lightning.terminal import Terminal
-from lightning.trainer.checkpoints import checked_weights
 from lightning.trainer.model import resolve_model
+from lightning.trainer.run_stages import PREFIX
+from lightning_resources.command import locate
+from lightning_resources.reference import find
+from lightning_resources.weights import checked_weights
 
 if TYPE_CHECKING:
     from lightning_server.serving import Followed

@@ -22,16 +22,15 @@ from lightning.bounded import Bounded
 from lightning.errors import ConfigError, LightningError
 from lightning.gateway.http import client_left
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import parse_reference
-from lightning.types import Resource, ResourceKind
 from lightning.types import Scope as TokenScope
+from lightning_resources import Resource, ResourceKind, get_resource
+from lightning_resources.reference import parse_reference
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from lightning_server import json_codec
-from lightning_server.api.answers import answer, refusal_of, refuse
-from lightning_server.auth import Authenticator
-from lightning_server.errors import ApiError
+from lightning_server.auth import Authenticator, authorization_in
+from lightning_server.errors import ApiError, answer, refusal_of, refuse
 from lightning_server.projects import Projects
 
 MOUNT: Final = "weights"
@@ -68,7 +67,7 @@ class WeightFiles:
                 )
             resource = await self._resource(scope, parts[0])
             if len(parts) == 1:
-                await answer(send, 200, json_codec.write(json_codec.codec_of(Resource).encode(resource)))
+                await answer(send, 200, json_codec.to_bytes(resource))
                 return
             file = await while_listening(receive, self._opened(resource, parts[1]))
             if file is None:
@@ -85,13 +84,12 @@ class WeightFiles:
                 os.close(file)
 
     async def _resource(self, scope: Scope, named: str) -> Resource:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        principal = await self._authenticator.principal(given[0].decode("latin-1") if len(given) == 1 else "")
+        principal = await self._authenticator.principal(authorization_in(scope))
         principal.require(TokenScope.VIEWER, TokenScope.TRAINER)
         reference = parse_reference(named)
         found = None
         if not reference.place and self._only in ("", reference.name):
-            found = await self._projects.of(principal.project).get_resource(reference.name, reference.which)
+            found = await get_resource(self._projects.of(principal.project), reference.name, reference.which)
         if found is None or found.kind is not ResourceKind.WEIGHTS:
             raise ApiError(
                 404, "not_found", f"There are no weights {named[:200]!r}: `lightning resources ls` lists all."

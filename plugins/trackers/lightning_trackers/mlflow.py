@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from lightning.types import Json, ToolEvent, Transition
 
 from lightning_trackers.shared import (
     PROJECT,
+    Quiet,
     calls_of,
     cured,
     error_of,
@@ -30,6 +30,7 @@ from lightning_trackers.shared import (
     finite,
     flat,
     known_run,
+    nanoseconds,
     remember_run,
     times_of,
 )
@@ -53,10 +54,12 @@ class MLflow:
     """Metrics by step, settings as parameters (those that a resumed run changed as tags, since parameters stay as they are),
     alarms as tags, and each attempt as a trace: its model calls and its tools."""
 
+    _client: MlflowClient
+    _run: str
+    _experiment: str
+
     def __init__(self) -> None:
-        self._client: MlflowClient | None = None
-        self._run, self._experiment = "", ""
-        self._quiet = _NotHere()
+        self._quiet = Quiet(RETRIES, 0)
 
     def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
         """Begin a run, or go on with the one that the run's folder names."""
@@ -70,27 +73,26 @@ class MLflow:
                 import sqlalchemy  # noqa: F401
         except ImportError as error:
             raise MissingExtraError("mlflow", error.name or "mlflow") from error
-        logging.getLogger(RETRIES).addFilter(self._quiet)
+        self._quiet.begin()
         try:
             with cured("MLflow did not begin the run", CURE):
-                client = mlflow.MlflowClient()
-                self._run, self._experiment = self._known(client, known_run(folder, "mlflow")) or self._new(client, run)
-                self._settings(client, flat(config))
+                self._client = mlflow.MlflowClient()
+                self._run, self._experiment = self._known(known_run(folder, "mlflow")) or self._new(run)
+                self._settings(flat(config))
         except PluginError:
-            logging.getLogger(RETRIES).removeFilter(self._quiet)
+            self._quiet.end()
             raise
-        self._client = client
         remember_run(folder, "mlflow", self._run)
 
-    def _known(self, client: MlflowClient, run: str) -> tuple[str, str] | None:
+    def _known(self, run: str) -> tuple[str, str] | None:
         """The run that the folder names, open again; None where MLflow does not have it."""
         from mlflow.exceptions import MlflowException
 
         if not run:
             return None
         try:
-            found = client.get_run(run)
-            client.update_run(run, status="RUNNING")
+            found = self._client.get_run(run)
+            self._client.update_run(run, status="RUNNING")
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
@@ -98,7 +100,8 @@ class MLflow:
             return None
         return run, found.info.experiment_id
 
-    def _new(self, client: MlflowClient, run: str) -> tuple[str, str]:
+    def _new(self, run: str) -> tuple[str, str]:
+        client = self._client
         experiment = os.environ.get("MLFLOW_EXPERIMENT_ID", "")
         if not experiment:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
@@ -107,25 +110,23 @@ class MLflow:
         made = client.create_run(experiment, run_name=run, tags={"lightning.run": run})
         return made.info.run_id, experiment
 
-    def _settings(self, client: MlflowClient, settings: Mapping[str, Json]) -> None:
+    def _settings(self, settings: Mapping[str, Json]) -> None:
         from mlflow.entities import Param, RunTag
 
         wanted = {ODD.sub("_", name): str(value)[:LONGEST_PARAM] for name, value in settings.items()}
-        have = client.get_run(self._run).data.params
+        have = self._client.get_run(self._run).data.params
         new = [Param(name, value) for name, value in wanted.items() if name not in have]
         for begin in range(0, len(new), PARAMS):
-            client.log_batch(self._run, params=new[begin : begin + PARAMS])
+            self._client.log_batch(self._run, params=new[begin : begin + PARAMS])
         other = [name for name, value in wanted.items() if have.get(name, value) != value]
         if other:
             tags = [RunTag(f"lightning.changed.{name}", wanted[name][:LONGEST_TAG]) for name in other]
-            client.log_batch(self._run, tags=tags[:PARAMS])
+            self._client.log_batch(self._run, tags=tags[:PARAMS])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values of a step."""
         from mlflow.entities import Metric
 
-        if self._client is None:
-            return
         now = int(time.time() * 1000)
         metrics = [Metric(ODD.sub("_", name), value, now, step) for name, value in finite(values).items()]
         with cured(f"MLflow did not take the metrics of step {step}", CURE):
@@ -133,29 +134,27 @@ class MLflow:
 
     async def attempt(self, record: AttemptRecord, store: Store) -> None:
         """Send an attempt as a trace."""
-        if self._client is None:
-            return
-        client, (begin, end), error = self._client, times_of(record), error_of(record)
-        facts = facts_of(record)
+        (begin, end), error, facts = times_of(record), error_of(record), facts_of(record)
         with cured(f"MLflow did not take the rollout {record.rollout.id}", CURE):
-            top = client.start_trace(
+            top = self._client.start_trace(
                 "rollout",
                 "AGENT",
                 inputs=record.rollout.task.input,
                 tags={f"lightning.{ODD.sub('_', name)}": str(value) for name, value in facts.items()},
                 experiment_id=self._experiment,
-                start_time_ns=_nanoseconds(begin),
+                start_time_ns=nanoseconds(begin),
                 run_id=self._run,
             )
             for call, exchange in calls_of(record):
-                self._call(client, top, call, exchange)
+                self._call(top, call, exchange)
             for event in record.tool_events:
-                self._tool(client, top, event)
+                self._tool(top, event)
             said = {name: value for name, value in facts.items() if name.startswith("reward")}
             status = "ERROR" if error else "OK"
-            client.end_trace(top.trace_id, said | ({"error": error} if error else {}), None, status, _nanoseconds(end))
+            outputs = said | ({"error": error} if error else {})
+            self._client.end_trace(top.trace_id, outputs, None, status, nanoseconds(end))
 
-    def _call(self, client: MlflowClient, top: Any, call: Transition, exchange: Exchange | None) -> None:
+    def _call(self, top: Any, call: Transition, exchange: Exchange | None) -> None:
         attributes = {
             "agent": call.caller.name,
             "policy_version": call.version,
@@ -164,48 +163,30 @@ class MLflow:
             "output_tokens": len(call.response_ids),
         }
         asked, answered = (None, None) if exchange is None else (exchange.request, exchange.reply)
-        start = _nanoseconds(call.started_at)
-        span = client.start_span(
+        start = nanoseconds(call.started_at)
+        span = self._client.start_span(
             f"chat {call.caller.name}", top.trace_id, top.span_id, "CHAT_MODEL", asked, attributes, start
         )
         status = "OK" if call.status.answered else "ERROR"
-        client.end_span(top.trace_id, span.span_id, answered, None, status, _nanoseconds(call.ended_at))
+        self._client.end_span(top.trace_id, span.span_id, answered, None, status, nanoseconds(call.ended_at))
 
-    def _tool(self, client: MlflowClient, top: Any, event: ToolEvent) -> None:
+    def _tool(self, top: Any, event: ToolEvent) -> None:
         """A tool run, of which the time of its end alone is known."""
-        at, status = _nanoseconds(event.at), "OK" if event.status == "ok" else "ERROR"
+        at, status = nanoseconds(event.at), "OK" if event.status == "ok" else "ERROR"
         attributes = {"status": event.status, "call_id": event.call_id}
-        span = client.start_span(event.name, top.trace_id, top.span_id, "TOOL", event.arguments, attributes, at)
-        client.end_span(top.trace_id, span.span_id, event.output or event.error, None, status, at)
+        span = self._client.start_span(event.name, top.trace_id, top.span_id, "TOOL", event.arguments, attributes, at)
+        self._client.end_span(top.trace_id, span.span_id, event.output or event.error, None, status, at)
 
     def alert(self, alert: Mapping[str, Json]) -> None:
         """Send an alarm as the tag `lightning.alarm.CAUSE` of the run."""
-        if self._client is not None:
-            name, text = ODD.sub("_", str(alert["cause"])), f"step {alert['step']}: {alert['text']}"
-            with cured("MLflow did not take an alarm", CURE):
-                self._client.set_tag(self._run, f"lightning.alarm.{name}", text[:LONGEST_TAG])
+        name, text = ODD.sub("_", str(alert["cause"])), f"step {alert['step']}: {alert['text']}"
+        with cured("MLflow did not take an alarm", CURE):
+            self._client.set_tag(self._run, f"lightning.alarm.{name}", text[:LONGEST_TAG])
 
     def close(self) -> None:
         """End the run."""
         try:
-            if self._client is not None:
-                with cured("MLflow did not end the run", CURE):
-                    self._client.set_terminated(self._run)
+            with cured("MLflow did not end the run", CURE):
+                self._client.set_terminated(self._run)
         finally:
-            logging.getLogger(RETRIES).removeFilter(self._quiet)
-
-
-class _NotHere(logging.Filter):
-    """Leaves out what a library logs in this thread: that it tries again. What it gives up is said by whoever asked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._thread = threading.get_ident()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a line is logged."""
-        return record.thread != self._thread
-
-
-def _nanoseconds(seconds: float) -> int:
-    return max(round(seconds * 1e9), 0)
+            self._quiet.end()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -19,6 +18,8 @@ from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Json
 from lightning_otel.attributes import SERVICE_NAME
 from lightning_otel.traces.store import spans
+
+from lightning_trackers.shared import Quiet
 
 if TYPE_CHECKING:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -41,11 +42,12 @@ class OpenTelemetry:
     the extra `otel` and `ConfigError` when the environment asks for another protocol than OTLP over HTTP.
     """
 
+    _exporter: OTLPSpanExporter
+    _maker: TraceMaker
+
     def __init__(self) -> None:
-        self._exporter: OTLPSpanExporter | None = None
-        self._maker: TraceMaker | None = None
         self._failures = 0
-        self._quiet = _FirstOnly()
+        self._quiet = Quiet(EXPORTER, 1)
 
     def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
         """Make the exporter from the environment."""
@@ -62,7 +64,7 @@ class OpenTelemetry:
         named = os.environ.get("OTEL_SERVICE_NAME") or SERVICE_NAME in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
         self._maker = TraceMaker(run, Resource.create({} if named else {SERVICE_NAME: "lightning"}))
         self._exporter = OTLPSpanExporter()
-        logging.getLogger(EXPORTER).addFilter(self._quiet)
+        self._quiet.begin()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Nothing: metrics have trackers of their own."""
@@ -71,8 +73,6 @@ class OpenTelemetry:
         """Send one attempt."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
-        if self._exporter is None or self._maker is None:
-            return
         made = self._maker.spans_of(record, await spans(store, record.rollout.id, record.attempt))
         for begin in range(0, len(made), BATCH):
             if self._exporter.export(made[begin : begin + BATCH]) is not SpanExportResult.SUCCESS:
@@ -81,24 +81,7 @@ class OpenTelemetry:
 
     def close(self) -> None:
         """Close the exporter; say what was lost."""
-        if self._exporter is None:
-            return
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
-        logging.getLogger(EXPORTER).removeFilter(self._quiet)
+        self._quiet.end()
         if self._failures:
             logger.warning("%d spans were not taken by the backend that OTEL_EXPORTER_OTLP_* names", self._failures)
-
-
-class _FirstOnly(logging.Filter):
-    """Lets the exporter say once in this thread that it failed; another exporter of the program may say what it likes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._thread, self._said = threading.get_ident(), False
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a line is logged."""
-        if record.thread != self._thread:
-            return True
-        first, self._said = not self._said, True
-        return first

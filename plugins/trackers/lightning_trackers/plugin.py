@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from lightning.hooks import hookimpl
@@ -11,47 +13,23 @@ if TYPE_CHECKING:
     from lightning.config import Config
     from lightning.tracking.protocol import Tracker
 
+TRACKERS = {
+    "tensorboard": "lightning_trackers.tensorboard:TensorBoard",
+    "otel": "lightning_trackers.otel:OpenTelemetry",
+    "wandb": "lightning_trackers.wandb:WandB",
+    "mlflow": "lightning_trackers.mlflow:MLflow",
+    "trackio": "lightning_trackers.trackio:Trackio",
+}
+
 
 @hookimpl
 def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], None]) -> None:
     """`trackers=["tensorboard", "otel", "wandb", "mlflow", "trackio"]`."""
-    register("tensorboard", tensor_board)
-    register("otel", open_telemetry)
-    register("wandb", weights_and_biases)
-    register("mlflow", ml_flow)
-    register("trackio", track_io)
+    for name, place in TRACKERS.items():
+        register(name, partial(make_tracker, place))
 
 
-def tensor_board(_: Config) -> Tracker:
-    """See `lightning_trackers.tensorboard`."""
-    from lightning_trackers.tensorboard import TensorBoard
-
-    return TensorBoard()
-
-
-def open_telemetry(_: Config) -> Tracker:
-    """See `lightning_trackers.otel`."""
-    from lightning_trackers.otel import OpenTelemetry
-
-    return OpenTelemetry()
-
-
-def weights_and_biases(_: Config) -> Tracker:
-    """See `lightning_trackers.wandb`."""
-    from lightning_trackers.wandb import WandB
-
-    return WandB()
-
-
-def ml_flow(_: Config) -> Tracker:
-    """See `lightning_trackers.mlflow`."""
-    from lightning_trackers.mlflow import MLflow
-
-    return MLflow()
-
-
-def track_io(_: Config) -> Tracker:
-    """See `lightning_trackers.trackio`."""
-    from lightning_trackers.trackio import Trackio
-
-    return Trackio()
+def make_tracker(place: str, _: Config) -> Tracker:
+    """The tracker whose class is at `MODULE:NAME`."""
+    made: Tracker = resolve_name(place)()
+    return made

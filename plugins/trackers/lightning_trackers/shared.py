@@ -6,7 +6,9 @@ The invariant: only the core is imported, so that a tracker needs its own librar
 from __future__ import annotations
 
 import json
+import logging
 import math
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,31 @@ from lightning.types import Json, Span, Transition
 PROJECT: Final = "lightning"
 """The project, or experiment, of runs for which the environment names none."""
 LOST: Final = "the attempt was lost through no fault of the agent, and the rollout was tried again"
+
+
+class Quiet(logging.Filter):
+    """Leaves out what a library logs in this thread after its first `lines`, such as that it tries again. The program's other
+    threads may log what they like. `begin` and `end` are called when the tracker is."""
+
+    def __init__(self, logger: str, lines: int) -> None:
+        super().__init__()
+        self._logger, self._left = logging.getLogger(logger), lines
+        self._thread = threading.get_ident()
+
+    def begin(self) -> None:
+        """Filter from now on."""
+        self._logger.addFilter(self)
+
+    def end(self) -> None:
+        """Filter no more."""
+        self._logger.removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a line is logged."""
+        if record.thread != self._thread:
+            return True
+        self._left -= 1
+        return self._left >= 0
 
 
 @contextmanager
@@ -58,8 +85,13 @@ def _file(folder: Path, tracker: str) -> Path:
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float]:
-    """The values that a curve can show, as the tracker `tensorboard` writes them."""
+    """The values that a curve can show."""
     return {name: float(value) for name, value in values.items() if math.isfinite(value)}
+
+
+def nanoseconds(seconds: float) -> int:
+    """A time as spans have it."""
+    return max(round(seconds * 1e9), 0)
 
 
 def flat(settings: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:

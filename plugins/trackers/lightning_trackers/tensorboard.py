@@ -5,7 +5,6 @@ The invariant: it needs TensorBoard alone; neither torch nor TensorFlow is impor
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from lightning.errors import MissingExtraError
 from lightning.types import Json
+
+from lightning_trackers.shared import finite
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -23,8 +24,7 @@ FOLDER = "tensorboard"
 class TensorBoard:
     """Writes every finite value as a scalar of its name. Raises `MissingExtraError` when TensorBoard is not installed."""
 
-    def __init__(self) -> None:
-        self._writer: EventFileWriter | None = None
+    _writer: EventFileWriter
 
     def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
         """Open a new event file; a resumed run has several, which TensorBoard shows as one."""
@@ -39,15 +39,10 @@ class TensorBoard:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if self._writer is None:
-            return
-        scalars = [
-            Summary.Value(tag=name, simple_value=value) for name, value in values.items() if math.isfinite(value)
-        ]
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in finite(values).items()]
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
         self._writer.flush()
 
     def close(self) -> None:
         """Write what is left and close the file."""
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()

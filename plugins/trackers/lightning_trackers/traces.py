@@ -19,7 +19,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from lightning_trackers.shared import LOST, facts_of, times_of
+from lightning_trackers.shared import LOST, facts_of, nanoseconds, times_of
 
 MODEL = "policy"
 """The name by which agents call the model that is trained, whichever it is (docs/gateway.md)."""
@@ -61,8 +61,8 @@ class TraceMaker:
             attributes=_attributes(attributes),
             events=[_reward(reward) for reward in record.step_rewards],
             status=status,
-            start_time=_nanoseconds(begin),
-            end_time=_nanoseconds(end),
+            start_time=nanoseconds(begin),
+            end_time=nanoseconds(end),
         )
 
     def _call(self, call: Transition, top: SpanContext) -> ReadableSpan:
@@ -89,8 +89,8 @@ class TraceMaker:
             attributes=_attributes(attributes),
             kind=SpanKind.CLIENT,
             status=Status(StatusCode.OK) if good else Status(StatusCode.ERROR, f"the call was {call.status.value}"),
-            start_time=_nanoseconds(call.started_at),
-            end_time=_nanoseconds(call.ended_at),
+            start_time=nanoseconds(call.started_at),
+            end_time=nanoseconds(call.ended_at),
         )
 
     def _tool(self, event: ToolEvent, number: int, top: SpanContext) -> ReadableSpan:
@@ -111,8 +111,8 @@ class TraceMaker:
             resource=self._resource,
             attributes=_attributes(attributes),
             status=_status(event.status, event.error),
-            start_time=_nanoseconds(event.at),
-            end_time=_nanoseconds(event.at),
+            start_time=nanoseconds(event.at),
+            end_time=nanoseconds(event.at),
         )
 
     def _foreign(self, span: Span) -> ReadableSpan:
@@ -125,8 +125,8 @@ class TraceMaker:
             attributes=_attributes(span.attributes),
             kind=SpanKind[span.kind.upper()],
             status=_status(span.status, span.error),
-            start_time=_nanoseconds(span.started_at),
-            end_time=_nanoseconds(span.ended_at),
+            start_time=nanoseconds(span.started_at),
+            end_time=nanoseconds(span.ended_at),
         )
 
 
@@ -162,7 +162,7 @@ def _reward(reward: StepReward) -> Event:
         "lightning.reward.name": reward.name,
         genai.RESPONSE_ID: reward.response_id or None,
     }
-    return Event("lightning.reward", _attributes(said), _nanoseconds(reward.at))
+    return Event("lightning.reward", _attributes(said), nanoseconds(reward.at))
 
 
 def _status(status: str, error: str) -> Status:
@@ -180,7 +180,3 @@ def _attribute(value: Json) -> str | bool | int | float | Sequence[str]:
         return value
     texts = [item for item in value if isinstance(item, str)] if isinstance(value, list) else None
     return texts if texts is not None and len(texts) == len(value or ()) else json.dumps(value)
-
-
-def _nanoseconds(seconds: float) -> int:
-    return max(round(seconds * 1e9), 0)

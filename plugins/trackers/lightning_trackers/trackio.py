@@ -44,8 +44,7 @@ CURE: Final = (
 class Trackio:
     """Metrics by step, settings, alerts, and each attempt as a trace: its messages, its model calls and its tools."""
 
-    def __init__(self) -> None:
-        self._run: trackio.Run | None = None
+    _run: trackio.Run
 
     def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
         """Begin a run, or go on with the one that the run's folder names."""
@@ -61,15 +60,12 @@ class Trackio:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write the values of a step."""
-        if self._run is not None:
-            self._run.log(dict(finite(values)), step=step)
+        self._run.log(dict(finite(values)), step=step)
 
     async def attempt(self, record: AttemptRecord, store: Store) -> None:
         """Write an attempt as a trace."""
         import trackio
 
-        if self._run is None:
-            return
         calls, (begin, end) = calls_of(record), times_of(record)
         said = [exchange for _, exchange in calls if exchange is not None]
         messages = messages_of(said[-1]) if said else []
@@ -89,15 +85,13 @@ class Trackio:
         """Write an alarm as an alert of Trackio."""
         import trackio
 
-        if self._run is not None:
-            step = alert["step"]
-            assert isinstance(step, int), "the loop counts them"
-            self._run.alert(str(alert["cause"]), str(alert["text"]), level=trackio.AlertLevel.WARN, step=step)
+        step = alert["step"]
+        assert isinstance(step, int), "the loop counts them"
+        self._run.alert(str(alert["cause"]), str(alert["text"]), level=trackio.AlertLevel.WARN, step=step)
 
     def close(self) -> None:
         """Write what is left."""
-        if self._run is not None:
-            self._run.finish()
+        self._run.finish()
 
 
 def _call(call: Transition, exchange: Exchange | None) -> dict[str, Any]:

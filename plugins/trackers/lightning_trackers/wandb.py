@@ -57,8 +57,9 @@ class WandB:
     """Metrics by step, settings, alerts, and the finished rollouts of each step as rows of the table `rollouts`. Traces are no
     part of W&B but of Weave, which is another service: the tracker `otel` sends them to what takes OTLP."""
 
+    _run: wandb.Run
+
     def __init__(self) -> None:
-        self._run: wandb.Run | None = None
         self._rows: list[list[Json]] = []
 
     def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
@@ -95,8 +96,6 @@ class WandB:
         """Send the values of a step, and the rollouts that have ended since the last one."""
         import wandb
 
-        if self._run is None:
-            return
         told: dict[str, Any] = {**finite(values), "step": step}
         if self._rows:
             told["rollouts"] = wandb.Table(columns=list(COLUMNS), data=self._rows, allow_mixed_types=True)
@@ -114,15 +113,13 @@ class WandB:
 
     def alert(self, alert: Mapping[str, Json]) -> None:
         """Send an alarm as an alert of W&B."""
-        if self._run is not None:
-            title, text = f"{self._run.name}: {alert['cause']}", f"step {alert['step']}: {alert['text']}"
-            self._run.alert(title, text, level="WARN", wait_duration=1)
+        title, text = f"{self._run.name}: {alert['cause']}", f"step {alert['step']}: {alert['text']}"
+        self._run.alert(title, text, level="WARN", wait_duration=1)
 
     def close(self) -> None:
         """End the run; W&B uploads what is left."""
-        if self._run is not None:
-            with cured("W&B did not take all of the run", "Its folder `wandb` has it: wandb sync"):
-                self._run.finish()
+        with cured("W&B did not take all of the run", "Its folder `wandb` has it: wandb sync"):
+            self._run.finish()
 
 
 def _text(value: Any) -> str:

@@ -33,7 +33,7 @@ from lightning.losses.protocol import Loss
 from lightning.types import Json
 
 from lightning_verl.device import choose
-from lightning_verl.megatron_settings import layout, refuse_critic, refuse_teacher
+from lightning_verl.megatron_settings import layout, refuse_beside
 from lightning_verl.sender import FirstWorker
 from lightning_verl.shard_rows import deal, share
 from lightning_verl.state import Taken, check_seen, read_state, write_state
@@ -100,8 +100,7 @@ class VerlEngine:
 
     def check_teacher(self, teacher: Path) -> None:
         """See `lightning.engines.protocol.ChecksTeacher`."""
-        if self._config.engine.verl.strategy == "megatron":
-            raise refuse_teacher()
+        refuse_beside(self._config, critic=False, teacher=True)
         read_model(teacher, device_map="meta")
 
     def open(
@@ -111,10 +110,7 @@ class VerlEngine:
         if self._config.engine.step == "tree":
             logger.info("rows are computed one by one, not as a tree: verl's models take packed rows")
         self.close()
-        if critic and self._config.engine.verl.strategy == "megatron":
-            raise refuse_critic()
-        if reference is not None and self._config.engine.verl.strategy == "megatron":
-            raise refuse_teacher()
+        refuse_beside(self._config, critic=critic, teacher=reference is not None)
         self._device = choose(self._config.engine.device)
         trunk: Trunk | None = self._config.engine.critic_trunk if critic else None
         self._opened = _Opened(model, optimizer, seed, _vocab_size(model), trunk, reference)

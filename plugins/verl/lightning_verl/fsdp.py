@@ -1,7 +1,7 @@
 """The model of a job that FSDP2 cuts: every weight and its moments in pieces, one for each rank.
 
-The invariant: what is saved may be read by any number of ranks; and weights and moments are touched in one of verl's modes,
-since outside of them those that it offloads may still be on their way.
+The invariant: what is saved, by all ranks as safetensors without pickle, may be read by any number of ranks; and weights and
+moments are touched in one of verl's modes, since outside of them those that it offloads may still be on their way.
 """
 
 from __future__ import annotations
@@ -17,14 +17,23 @@ from lightning.engines.loading import gradient_mode, unwrapped
 from lightning.engines.rope import fix_positions
 from lightning.engines.sameness import refuse_dependence
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from lightning_verl import api
 from lightning_verl.critic import Learner, PolicyEngine
-from lightning_verl.shards import load_shards, save_shards
 from lightning_verl.strategy import ReferenceWeights
 
 _DTYPES = {"bf16": torch.bfloat16}
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_STEP = ".step"
 
 
 # verl takes a vendor's own engine before the one of all vendors; and it has none for a CPU, where its code runs as it is.
@@ -84,14 +93,39 @@ class Fsdp2Engine(PolicyEngine):
             }  # the model's own may be moved behind this block
 
     def save(self, critic: Learner | None, folder: Path, steps: int) -> None:
-        """See `Strategy.save`."""
+        """See `Strategy.save`. Of a critic, which all ranks have whole, one rank's is written."""
         with self.train_mode(zero_grad_on_exit=False):
-            save_shards(self, critic, folder, steps)
+            tensors = self._tensors(self._moments() if steps else {}, critic)
+            save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
     def load(self, critic: Learner | None, folder: Path, steps: int, critic_steps: int) -> None:
         """See `Strategy.load`."""
         with self.train_mode(zero_grad_on_exit=True):
-            load_shards(self, critic, folder, steps, critic_steps)
+            state = self._moments() if steps else {}
+            if critic is not None:
+                critic.begin(critic_steps)
+            load(self._tensors(state, critic), storage_reader=HuggingFaceStorageReader(str(folder)))
+            if steps:
+                state |= {name: torch.tensor(float(steps)) for name in state if name.endswith(_STEP)}
+                set_optimizer_state_dict(self.module, self.optimizer, state, options=_OPTIONS)
+            else:
+                self.optimizer.state.clear()
+
+    def _moments(self) -> dict[str, Any]:
+        """The optimizer's state by the parameters' names; where no step was taken yet, zeros."""
+        found: dict[str, Any] = get_optimizer_state_dict(self.module, self.optimizer, options=_OPTIONS)
+        return found
+
+    def _tensors(self, state: dict[str, Any], critic: Learner | None) -> dict[str, torch.Tensor]:
+        """What files have: all that is trained, and the moments. They share memory with it."""
+        trained = self.module.named_parameters()
+        weights = {f"weight.{name}": value.data for name, value in trained if value.requires_grad}
+        moments = {
+            f"optimizer.{name}": value
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and not name.endswith(_STEP)
+        }
+        return {**weights, **moments, **(critic.tensors() if critic else {})}
 
     def end(self) -> None:
         """See `Strategy.end`."""

@@ -119,20 +119,19 @@ def refuse_model(config: Config, hf_config: object) -> None:
         )
 
 
-def refuse_critic() -> ConfigError:
-    """What to raise for a critic."""
-    return ConfigError(
-        "a critic has no hidden states to value where Megatron cuts the model: set engine.verl.strategy = fsdp2, or take an "
-        "algorithm and a credit function without one"
-    )
-
-
-def refuse_teacher() -> ConfigError:
-    """What to raise for a reference model that is another one than is trained."""
-    return ConfigError(
-        "Megatron has the trained model's own weights alone for a reference, and a teacher is another model: set "
-        "engine.verl.strategy = fsdp2 to distill it"
-    )
+def refuse_beside(config: Config, *, critic: bool, teacher: bool) -> None:
+    """Raises `ConfigError` for a critic, and for a reference model that is another one than is trained, where Megatron cuts the
+    model."""
+    if critic and config.engine.verl.strategy == "megatron":
+        raise ConfigError(
+            "a critic has no hidden states to value where Megatron cuts the model: set engine.verl.strategy = fsdp2, or take "
+            "an algorithm and a credit function without one"
+        )
+    if teacher and config.engine.verl.strategy == "megatron":
+        raise ConfigError(
+            "Megatron has the trained model's own weights alone for a reference, and a teacher is another model: set "
+            "engine.verl.strategy = fsdp2 to distill it"
+        )
 
 
 def layout(config: Config) -> dict[str, object]:

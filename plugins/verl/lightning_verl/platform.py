@@ -65,27 +65,13 @@ class _Device(types.ModuleType):
     empty_cache = ipc_collect = reset_peak_memory_stats = set_device = _nothing
 
 
-_DEVICE = _Device("lightning_verl_cpu")
-
-
 @PlatformRegistry.register(platform=NAME)
 class CpuPlatform(PlatformBase):  # type: ignore[misc]  # verl has no types
     """One worker process for each rank; ranks talk gloo."""
 
-    @property
-    def device_name(self) -> str:
-        """torch's name of the device."""
-        return "cpu"
-
-    @property
-    def vendor_name(self) -> str:
-        """verl's name of its maker."""
-        return "cpu"
-
-    @property
-    def device_module(self) -> types.ModuleType:
-        """What stands in for `torch.cuda`."""
-        return _DEVICE
+    device_name = vendor_name = NAME
+    device_module = _Device("lightning_verl_cpu")
+    """What stands in for `torch.cuda`."""
 
     def is_available(self) -> bool:
         """Always."""
@@ -134,29 +120,14 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]  # verl has no types
 
     manual_seed_all = manual_seed
 
-    def cudart(self) -> None:
-        """CUDA's runtime; a CPU has none."""
-        return
-
     @contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
         """Nothing is profiled."""
         yield
 
-    def set_device(self, device_index: int) -> None:
-        """There is one."""
+    def _nothing(self, *_: object, **__: object) -> None:
+        """A CPU is one device that computes at once. It has no cache, no allocator's settings and no runtime; nothing is
+        profiled."""
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        """A CPU computes at once."""
-
-    def set_allocator_settings(self, settings: str) -> None:
-        """CUDA's allocator; a CPU has none."""
-
-    def empty_cache(self) -> None:
-        """A CPU has no cache to empty."""
-
-    def profiler_start(self) -> None:
-        """Nothing is profiled."""
-
-    def profiler_stop(self) -> None:
-        """Nothing is profiled."""
+    set_device = synchronize = empty_cache = set_allocator_settings = cudart = _nothing
+    profiler_start = profiler_stop = _nothing

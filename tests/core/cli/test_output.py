@@ -7,18 +7,17 @@ import io
 import json
 import logging
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from lightning.cli.app import main
 from lightning.cli.output import fail, print_json, print_table, say, warn
 from lightning.plugins import plugins
-from lightning.printable import PrintableFormatter, printable
+from lightning.printable import PrintableFormatter
 from lightning.store.url import sqlite_url
 from lightning.terminal import Terminal
 from lightning.trainer.summary import Evaluation, Reporter
-from lightning.types import Fault, Outcome, Resource, ResourceKind, Rollout, Run, Status, StepRecord, Task
+from lightning.types import Fault, Outcome, Rollout, Run, Status, StepRecord, Task
 
 STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """What a terminal would obey; lines end with line ends."""
@@ -100,9 +99,6 @@ def evil(tmp_path: Path) -> str:
         await store.complete(right.rollout.id, right.attempt, Outcome(reward=1.0, rewards={EVIL: 1.0}))
         ids = ((right.rollout.id, right.attempt),)
         await store.commit_step(StepRecord("r", 0, 1, ids, ("a", EVIL), EVIL, metrics={"reward": 1.0, EVIL: 1.0}))
-        for text in ("was", EVIL):
-            await store.put_resource(Resource("w", text, ResourceKind.PROMPT, {EVIL: EVIL}))
-        await store.set_alias("w", "live", 2)
         await store.close()
 
     asyncio.run(fill())
@@ -115,11 +111,6 @@ def evil(tmp_path: Path) -> str:
         "runs --runs HERE",
         "runs --runs HERE show r",
         "runs --runs HERE show r --json",
-        "resources ls HERE",
-        "resources show HERE#w",
-        "resources show HERE#w --json",
-        "resources diff HERE#w 1 2",
-        "resources compare HERE#w",
         "audit HERE",
         "advise HERE",
         "profile HERE",
@@ -138,13 +129,3 @@ def test_no_command_lets_a_store_steer_the_terminal(
     assert printed.strip()
     assert STEERS.search(printed) is None
     assert "Usage" not in printed
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_file_gets_a_content_as_it_is_and_a_terminal_does_not(
-    evil: str, terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    with pytest.raises(SystemExit):
-        main(["resources", "show", f"{evil}#w", "--content"])
-    assert capsys.readouterr().out == (printable(EVIL) if terminal else EVIL)

@@ -11,9 +11,9 @@ import pytest
 from lightning.cli import locate
 from lightning.cli.locate import with_store
 from lightning.plugins import plugins
-from lightning.store.epochs import Epoch, keep_epochs, read_epochs
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
+from lightning.trainer.epochs import Epoch, keep_epochs, read_epochs
 from lightning.types import Fault, Json, Outcome, Rollout, Run, StepRecord, StepReward, Task
 
 
@@ -153,23 +153,11 @@ def test_no_command_shows_the_password_of_a_store(lightning, runs: Path, monkeyp
     monkeypatch.setattr(locate, "plugins", Known)
     url, shown = "postgresql://me:hunter2@db/l", "postgresql://***@db/l"
     typo = "postgresql:/me:hunter2@db/l"
-    prompt = runs.parent / "prompt.txt"
-    prompt.write_text("Write.")
     for command, named in (
-        (("resources", "ls", url), True),
-        (("resources", "put", f"{url}#writer", str(prompt)), False),
-        (("resources", "put", f"{url}#writer@1", str(prompt)), False),
-        (("resources", "ls", url), True),
-        (("resources", "ls", url, "--json"), True),
-        (("resources", "show", "nobody", "--runs", url), True),
-        (("resources", "show", f"{url}#writer@9"), True),
-        (("resources", "show", url), True),
         (("runs", "--runs", url, "--json"), True),
         (("runs", "show", "nobody", "--runs", url), True),
         # With one slash too few it is the name of a file, which is not there.
         (("runs", "--runs", typo), False),
-        (("resources", "show", "writer", "--runs", typo), False),
-        (("resources", "show", f"{typo}#writer"), False),
         (("db", "status", typo), False),
     ):
         ran = lightning(*command)

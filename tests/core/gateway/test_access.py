@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import ConfigError, UnavailableError
+from lightning.gateway.dialects.base import is_constrained
 from lightning.gateway.http import RefusalError, read_object, write_object
 from lightning.gateway.identity import TokenSigner, is_canonical, parse_caller
-from lightning.gateway.sampling import is_constrained
 from lightning.types import EXPIRED, Caller, CallStatus, Outcome
 
 from tests.core.gateway.conftest import SECRET

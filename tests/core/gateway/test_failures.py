@@ -12,7 +12,7 @@ import pytest
 from lightning.config.sections import GatewayConfig
 from lightning.errors import ConflictError, GatewayError, UnavailableError
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.upstream.client import Forwarder
+from lightning.gateway.upstream import Forwarder
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.types import UNSERVED, CallStatus, Fault, Outcome

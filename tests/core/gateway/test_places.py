@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from lightning.errors import GatewayError, PluginError
-from lightning.gateway import routes
+from lightning.gateway import gateway
 from lightning.plugins import Plugins
 
 ASK = '''
@@ -53,7 +53,7 @@ def stranger(install, monkeypatch: pytest.MonkeyPatch):
         source = ASK.replace("PATH", path).replace("DIALECT", dialect).replace("ROUTE", route)
         install(f"{name}-dialect", {name: f"{name}_dialect"}, {f"{name}_dialect": source})
         found = Plugins()
-        monkeypatch.setattr(routes, "plugins", lambda: found)
+        monkeypatch.setattr(gateway, "plugins", lambda: found)
 
     return make
 
@@ -111,7 +111,7 @@ def register_routes(register):
 async def test_a_route_hears_of_keys_and_is_closed_with_the_gateway(install, build, monkeypatch, warnings_of) -> None:
     install("watcher", {"watcher": "watcher"}, {"watcher": WATCHED})
     found = Plugins()
-    monkeypatch.setattr(routes, "plugins", lambda: found)
+    monkeypatch.setattr(gateway, "plugins", lambda: found)
     house = await build()
     llm = await house.llm(sampling={"temperature": 0.5})
     http = await house.http(llm)
@@ -152,7 +152,7 @@ async def test_two_plugins_of_one_path_are_both_named(stranger, build) -> None:
 async def test_without_the_plugin_its_apis_are_not_there(build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "dialects")
     found = Plugins()
-    monkeypatch.setattr(routes, "plugins", lambda: found)
+    monkeypatch.setattr(gateway, "plugins", lambda: found)
     house = await build()
     answer = await (await house.http()).post("/responses", json={"input": "hello"})
     assert (answer.status_code, "POST /v1/chat/completions" in answer.text) == (404, True)

@@ -12,8 +12,7 @@ from collections.abc import Callable
 import pytest
 import zstandard
 from lightning.gateway.connections import Entrance
-from lightning.gateway.http import RefusalError
-from lightning.gateway.request_body import read_body
+from lightning.gateway.http import RefusalError, read_body
 from lightning.types import CallStatus
 
 HI = [{"role": "user", "content": "hi there"}]

@@ -16,13 +16,12 @@ from contextlib import asynccontextmanager
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.gateway import Upstream, http
+from lightning.gateway import Upstream, http, upstream
 from lightning.gateway import call as gateway_call
 from lightning.gateway.call import SHAPE_ERRORS
 from lightning.gateway.dialects import Capture
+from lightning.gateway.gateway import spoken
 from lightning.gateway.http import EventCutter, UpstreamError, data_of
-from lightning.gateway.routes import spoken
-from lightning.gateway.upstream import client
 from lightning.policy_server.packed_logprobs import FIELD, pack
 from lightning.types import CallStatus
 
@@ -277,7 +276,7 @@ PACKED = [gzip.compress(b" " * 100_000)]
     ids=["whole", "values", "refusal", "error", "packed", "packed stream", "stream", "line"],
 )
 async def test_what_a_policy_server_sends_is_bounded(build, monkeypatch, head, answer, stream, why):
-    monkeypatch.setattr(client, "LONGEST_ANSWER", 5000)
+    monkeypatch.setattr(upstream, "LONGEST_ANSWER", 5000)
     monkeypatch.setattr(gateway_call, "LONGEST_STREAM", 5000)
     async with junk_server(answer, head) as url:
         house = await build(upstreams=[Upstream(url, "tiny")])
@@ -290,7 +289,7 @@ async def test_what_a_policy_server_sends_is_bounded(build, monkeypatch, head, a
 
 @pytest.mark.parametrize("path", ["GET /models", "POST /messages/count_tokens"])
 async def test_so_is_what_it_says_beside_calls(build, monkeypatch, path):
-    monkeypatch.setattr(client, "LONGEST_ANSWER", 20)
+    monkeypatch.setattr(upstream, "LONGEST_ANSWER", 20)
     house = await build()
     verb, route = path.split()
     reply = await (await house.http()).request(verb, route, json={**HI, "max_tokens": 1})

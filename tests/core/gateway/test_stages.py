@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -539,6 +540,14 @@ async def test_stages_change_and_void_an_outcome_in_their_order() -> None:
     [
         (lambda *given: given[1].reward / 0, "ZeroDivisionError: float division by zero"),
         (lambda *given: None, "TypeError: it returned None, which is no Outcome"),
+        (
+            lambda *given: replace(given[1], reward=math.nan),
+            "DataError: the reward of rollout 'r' is nan: it must be a finite number",
+        ),
+        (
+            lambda *given: replace(given[1], reward=None),
+            "DataError: the outcome of rollout 'r' must have a reward or a fault, not both and not neither",
+        ),
     ],
 )
 async def test_an_outcome_on_which_a_stage_fails_is_the_infrastructures_fault(ended, why: str) -> None:

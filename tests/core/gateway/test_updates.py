@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning.errors import GatewayError
 from lightning.gateway.dialects import Capture
 from lightning.gateway.policy import LiveCall, Policy
-from lightning.gateway.upstream.servers import Upstream
+from lightning.gateway.upstream import Upstream
 from lightning.policy_server.control import client_key
 from lightning.policy_server.protocol import Update
 from lightning.testing.fake_vllm import FakeVLLM, Reply

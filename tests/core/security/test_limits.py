@@ -7,10 +7,9 @@ import asyncio
 import orjson
 import pytest
 from lightning.config import LimitsConfig
-from lightning.gateway import request_body
+from lightning.gateway import http
 from lightning.gateway.connections import Entrance
-from lightning.gateway.http import RefusalError, send_bytes
-from lightning.gateway.request_body import COPIES
+from lightning.gateway.http import COPIES, RefusalError, send_bytes
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 
@@ -142,7 +141,7 @@ async def test_a_body_is_counted_in_values_as_it_arrives() -> None:
 
 
 async def test_one_token_holds_half_of_the_memory_and_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "WAIT", 0.05)
+    monkeypatch.setattr(http, "WAIT", 0.05)
     door = Entrance(hold, LimitsConfig(body_memory=COPIES * 8 * MIB), loopback=True)
     part = b"x" * MIB
     assert await send_body(door, *[part] * 5) == (413, "body_too_large"), "more than it could ever have"

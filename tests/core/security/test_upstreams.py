@@ -13,9 +13,8 @@ from aiohttp import web
 from lightning.addresses import Allowed
 from lightning.config import GatewayConfig
 from lightning.errors import ConfigError, GatewayError
-from lightning.gateway import Gateway, Upstream
-from lightning.gateway.upstream import servers
-from lightning.gateway.upstream.servers import Found, Pool
+from lightning.gateway import Gateway, Upstream, upstream
+from lightning.gateway.upstream import Found, Pool
 from lightning.store import Store
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import LLM, Rollout, Run, Task
@@ -123,7 +122,7 @@ async def test_redirects_are_not_followed(store: Store, monkeypatch: pytest.Monk
         asked.append(request.path)
         return web.Response()
 
-    monkeypatch.setattr(servers, "strangeness", named)  # else a server that redirects counts as another one
+    monkeypatch.setattr(upstream, "strangeness", named)  # else a server that redirects counts as another one
     async with listening(elsewhere) as target:
 
         async def redirect(request: web.Request) -> web.Response:

@@ -16,7 +16,7 @@ from lightning.store import Store
 from lightning.store.extras import LARGEST
 from lightning.store.pages import each_step
 from lightning.store.protocol import KNOWN_SECONDS, Attempt
-from lightning.store.relational import records as relational_records
+from lightning.store.relational import store as relational_store
 from lightning.store.relational import transaction
 from lightning.store.relational.store import RelationalStore
 from lightning.store.rollout_state import EXCUSED
@@ -25,7 +25,6 @@ from lightning.types import (
     CallStatus,
     Fault,
     Outcome,
-    Resource,
     Rollout,
     Run,
     Status,
@@ -960,7 +959,7 @@ async def test_a_reuse_that_is_not_so_is_refused_and_changes_nothing(
         "max_reuse = 0": reusing(6, "a", limit=0, trained="a"),
         "rollout 'a'": reusing(6, "a", trained="aa"),
     }
-    monkeypatch.setattr(relational_records, "IDS_AT_ONCE", 1)  # a bound between the two
+    monkeypatch.setattr(relational_store, "IDS_AT_ONCE", 1)  # a bound between the two
     for problem, refused in wrong.items():
         with pytest.raises((ConflictError, DataError), match=problem):
             await trained.commit_step(refused)
@@ -1152,19 +1151,6 @@ async def test_an_answer_is_known_for_its_time_and_no_longer(store_url: str, mon
         assert await store.get_state("run", "k") == "newer"
         await store._write(lambda tx: tx.run("UPDATE answers SET until = until - ?", (KNOWN_SECONDS + 1,)))
     await store.close()
-
-
-@everywhere
-async def test_an_alias_that_is_moved_again_under_an_id_stays_where_others_moved_it(store: Store) -> None:
-    for text in "abc":
-        await store.put_resource(Resource("w", text))
-    first = await store.set_alias("w", "production", 1, once="1")
-    await store.set_alias("w", "production", 2)
-    assert await store.set_alias("w", "production", 1, once="1") == first
-    back = await store.roll_back_alias("w", "production", once="1")
-    await store.set_alias("w", "production", 3)
-    assert await store.roll_back_alias("w", "production", once="1") == back
-    assert [move.version for move in await store.alias_history("w", "production")] == [1, 2, 1, 3]
 
 
 @everywhere

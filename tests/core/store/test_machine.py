@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from lightning.errors import ConflictError, StaleAttemptError, StoreError
+from lightning.errors import ConflictError, StaleAttemptError
 from lightning.store import Store
 from lightning.store.rollout_state import EXCUSED
 from lightning.types import (
@@ -25,7 +25,6 @@ from lightning.types import (
     Fault,
     Lease,
     Outcome,
-    Resource,
     Rollout,
     Run,
     Status,
@@ -93,8 +92,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.models: dict[str, Model] = {}
         self.leases: list[Lease] = []
         self.steps: list[StepRecord] = []
-        self.texts: list[str] = []
-        self.aliases: dict[str, list[int]] = {}
 
     @initialize()
     def begin(self) -> None:
@@ -247,41 +244,6 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             with pytest.raises((StaleAttemptError, ConflictError)):
                 self.runner.run(self.store.commit_step(made))
-
-    @rule(text=st.sampled_from("abc"))
-    def put_resource(self, text: str) -> None:
-        if text not in self.texts:
-            self.texts.append(text)
-        found = self.runner.run(self.store.put_resource(Resource("w", text)))
-        assert (found.version, found.content) == (self.texts.index(text) + 1, text)
-
-    @rule(alias=st.sampled_from(("production", "canary")), version=st.integers(1, 3))
-    def set_alias(self, alias: str, version: int) -> None:
-        if version > len(self.texts):
-            with pytest.raises(StoreError):
-                self.runner.run(self.store.set_alias("w", alias, version))
-            return
-        assert self.runner.run(self.store.set_alias("w", alias, version)).version == version
-        stack = self.aliases.setdefault(alias, [])
-        if stack[-1:] != [version]:
-            stack.append(version)
-
-    @rule(alias=st.sampled_from(("production", "canary")))
-    def roll_back_alias(self, alias: str) -> None:
-        stack = self.aliases.get(alias, [])
-        if len(stack) < 2:
-            with pytest.raises(StoreError):
-                self.runner.run(self.store.roll_back_alias("w", alias))
-            return
-        stack.pop()
-        assert self.runner.run(self.store.roll_back_alias("w", alias)).version == stack[-1]
-
-    @precondition(lambda self: self.texts)
-    @invariant()
-    def every_alias_is_there(self) -> None:
-        expected = {alias: stack[-1] for alias, stack in self.aliases.items()} | {"latest": len(self.texts)}
-        assert {a.alias: a.version for a in self.runner.run(self.store.list_aliases("w"))} == expected
-        assert [item.content for item in self.runner.run(self.store.list_resources("w"))] == self.texts
 
     @invariant()
     def the_store_is_the_model(self) -> None:

@@ -13,8 +13,8 @@ import torch
 from lightning.cli.locate import with_store
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
+from lightning.store.places import store_in
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import store_in
 from lightning.testing import vllm_replies
 from lightning.testing.tiny_models import VOCAB, make_tiny_family
 from lightning.trainer import Trainer, stack

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
-from lightning.gateway.upstream.servers import Upstream
+from lightning.gateway.upstream import Upstream
 from lightning.policy_server.protocol import Update
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store

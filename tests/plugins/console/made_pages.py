@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 from lightning_console import router
-from lightning_console.address import Address
 from lightning_console.blocks import Action, Actions, Cell, Column, Link, Notice, Notices, Page, Table
 from lightning_console.places import Places
+from lightning_console.router import Address
 
 MARKUP = '<img src=x onerror="window.pwned=1"></script>\u2028\''
 

@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 from lightning.store.protocol import Store
-from lightning_console.address import Address
 from lightning_console.places import Places
-from lightning_console.router import show
+from lightning_console.router import Address, show
 
 
 def places_of(store: Store, url: str = "memory://", project: str | None = None) -> Places:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lightning.store.resource_ref import run_id_of
+from lightning.store.places import run_id_of
 from lightning_console.export import export_pages
 from playwright.sync_api import Page, sync_playwright
 

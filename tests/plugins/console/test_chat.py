@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from lightning.config import GatewayConfig
 from lightning.gateway import Gateway
-from lightning.gateway.upstream.servers import Upstream
+from lightning.gateway.upstream import Upstream
 from lightning.store.memory import MemoryStore
 from lightning.testing import FakeVLLM, Reply
 from lightning.types import Run
 from lightning_console.places import Places
-from lightning_console.queries.listing import list_runs
+from lightning_console.queries.runs import list_runs
 from lightning_console.web.chat import NAME, RUNS, TURNS, Chat
 from lightning_console.web.desk import Desk
-from lightning_console.web.visitors import VISITOR, Visitor
+from lightning_console.web.gate import VISITOR, Visitor
 from lightning_server.auth import Authenticator
 from lightning_server.fleet.owner import Owner
 from lightning_server.projects import Projects

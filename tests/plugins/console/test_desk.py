@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 from lightning.errors import UnavailableError
 from lightning.store.memory import MemoryStore
-from lightning.types import Resource, Rollout, Run, Task
-from lightning_console.address import Address
+from lightning.types import Rollout, Run, Task
 from lightning_console.blocks import Link, Notice, Notices, Page
 from lightning_console.places import Places
-from lightning_console.web import actions
+from lightning_console.router import Address
+from lightning_console.web import desk
 from lightning_console.web.chat import Chat
 from lightning_console.web.desk import Desk
-from lightning_console.web.visitors import VISITOR, Visitor
+from lightning_console.web.gate import VISITOR, Visitor
+from lightning_resources import Resource, put_resource
 from lightning_server.projects import Projects
 from lightning_server.protocol import Host
 
@@ -108,7 +109,7 @@ async def test_an_alias_is_promoted_and_rolled_back(world: World, monkeypatch: p
     monkeypatch.undo()  # the plugin's own pages
     store = Projects(world.store).of("team-a")
     for text in ("one", "two"):
-        await store.put_resource(Resource("writer", text))
+        await put_resource(store, Resource("writer", text))
     (button,) = await world.buttons(TRAINER, "resources/writer")
     about = {"store": "db", "version": 2}
     assert button["arguments"].items() >= about.items()
@@ -156,11 +157,11 @@ async def test_a_fault_is_said_without_its_text_and_is_in_the_log(
         raise RuntimeError("SELECT digest FROM tokens")
 
     said = "A fault of the console: RuntimeError. Its log says more."
-    monkeypatch.setattr(actions, "with_actions", fault)
+    monkeypatch.setattr(desk, "with_actions", fault)
     shown = await world.show(VIEWER, "run/a")
     assert shown["page"]["blocks"][0]["value"]["notices"][0]["text"] == said
     assert shown["live"]
-    monkeypatch.setattr(actions, "act", fault)
+    monkeypatch.setattr(desk, "act", fault)
     assert await world.act(TRAINER, "note", run="a", text="x") == {"error": said}
     monkeypatch.setattr(Chat, "page", fault)
     assert (await world.show(VIEWER, "chat"))["page"]["blocks"][0]["value"]["notices"][0]["text"] == said

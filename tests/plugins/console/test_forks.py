@@ -12,13 +12,13 @@ import pytest
 from lightning.cli.locate import with_store
 from lightning.store.url import sqlite_url
 from lightning.testing import Reply
-from lightning_console.pages.branches import FORK
+from lightning_console.pages.rollout import FORK
 from lightning_console.places import Places
 from lightning_console.web import forks as forking
 from lightning_console.web.chat import Chat
 from lightning_console.web.desk import Desk
 from lightning_console.web.forks import Forks
-from lightning_console.web.visitors import VISITOR, Visitor
+from lightning_console.web.gate import VISITOR, Visitor
 
 from tests.plugins.branching.test_branch import recorded
 from tests.plugins.branching.test_branch import runs as runs

@@ -15,9 +15,8 @@ from lightning.errors import MissingExtraError, UnavailableError
 from lightning.installation import install_command
 from lightning.store.memory import MemoryStore
 from lightning.types import Scope
-from lightning_console.web import visitors
-from lightning_console.web.gate import Gate
-from lightning_console.web.visitors import Door, OwnDoor, TokenDoor, visitor
+from lightning_console.web import gate
+from lightning_console.web.gate import VISITOR, Door, Gate, OwnDoor, TokenDoor
 from lightning_server.auth import Authenticator, issue_token
 from lightning_server.tokens import put_token, revoke_token
 from starlette.responses import PlainTextResponse
@@ -33,12 +32,12 @@ async def opened(door: Door, *, secure: bool = False) -> AsyncIterator[httpx.Asy
     async def inside() -> object:
         async def greet(scope, receive, send) -> None:
             assert scope["query_string"] == b"", "Gradio has a `page` of its own"
-            await PlainTextResponse(f"hello {visitor().name}, of {visitor().project}")(scope, receive, send)
+            await PlainTextResponse(f"hello {VISITOR.get().name}, of {VISITOR.get().project}")(scope, receive, send)
 
         return greet
 
     async def answer(asked: dict[str, Any]) -> dict[str, Any]:
-        return {"asked": asked, "by": visitor().name}
+        return {"asked": asked, "by": VISITOR.get().name}
 
     gate = Gate(door, "/console", inside, {"show": answer, "act": answer}, secure=secure)  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url=BASE) as client:
@@ -239,7 +238,7 @@ async def test_a_session_ends_with_its_token(store: MemoryStore) -> None:
 async def test_who_logs_in_again_and_again_ends_their_own_sessions_alone(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(visitors, "SESSIONS_EACH", 3)
+    monkeypatch.setattr(gate, "SESSIONS_EACH", 3)
     door = TokenDoor(Authenticator(store))
     quiet, loud = await token_of(store, Scope.VIEWER), await token_of(store, Scope.VIEWER)
     kept = await door.enter(quiet)

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from lightning.errors import ConfigError, DataError
-from lightning.store.epochs import mark_over
 from lightning.store.memory import MemoryStore
+from lightning.trainer.epochs import mark_over
 from lightning.types import Run
-from lightning_console import answers, mcp_server, router
+from lightning_console import answers, router
 from lightning_console.answers import BUDGET, MORE, Cut, answer, compact
 from lightning_console.blocks import Chart, Measure, Page, Reason, Series, TokenStrip
 from lightning_console.command import console
@@ -124,9 +124,9 @@ async def test_a_tool_that_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatc
         raise AssertionError
 
     monkeypatch.setattr(router, "show", forever)
-    monkeypatch.setattr(mcp_server, "SECONDS", 0.01)
+    monkeypatch.setattr(answers, "SECONDS", 0.01)
     with pytest.raises(ToolError, match=r"run/a took longer than 0\.01 s"):
-        await mcp_server.Tools(Places("db", stores={})).run("a")
+        await answers.Tools(Places("db", stores={})).run("a")
 
 
 async def test_an_answer_is_the_page_without_its_looks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,16 +15,16 @@ from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.trainer.plan import val_rollouts
 from lightning.types import Fault, Outcome, Rollout, Run, Task, ToolEvent
+from lightning_console import places
 from lightning_console.answers import answer
-from lightning_console.places import Places
-from lightning_console.queries import finding, proof
+from lightning_console.places import Places, group_of
+from lightning_console.queries import steps
 from lightning_console.queries.curves import gain_of, read_curves
-from lightning_console.queries.finding import group_of
 from lightning_console.queries.runs import line_of
 from lightning_console.router import show
 from lightning_console.web.chat import Chat
 from lightning_console.web.desk import Desk
-from lightning_console.web.visitors import VISITOR, Visitor
+from lightning_console.web.gate import VISITOR, Visitor
 
 from tests.plugins.console.made_folder import in_store, plot
 from tests.plugins.console.made_rollouts import call, train
@@ -194,14 +194,14 @@ async def test_a_step_is_derived_once_for_all_of_its_rollouts(
 ) -> None:
     await train(store)
     derived = []
-    derive = proof._derived
-    monkeypatch.setattr(proof, "_derived", lambda *given: derived.append(given) or derive(*given))
+    derive = steps._derived
+    monkeypatch.setattr(steps, "_derived", lambda *given: derived.append(given) or derive(*given))
     places = Places("db", stores={"db": store})
     for number in range(3):
         assert (await show(places, f"rollout/run/run%2F0%2F0%2F{number}")).title.startswith("Rollout")
     await show(places, "group/run/run%2F0%2F1")
     assert len(derived) == 1
-    monkeypatch.setattr(proof, "FRESH", 0.001)
+    monkeypatch.setattr(steps, "FRESH", 0.001)
     monkeypatch.setattr("lightning_console.queries.memo.SHARE", 0.0)
     await show(places, "group/run/run%2F0%2F1")
     assert len(derived) == 1, "20 times what deriving it took are not over"
@@ -232,6 +232,6 @@ async def test_siblings_of_a_known_rollout_are_read_from_its_step_alone(
     assert [each.id for each in await group_of(located, "odd-7", member)] == ["task-7-0", "task-7-1"]
     assert asked == [7]
     assert len(await group_of(located, "odd-8")) == 2
-    monkeypatch.setattr(finding, "LOOKED", 5)
+    monkeypatch.setattr(places, "LOOKED", 5)
     with pytest.raises(Exception, match="not among the first 5 rollouts"):
         await group_of(located, "odd-8")

@@ -13,8 +13,8 @@ from lightning.store.url import sqlite_url
 from lightning.trainer.runs import claim_folder
 from lightning.types import Run
 from lightning_console.places import Places
-from lightning_console.queries import state
-from lightning_console.queries.state import is_held
+from lightning_console.queries import runs
+from lightning_console.queries.runs import is_held
 
 
 async def make(folder: Path, run: str) -> Path:
@@ -92,5 +92,5 @@ async def test_a_folder_is_held_while_a_trainer_is_in_it(tmp_path: Path, monkeyp
     inode = (tmp_path / "run" / ".lock").stat().st_ino
     elsewhere = tmp_path / "locks"
     elsewhere.write_text(f"1: FLOCK  ADVISORY  WRITE 77 ff:ff:{inode} 0 EOF\n")
-    monkeypatch.setattr(state, "LOCKS", elsewhere)
+    monkeypatch.setattr(runs, "LOCKS", elsewhere)
     assert not is_held(url), "a file of the same number, on another device"

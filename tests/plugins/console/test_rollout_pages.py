@@ -20,10 +20,9 @@ from lightning.store.url import sqlite_url
 from lightning.testing import ToolCall, rollout
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.types import Fault, Outcome, Rollout, Run, Task, logprobs, token_ids
-from lightning_console.address import Address
 from lightning_console.blocks import Page
 from lightning_console.places import Places
-from lightning_console.router import show
+from lightning_console.router import Address, show
 from lightning_db import keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
 

@@ -16,14 +16,12 @@ from typing import Any
 
 import pytest
 from lightning.plugins import plugins
-from lightning.store.epochs import Epoch, keep_epochs, mark_over
 from lightning.store.url import sqlite_url
+from lightning.trainer.epochs import Epoch, keep_epochs, mark_over
 from lightning.types import Run
-from lightning_console.address import Address
 from lightning_console.places import Places, key_of
-from lightning_console.queries.listing import list_runs
-from lightning_console.queries.runs import chosen_settings, settings_and_tasks
-from lightning_console.router import show
+from lightning_console.queries.runs import chosen_settings, list_runs, settings_and_tasks
+from lightning_console.router import Address, show
 from lightning_db import keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
 
@@ -213,7 +211,7 @@ async def test_a_run_is_running_while_a_trainer_holds_its_folder_and_stopped_whe
 ) -> None:
     await in_store(copied / "one", lambda store: mark_over(store, "one", False))
     real = time.time()
-    monkeypatch.setattr("lightning_console.queries.state.time.time", lambda: real + 10_000)
+    monkeypatch.setattr("lightning_console.queries.runs.time.time", lambda: real + 10_000)
     with held(copied / "one"):
         assert "a trainer holds its folder" in await shown(Places(str(copied)), "run/one")
     page = await show(Places(str(copied)), "run/one")
@@ -221,7 +219,7 @@ async def test_a_run_is_running_while_a_trainer_holds_its_folder_and_stopped_whe
     assert "it stopped after step 3: it has written nothing for 2.8 h" in text
     assert "--resume" in text
     assert not page.live
-    monkeypatch.setattr("lightning_console.queries.state.time.time", lambda: real + 30)
+    monkeypatch.setattr("lightning_console.queries.runs.time.time", lambda: real + 30)
     assert "running: it committed a step" in await shown(Places(str(copied)), "run/one")
 
 
@@ -533,12 +531,12 @@ async def test_a_part_against_which_others_work_has_a_share_beyond_100_percent(c
 
 async def test_results_of_reward_try_stand_side_by_side(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from lightning_debug.regrade import try_grader
-    from lightning_debug.reward_command import _plain
+    from lightning_debug.run_commands import _trial_json
 
     places = Places(str(copied))
     found = await places.find("one")
     trial = await try_grader(found.store, "one", lambda seen: float(seen.tokens))
-    (copied / "one" / "reward-length.json").write_text(json.dumps(_plain(trial)))
+    (copied / "one" / "reward-length.json").write_text(json.dumps(_trial_json(trial)))
     (copied / "one" / "reward-broken.json").write_text("[]")
     rows = {row[""]["text"]: row for row in await table(places, "rewards/one", "Graders side by side")}
     assert rows["mean reward"].keys() == {"", "recorded", "length"}

@@ -10,10 +10,10 @@ import pytest
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.trainer.plan import val_rollouts
-from lightning.types import Fault, Outcome, Resource, Rollout, Run, Task
-from lightning_console.address import Address
+from lightning.types import Fault, Outcome, Rollout, Run, Task
 from lightning_console.places import Places
-from lightning_console.router import show
+from lightning_console.router import Address, show
+from lightning_resources import Resource, put_resource, set_alias
 
 from tests.plugins.console.made_rollouts import call
 
@@ -144,9 +144,9 @@ async def test_nothing_to_compare_says_what_to_do(store: MemoryStore) -> None:
 async def prompts(store: MemoryStore) -> MemoryStore:
     """Three versions of a prompt; production went from 1 to 2, and a rollout ran with 2."""
     for text in ("Answer.", "Answer briefly.", MARKUP):
-        await store.put_resource(Resource("writer", text, metadata={"made_by": "test"}))
-    await store.set_alias("writer", "production", 1)
-    await store.set_alias("writer", "production", 2)
+        await put_resource(store, Resource("writer", text, metadata={"made_by": "test"}))
+    await set_alias(store, "writer", "production", 1)
+    await set_alias(store, "writer", "production", 2)
     await store.put_run(Run("run", "run"))
     await store.create_rollouts([Rollout("r", "run", Task("t"), "g", resources={"writer": 2})])
     (lease,) = await store.lease("run", "worker")
@@ -183,7 +183,7 @@ async def test_actions_are_for_the_version_that_is_shown(prompts: MemoryStore) -
 async def test_the_same_name_in_two_stores_is_told_apart(prompts: MemoryStore) -> None:
     other = MemoryStore()
     await other.open()
-    await other.put_resource(Resource("writer", "Another."))
+    await put_resource(other, Resource("writer", "Another."))
     lines = (await shown(prompts, "resources", other))["Table"]["rows"]
     assert len({line[0]["to"] for line in lines}) == 2
     contents = [await shown(prompts, line[0]["to"], other) for line in lines]

@@ -18,7 +18,6 @@ from lightning.types import (
     Conversation,
     Fault,
     Outcome,
-    Resource,
     Rollout,
     Run,
     Scope,
@@ -35,6 +34,7 @@ from lightning.types import (
     token_ids,
 )
 from lightning_otel.traces.store import append_spans
+from lightning_resources import Resource, put_resource, set_alias
 from lightning_server.tokens import put_token
 
 SAID = Conversation(({"role": "user", "content": "q"},), "call", 1)
@@ -111,9 +111,9 @@ async def database(tmp_path: Path) -> Path:
     store = SqliteStore(tmp_path / "store.db")
     await store.open()
     await fill(store)
-    await store.put_resource(Resource("writer", "Write."))
-    await store.put_resource(Resource("writer", "Rhyme."))
-    await store.set_alias("writer", "production", 1)
+    await put_resource(store, Resource("writer", "Write."))
+    await put_resource(store, Resource("writer", "Rhyme."))
+    await set_alias(store, "writer", "production", 1)
     await put_token(store, Token("t1", Scope.RUNNER, "ab" * 32, "lab", "ci", 1000.0, 2000.0))
     await put_token(store, Token("t2", Scope.ADMIN, "cd" * 32, "*", "me"))
     await store.close()

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from lightning.errors import ConfigError, PluginError, SchemaError, StoreError
 from lightning.plugins import Plugins
-from lightning.store.schema_version import SCHEMA
+from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.types import Outcome, Rollout, Run, Task, Transition, logprobs, token_ids
 from lightning_db import Weight, keeper, keeper_of, queries
 from lightning_db.keeper import count_tokens
 from lightning_otel.traces.store import spans
+from lightning_resources import list_resources
 from lightning_server.tokens import list_tokens
 
 from tests.plugins.db.gateways import check_state_of_gateways
@@ -48,7 +49,7 @@ async def content(path: Path) -> dict[str, Any]:
         "extras": [list((await store.attempts_of([(rollout.id, None)]))[0].extras.items()) for rollout in page.items],
         "spans": [await spans(store, rollout.id) for rollout in page.items],
         "steps": await store.steps("run"),
-        "resources": await store.list_resources(),
+        "resources": await list_resources(store),
         "tokens": await list_tokens(store),
         "state": await store.get_state("run", "note"),
     }

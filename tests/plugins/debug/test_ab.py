@@ -14,16 +14,18 @@ import pytest
 from lightning.cli.locate import with_store
 from lightning.config import Config
 from lightning.plugins import plugins
+from lightning.store.places import existing_store
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import existing_store, find, parse_reference
 from lightning.testing import rollout
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.how_to_call import HowToCall
-from lightning.types import Outcome, Resource, Rollout, Run, Task
+from lightning.types import Outcome, Rollout, Run, Task
 from lightning_branching.policies import EvaluatedModel
-from lightning_debug import ab_command
+from lightning_debug import eval_commands
 from lightning_debug.ab import divergent_call
 from lightning_debug.transcript import with_numbered_ids
+from lightning_resources import Resource
+from lightning_resources.reference import find, parse_reference
 
 from tests.plugins.branching.conftest import AGENT
 
@@ -241,8 +243,8 @@ def test_two_models_of_one_name_have_labels_of_their_own(vllm: ScriptedVLLM, mon
     def found(what: str, *_: Any) -> EvaluatedModel:
         return EvaluatedModel("first@3", Path(what).resolve(), f"exp-{what}")
 
-    monkeypatch.setattr(ab_command, "find_model", found)
-    a, b = ab_command.variants(Path("runs/ab"), "one,other", "", "", Config(), Path("runs"))
+    monkeypatch.setattr(eval_commands, "find_model", found)
+    a, b = eval_commands.variants(Path("runs/ab"), "one,other", "", "", Config(), Path("runs"))
     assert (a.label, b.label) == ("first@3 of exp-one", "first@3 of exp-other")
 
 

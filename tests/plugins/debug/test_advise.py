@@ -13,8 +13,8 @@ from lightning.cli.app import main
 from lightning.config import Config, load_config, with_settings
 from lightning.engines.logprob_gap import BFLOAT16, FLOAT32
 from lightning.plugins import plugins
-from lightning.store.epochs import Epoch, keep_epochs
 from lightning.store.protocol import Store
+from lightning.trainer.epochs import Epoch, keep_epochs
 from lightning.trainer.plan import VAL
 from lightning.types import Fault, Json, Rollout, Run, StepRecord, Task
 from lightning.types import Outcome as Ended
@@ -31,8 +31,8 @@ from lightning_debug.advise import (
     read_course,
     settings_of,
 )
-from lightning_debug.advise_command import show
 from lightning_debug.diagnosis import Diagnosis
+from lightning_debug.run_commands import show_advice
 
 from tests.core.trainer.test_fork import train as train
 
@@ -89,7 +89,7 @@ def test_settings_that_change_nothing_that_is_learned_are_no_settings() -> None:
 
 def lines_of(tuning: Tuning, capsys: pytest.CaptureFixture[str]) -> list[str]:
     capsys.readouterr()
-    show(Advice("r", 3, (), (), (tuning,), 2, ""))
+    show_advice(Advice("r", 3, (), (), (tuning,), 2, ""))
     return capsys.readouterr().out.splitlines()
 
 
@@ -124,7 +124,7 @@ def test_what_set_does_not_take_is_not_printed_for_it(capsys: pytest.CaptureFixt
 
 def test_of_rollouts_no_onset_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     alarms = tuple(Alarm(Diagnosis("x", "it is", serious=True), None, still) for still in (True, False))
-    show(Advice("r", 3, alarms, (), (), 1, ""))
+    show_advice(Advice("r", 3, alarms, (), (), 1, ""))
     said = capsys.readouterr().out
     assert "it is (in the last steps)" in said
     assert "it is (in the last steps, and not in the very last)" in said

@@ -15,7 +15,7 @@ from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer.trainer import Trainer
-from lightning_debug.alerts import Alerts, read_alerts
+from lightning_debug.stage import Alerts, read_alerts
 
 ALERT = {"run": "r", "step": 3, "cause": "collapsed", "text": "the reward collapsed", "steps": [1, 3], "rollouts": []}
 URL = "LIGHTNING_TEST_WEBHOOK"

@@ -13,9 +13,8 @@ from lightning.engines.protocol import StepResult
 from lightning.testing.trajectories import make_group
 from lightning.trainer.metrics import step_metrics
 from lightning.trainer.summary import Evaluation
-from lightning_debug.diagnosis import Course, Diagnosis
+from lightning_debug.diagnosis import Course, Diagnosis, lengths_of
 from lightning_debug.rules import diagnose
-from lightning_debug.trends import lengths_of
 
 STEPS = 40
 Values = Callable[[int], float]

@@ -35,8 +35,8 @@ from lightning.testing.chat_server import ChatRequest, ChatServer
 from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
 from lightning.types import CallStatus, Fault, Status, Task
 from lightning_debug.dev import needs_pair, try_algorithm
+from lightning_debug.judge import Answer, Judgements
 from lightning_debug.judge_prompt import NonsenseError, agreement, order_of, question, read_scores, rollout_items
-from lightning_debug.judgements import Answer, Judgements
 from lightning_debug.transcript import ToolCall, Transcript, TranscriptCall
 
 from tests.core.trainer.test_fork import train as train

@@ -22,9 +22,8 @@ from lightning.plugins import plugins
 from lightning.store.protocol import MetricPoint, Store
 from lightning.trainer.runs import describe_algorithm
 from lightning.types import Outcome, Rollout, Run, StepRecord, Task, ToolEvent, Transition, logprobs, token_ids
-from lightning_debug.activity import Interval, share_out
 from lightning_debug.bottlenecks import TOKEN, Help, find_helps
-from lightning_debug.profile import Profile, read_profile
+from lightning_debug.profile import Interval, Profile, read_profile, share_out
 from lightning_planner.planner import recorded_config
 
 STEPS, TASKS, GROUP = 6, 2, 2

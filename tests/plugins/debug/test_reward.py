@@ -19,14 +19,14 @@ from lightning.cli.app import main
 from lightning.cli.locate import locate, with_store
 from lightning.errors import ConfigError
 from lightning.store import exchanges
-from lightning.store.epochs import Epoch
 from lightning.store.exchanges import TEXTS
 from lightning.testing import Reply, ToolCall, rollout
+from lightning.trainer.epochs import Epoch
 from lightning.trainer.runs import describe_algorithm
 from lightning.types import Fault, Rollout, Status, StepRecord, Task, Transition, logprobs, token_ids
 from lightning_debug import transcript
 from lightning_debug.regrade import RewardTrial, _Trial, explained_by, rank_correlation, try_grader
-from lightning_debug.reward_command import show
+from lightning_debug.run_commands import show_trial
 from lightning_debug.transcript import Transcript, text_of, tool_calls_of, transcript_of
 
 from tests.core.trainer.test_fork import train as train
@@ -49,7 +49,7 @@ class Even:
     weight = 1.0
 
     def judge(self, groups):
-        from lightning_debug.judgements import Judgement
+        from lightning_debug.judge import Judgement
         return [Judgement(tuple(0.0 for _ in group), 1.0) for group in groups]
 
 even = Even()
@@ -353,7 +353,7 @@ def test_what_cannot_be_said_is_not_the_same(capsys: pytest.CaptureFixture[str])
     assert "follow from a critic" in found.why
     assert (found.reordered, found.failed, found.advantages) == ((), {}, None)
     assert not found.same
-    show(found, 0)
+    show_trial(found, 0)
     assert "whether training would have been the same, cannot be said" in " ".join(capsys.readouterr().out.split())
 
 

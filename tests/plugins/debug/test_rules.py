@@ -9,8 +9,7 @@ from lightning.runner.attempt_completion import NEVER_CALLED
 from lightning.store.exchanges import TEXTS, Flag, pack, why_not_replayable
 from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition, logprobs, token_ids
 from lightning_debug.diagnosis import Attempted
-from lightning_debug.rules import diagnose
-from lightning_debug.shared_memory import LENGTH
+from lightning_debug.rules import LENGTH, diagnose
 
 WRITER = Caller("writer", ("crew", "writer"))
 

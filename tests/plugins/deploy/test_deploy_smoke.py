@@ -12,8 +12,7 @@ from lightning.errors import DataError
 from lightning.types import Status
 from lightning_deploy.deploy_command import _smoke
 from lightning_deploy.deploy_plan import Options, make_plan
-from lightning_deploy.files import write
-from lightning_deploy.render import render
+from lightning_deploy.render import render, write
 from lightning_deploy.smoke import smoke
 from lightning_examples import raw_python, word_problems
 
@@ -74,7 +73,7 @@ def rollouts(folder: Path):
     import asyncio
 
     from lightning.cli.locate import with_store
-    from lightning.store.resource_ref import run_id_of
+    from lightning.store.places import run_id_of
     from lightning.store.url import sqlite_url
 
     run = run_id_of(folder / "runs" / "solver")

@@ -7,9 +7,10 @@ import json
 import time
 
 import pytest
-from lightning.gateway.chat_template import ShownTools, prompt_of
+from lightning.gateway.dialects.base import prompt_of
 from lightning.gateway.dialects.completions import IGNORED, Chat
 from lightning.gateway.http import RefusalError
+from lightning.gateway.policy import ShownTools
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus
 from lightning_dialects import chat_template

@@ -13,8 +13,15 @@ from lightning.config import EngineConfig, LoraConfig
 from lightning.config.sections import VerlConfig
 from lightning.errors import ConfigError
 from lightning_planner.cluster import GPUS, Assumptions, Cluster, assume, find_gpu
-from lightning_planner.memory import kv_tokens, layer_activations, memory, training_items, uncounted
-from lightning_planner.roofline import server_costs, trainer_costs
+from lightning_planner.roofline import (
+    kv_tokens,
+    layer_activations,
+    memory,
+    server_costs,
+    trainer_costs,
+    training_items,
+    uncounted,
+)
 from lightning_planner.shape import KNOWN, read_shape, shape_of
 
 SMALL, LARGE = read_shape("Qwen/Qwen3-4B"), read_shape("Qwen/Qwen3-8B")

@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning_planner.costs import Costs, Schedule, ServerCosts, Sharing, TrainerCosts
+from lightning_planner.costs import Agent, Call, Costs, Schedule, ServerCosts, Sharing, Team, TrainerCosts
 from lightning_planner.simulation import Simulated, simulate
-from lightning_planner.work import Agent, Call, Team
 
 ONE = Schedule(tasks_per_step=1, group_size=1, concurrency=1, steps=3)
 SERVER = ServerCosts(token=0.1)

@@ -11,21 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli import resources, runs
+from lightning.cli import runs
 from lightning.cli.locate import with_store
 from lightning.errors import DataError, SchemaError, StoreError
 from lightning.store import sql
 from lightning.store.protocol import TRACES_RUN, Store
-from lightning.store.relational.brought import KEEP_VERSION
-from lightning.store.schema_version import SCHEMA
+from lightning.store.relational.transaction import KEEP_VERSION
+from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
-from lightning.types import Outcome, Resource, Rollout, Run, Scope, Task, Token
+from lightning.types import Outcome, Rollout, Run, Scope, Task, Token
 from lightning_db import Weight, keeper_of, queries
 from lightning_db import command as db
 from lightning_db.prune import PruneRequest, carry_out, plan
 from lightning_otel.traces.store import spans
 from lightning_postgres.connection import PostgresTransaction
 from lightning_postgres.store import PostgresStore
+from lightning_resources import Resource, alias_history, command, list_resources, put_resource, set_alias
 from lightning_server.tokens import list_tokens, put_token
 from typer import Typer
 from typer.testing import CliRunner
@@ -47,9 +48,9 @@ async def store(url: str, filled: Callable[..., Any]) -> AsyncIterator[PostgresS
     made = PostgresStore.from_url(url)
     await made.open()
     await filled(made)
-    await made.put_resource(Resource("writer", "Write."))
-    await made.put_resource(Resource("writer", "Rhyme."))
-    await made.set_alias("writer", "production", 1)
+    await put_resource(made, Resource("writer", "Write."))
+    await put_resource(made, Resource("writer", "Rhyme."))
+    await set_alias(made, "writer", "production", 1)
     await put_token(made, Token("t1", Scope.RUNNER, "ab" * 32, "lab", "ci", 1000.0, 2000.0))
     yield made
     await made.close()
@@ -68,8 +69,8 @@ async def content(store: Store) -> dict[str, Any]:
         "spans": [await spans(store, rollout.id) for rollout in rollouts],
         "steps": await store.steps("run"),
         "metrics": [(point.step, sorted(point.values), point.at) for point in await store.metrics("run")],
-        "resources": await store.list_resources(),
-        "moves": await store.alias_history("writer", "production"),
+        "resources": await list_resources(store),
+        "moves": await alias_history(store, "writer", "production"),
         "tokens": await list_tokens(store),
         "state": await store.get_state("run", "note"),
     }
@@ -120,7 +121,7 @@ async def test_there_and_back(store: PostgresStore, url: str, tmp_path: Path, po
         assert await going.append([fresh]) == 1
         await going.complete("new", lease.attempt, Outcome(reward=1.0))
         assert await going.transitions("new") == [fresh]
-        assert (await going.put_resource(Resource("writer", "Sing."))).version == 3
+        assert (await put_resource(going, Resource("writer", "Sing."))).version == 3
     await restored.close()
     with pytest.raises(StoreError, match="is not empty"):
         await keeper_of(other).restore(tmp_path / "backup.db")
@@ -276,7 +277,7 @@ async def test_a_file_that_is_no_store_is_refused_before_anything_is_made(
         (db.app, ("prune", "URL")),
         (db.app, ("status", "URL")),
         (runs.app, ("--runs", "URL")),
-        (resources.app, ("ls", "URL")),
+        (command.app, ("ls", "URL")),
     ],
 )
 def test_a_mistyped_schema_is_not_made(app: Typer, command: tuple[str, ...], postgres_server: PostgresServer) -> None:

@@ -21,23 +21,11 @@ import pytest
 from lightning.errors import ConflictError, DataError, SchemaError, StoreError, UnavailableError
 from lightning.gateway.identity import TokenSigner
 from lightning.store import rollout_state
-from lightning.store.relational import rollouts, transitions
-from lightning.store.relational.notify import Bell
-from lightning.store.schema_version import SCHEMA
+from lightning.store.relational import rollouts
+from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
-from lightning.types import (
-    Outcome,
-    Resource,
-    Rollout,
-    Run,
-    Scope,
-    Status,
-    Task,
-    Token,
-    Transition,
-    logprobs,
-    token_ids,
-)
+from lightning.store.threads import Bell
+from lightning.types import Outcome, Rollout, Run, Scope, Status, Task, Token, Transition, logprobs, token_ids
 from lightning_db import keeper_of
 from lightning_otel.traces.book import TraceBook
 from lightning_postgres import change_listener as postgres_watching
@@ -45,10 +33,11 @@ from lightning_postgres import connection as postgres_connection
 from lightning_postgres import connections
 from lightning_postgres.connection import lock_key
 from lightning_postgres.store import PostgresStore
+from lightning_resources import Resource, alias_history, put_resource, roll_back_alias, set_alias
 from lightning_server import tokens_sql
 from lightning_server.fleet.member import Member
 from lightning_server.fleet.owner import Owner
-from lightning_server.fleet.records import Seat, seat_key
+from lightning_server.fleet.records import Seat, from_json, seat_key
 from lightning_server.tokens import list_tokens, put_token
 
 from tests.servers.postgres import USER, PostgresServer
@@ -163,11 +152,11 @@ async def test_a_roll_back_whose_answer_was_lost_goes_back_once(
     store: PostgresStore, lose: Callable[[], Loses]
 ) -> None:
     for text in "abc":
-        version = (await store.put_resource(Resource("w", text))).version
-        await store.set_alias("w", "production", version)
+        version = (await put_resource(store, Resource("w", text))).version
+        await set_alias(store, "w", "production", version)
     lose()
-    assert (await store.roll_back_alias("w", "production")).version == 2
-    assert [move.version for move in await store.alias_history("w", "production")] == [1, 2, 3, 2]
+    assert (await roll_back_alias(store, "w", "production")).version == 2
+    assert [move.version for move in await alias_history(store, "w", "production")] == [1, 2, 3, 2]
 
 
 @pytest.mark.parametrize("move", ["roll back", "set"])
@@ -176,24 +165,24 @@ async def test_a_move_whose_answer_was_lost_leaves_alone_what_was_moved_since(
 ) -> None:
     """The answer is lost after the commit, and another process moves the alias before it is asked for again."""
     for text in "abc":
-        await store.put_resource(Resource("w", text))
+        await put_resource(store, Resource("w", text))
     for version in (1, 2):
-        await store.set_alias("w", "production", version)
+        await set_alias(store, "w", "production", version)
     other = PostgresStore(store._settings)
     await other.open()
-    waited = connections._Patience.wait
+    waited = connections.Patience.wait
 
     async def wait(self: Any, error: BaseException) -> None:
-        await other.set_alias("w", "production", 3)
+        await set_alias(other, "w", "production", 3)
         await waited(self, error)
 
-    monkeypatch.setattr(connections._Patience, "wait", wait)
+    monkeypatch.setattr(connections.Patience, "wait", wait)
     session = store._session
     assert session is not None
     session.connections._idle.append(Loses(session.connections._idle.pop(), True))
-    moved = store.roll_back_alias("w", "production") if move == "roll back" else store.set_alias("w", "production", 1)
+    moved = roll_back_alias(store, "w", "production") if move == "roll back" else set_alias(store, "w", "production", 1)
     assert (await moved).version == 1
-    assert [kept.version for kept in await store.alias_history("w", "production")] == [1, 2, 1, 3]
+    assert [kept.version for kept in await alias_history(store, "w", "production")] == [1, 2, 1, 3]
     await other.close()
 
 
@@ -240,14 +229,14 @@ async def test_a_value_whose_answer_was_lost_does_not_replace_a_newer_one(
     """The answer is lost after the commit, and another process writes before it is asked for again."""
     other = PostgresStore(store._settings)
     await other.open()
-    waited = connections._Patience.wait
+    waited = connections.Patience.wait
 
     async def wait(self: Any, error: BaseException) -> None:
         await other.put_state("run", "k", "newer")
         await other.log_metrics("run", 0, {"loss": 1.0})
         await waited(self, error)
 
-    monkeypatch.setattr(connections._Patience, "wait", wait)
+    monkeypatch.setattr(connections.Patience, "wait", wait)
     session = store._session
     assert session is not None
     for write in (lambda: store.put_state("run", "k", "older"), lambda: store.log_metrics("run", 0, {"loss": 2.0})):
@@ -272,7 +261,7 @@ async def test_signs_of_life_leave_no_answers(store: PostgresStore) -> None:
     signer.issue("a", 1, 60.0)
     await book.close()
     assert await store._read(lambda tx: tx.one("SELECT count(*) FROM answers")) == before == (1,), "the notice's"
-    seat = Seat.from_json(await store.get_state("", seat_key("run", 0)))
+    seat = from_json(Seat, await store.get_state("", seat_key("run", 0)))
     assert seat is not None
     assert seat.beat == 2
     await member.leave()
@@ -668,7 +657,7 @@ async def test_a_failed_operation_leaves_no_parent_behind(
     await store.lease("run", "w", ttl=3600)
 
     async def fail(tx: Any) -> None:
-        await transitions.append(tx, [transitions.prepare(call(0, range(100)))])
+        await rollouts.append(tx, [rollouts.prepare(call(0, range(100)))])
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):

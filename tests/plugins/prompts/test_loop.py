@@ -22,17 +22,18 @@ from lightning.errors import ConfigError, DataError, OptimizerError, PolicyServe
 from lightning.instrument import components
 from lightning.plugins import plugins
 from lightning.store import Store
-from lightning.store.epochs import is_over
 from lightning.store.url import sqlite_url
 from lightning.testing.chat_server import ChatRequest, ChatServer
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer import Trainer, stack
-from lightning.types import LLM, Resource, ResourceKind, Rollout, Task
+from lightning.trainer.epochs import is_over
+from lightning.types import LLM, Rollout, Task
 from lightning_prompts import Bench, PromptAlgorithm, Trial, loop
 from lightning_prompts.apo import APO
 from lightning_prompts.loop import PromptBench, component_of
-from lightning_server.agents import AgentAccess
+from lightning_resources import Resource, ResourceKind, list_aliases, list_resources, put_resource, set_alias
+from lightning_server.control import AgentAccess
 
 START = "Greet {name}."
 BETTER = "Greet {name} with politeness."
@@ -150,8 +151,8 @@ def look(folder: Path, read: Callable[[Store], Any]) -> Any:
 
 def everything(folder: Path) -> tuple[list[Resource], dict[str, int], list[Rollout]]:
     async def read(store: Store) -> Any:
-        aliases = {alias.alias: alias.version for alias in await store.list_aliases("greeter")}
-        return await store.list_resources("greeter"), aliases, (await store.list_rollouts("run")).items
+        aliases = {alias.alias: alias.version for alias in await list_aliases(store, "greeter")}
+        return await list_resources(store, "greeter"), aliases, (await store.list_rollouts("run")).items
 
     found: tuple[list[Resource], dict[str, int], list[Rollout]] = look(folder, read)
     return found
@@ -267,7 +268,7 @@ def test_a_prompt_is_tuned_in_a_project(tmp_path: Path, writer: ChatServer) -> N
         run = await store.get_run("run")
         assert run is not None
         rollouts = (await store.list_rollouts("run")).items
-        return run.project, {item.name for item in await store.list_resources()}, {*rollouts[0].resources}
+        return run.project, {item.name for item in await list_resources(store)}, {*rollouts[0].resources}
 
     assert look(tmp_path / "run", read) == ("team-a", {"project::team-a::greeter"}, {"project::team-a::greeter"})
     live = {**team, "runner.prompts": {"greeter": "resource:greeter@production"}}
@@ -362,7 +363,7 @@ def test_a_finished_run_asks_and_runs_nothing_again_and_leaves_the_alias_where_i
     made = trainer(tmp_path, apo(writer))
     made.fit(agent, TRAIN, VAL)
     before, calls = everything(made.out), len(writer.calls)
-    look(made.out, lambda store: store.set_alias("greeter", "production", 1))
+    look(made.out, lambda store: set_alias(store, "greeter", "production", 1))
     trainer(tmp_path, apo(writer), resume=True).fit(agent, TRAIN, VAL)
     versions, aliases, rollouts = everything(made.out)
     assert (versions, rollouts, len(writer.calls)) == (before[0], before[2], calls)
@@ -562,7 +563,7 @@ def test_where_the_starting_prompt_comes_from(tmp_path: Path, writer: ChatServer
 
 
 def everything_of(folder: Path) -> list[Resource]:
-    found: list[Resource] = look(folder, lambda store: store.list_resources("greeter"))
+    found: list[Resource] = look(folder, lambda store: list_resources(store, "greeter"))
     return found
 
 
@@ -614,7 +615,7 @@ def test_a_server_left_in_the_middle_of_an_update_is_named(
 def test_kinds_are_not_mixed_up(tmp_path: Path, writer: ChatServer) -> None:
     made = trainer(tmp_path, apo(writer), settings={"runner.prompts": {"greeter": "resource:limits"}})
     made.out.mkdir()
-    look(made.out, lambda store: store.put_resource(Resource("limits", {}, ResourceKind.CONFIG)))
+    look(made.out, lambda store: put_resource(store, Resource("limits", {}, ResourceKind.CONFIG)))
     with pytest.raises(ConfigError, match="limits@1 is a config, not a prompt"):
         made.fit(agent, TRAIN, VAL)
 
@@ -682,8 +683,8 @@ def test_a_dry_run_has_the_prompts_of_the_run(tmp_path: Path, house: FakePolicy)
         made.dev(agent, TRAIN, count=1)
 
     async def fill(store: Store) -> None:
-        await store.put_resource(Resource("greeter", BEST))
-        await store.set_alias("greeter", "production", 1)
+        await put_resource(store, Resource("greeter", BEST))
+        await set_alias(store, "greeter", "production", 1)
 
     look(made.out, fill)
     make_tiny_model(made.model)  # what is no model folder is refused, by a dry run, too

@@ -21,8 +21,8 @@ from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus, Conversation, Transition, logprobs, token_ids
-from lightning_record import history
-from lightning_record.history import Entry, History, Known, put_together
+from lightning_record import conversations
+from lightning_record.conversations import Entry, History, Known, put_together
 
 from tests.core.gateway.conftest import SECRET
 
@@ -198,7 +198,7 @@ async def test_what_follows_on_a_text_that_may_not_be_stored_is_not_looked_throu
         looked.append(len(added.messages))
         return storable(added)
 
-    monkeypatch.setattr(history, "storable", look)
+    monkeypatch.setattr(conversations, "storable", look)
     kept, said = History(Rows()), [turn("hi"), turn(SECRET_TEXT)]
     for number in range(3):
         kept.keep(await kept.entry(("a", 1), f"resp_{number}", said))

@@ -12,7 +12,7 @@ import openai
 import pytest
 from lightning import redaction
 from lightning.gateway import calls
-from lightning.gateway.routes import spoken
+from lightning.gateway.gateway import spoken
 from lightning.store import exchanges
 from lightning.store.exchanges import TEXTS
 from lightning.testing.fake_vllm import Reply, ToolCall

@@ -18,9 +18,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from lightning.errors import StoreError, UnavailableError
-from lightning.types import Outcome, Resource, Rollout, Run, Scope, Status, Task, Token, Transition
+from lightning.types import Outcome, Rollout, Run, Scope, Status, Task, Token, Transition
 from lightning_redis import pipeline as lanes
 from lightning_redis.store import RedisStore
+from lightning_resources import Resource, alias_history, put_resource, roll_back_alias, set_alias
 from lightning_server.tokens import put_token, revoke_token
 
 from tests.core.store.test_machine import StoreMachine
@@ -77,11 +78,11 @@ async def test_each_change_takes_effect_once_when_answers_are_lost(
         token = await put_token(store, Token("t", Scope.RUNNER, "d"))
         assert (await revoke_token(store, "t")).created_at == token.created_at
         for text in ("one", "two", "three"):
-            await store.put_resource(Resource("w", text))
+            await put_resource(store, Resource("w", text))
         for version in (1, 2, 3):
-            await store.set_alias("w", "production", version)
-        assert (await store.roll_back_alias("w", "production")).version == 2
-        assert [move.version for move in await store.alias_history("w", "production")] == [1, 2, 3, 2]
+            await set_alias(store, "w", "production", version)
+        assert (await roll_back_alias(store, "w", "production")).version == 2
+        assert [move.version for move in await alias_history(store, "w", "production")] == [1, 2, 3, 2]
         assert await store.keep_state("run", "k", 1) == await store.keep_state("run", "k", 2) == 1
         await store.close()
     assert proxy.lost > 3

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from lightning.cli.locate import with_store
 from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
-from lightning.store.schema_version import SCHEMA
-from lightning.types import Outcome, Resource, Rollout, Scope, Task, Token, Transition
+from lightning.store.schema import SCHEMA
+from lightning.types import Outcome, Rollout, Scope, Task, Token, Transition
 from lightning_db import Weight, keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
 from lightning_otel.traces.store import spans
 from lightning_redis.keeper import RedisKeeper
 from lightning_redis.store import RedisStore
+from lightning_resources import Resource, put_resource, resource_uses
 from lightning_server.tokens import put_token
 
 from tests.plugins.db.gateways import check_state_of_gateways
@@ -35,8 +36,8 @@ async def store(url: str, filled: Callable[..., Any]) -> AsyncIterator[RedisStor
     made = RedisStore.from_url(url)
     await made.open()
     await filled(made)
-    await made.put_resource(Resource("writer", "Write."))
-    await made.put_resource(Resource("writer", "Rhyme."))
+    await put_resource(made, Resource("writer", "Write."))
+    await put_resource(made, Resource("writer", "Rhyme."))
     await put_token(made, Token("t1", Scope.RUNNER, "ab" * 32, "lab", "ci", 1000.0, 2000.0))
     yield made
     await made.close()
@@ -53,7 +54,7 @@ async def content(store: RedisStore, run: str = "run") -> dict[str, Any]:
         "spans": [await spans(store, rollout.id) for rollout in rollouts],
         "steps": await store.steps(run),
         "state": await store.get_state(run, "note"),
-        "uses": await store.resource_uses("writer"),
+        "uses": await resource_uses(store, "writer"),
     }
 
 
@@ -182,7 +183,7 @@ async def test_copies_are_made_by_redis_itself(url: str, tmp_path: Path) -> None
 
 async def test_a_redis_that_is_away_is_named() -> None:
     with pytest.raises(UnavailableError, match="cannot be reached"):
-        await keeper_of("redis://127.0.0.1:1/0").busy_runs()
+        await keeper_of("redis://127.0.0.1:1/0?timeout=0.1").busy_runs()
 
 
 async def test_looking_makes_no_store(url: str, redis_server: RedisServer) -> None:

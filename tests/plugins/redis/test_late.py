@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from lightning.errors import UnavailableError
-from lightning.types import Resource, Rollout, Run, Status, Task
+from lightning.types import Rollout, Run, Status, Task
 from lightning_redis import connection, pipeline
 from lightning_redis.store import RedisStore
+from lightning_resources import Resource, alias_history, put_resource, roll_back_alias, set_alias
 
 from tests.servers.redis import RedisServer
 
@@ -123,14 +124,14 @@ async def test_a_lease_that_arrives_late_takes_nothing(store: RedisStore, proxy:
 
 async def test_an_alias_is_rolled_back_once(store: RedisStore, proxy: HoldingProxy) -> None:
     for version in (1, 2, 3):
-        await store.put_resource(Resource("p", f"text {version}"))
-        await store.set_alias("p", "production", version)
-    await store.roll_back_alias("p", "production")
+        await put_resource(store, Resource("p", f"text {version}"))
+        await set_alias(store, "p", "production", version)
+    await roll_back_alias(store, "p", "production")
     proxy.hold = b":moves:"
-    await store.roll_back_alias("p", "production")
+    await roll_back_alias(store, "p", "production")
     await store.put_state("run", "k", 1)
     assert b"late" in await proxy.deliver()
-    assert [move.version for move in await store.alias_history("p", "production")] == [1, 2, 3, 2, 1]
+    assert [move.version for move in await alias_history(store, "p", "production")] == [1, 2, 3, 2, 1]
 
 
 # a server that hangs --------------------------------------------------------------------------------------------

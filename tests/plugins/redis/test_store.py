@@ -19,24 +19,13 @@ import pytest
 from lightning.errors import ConfigError, MissingExtraError, SchemaError, StoreError, UnavailableError
 from lightning.installation import install_command
 from lightning.store.protocol import Attempt
-from lightning.types import (
-    Caller,
-    Fault,
-    Outcome,
-    Resource,
-    Rollout,
-    Run,
-    Scope,
-    Span,
-    StepRecord,
-    Token,
-    Transition,
-)
+from lightning.types import Caller, Fault, Outcome, Rollout, Run, Scope, Span, StepRecord, Token, Transition
 from lightning_db import keeper_of
 from lightning_otel.traces.store import append_spans, spans
 from lightning_redis import keys, plugin
 from lightning_redis.settings import Settings, from_url
 from lightning_redis.store import RedisStore
+from lightning_resources import Resource, put_resource, roll_back_alias, set_alias
 from lightning_server.tokens import put_token, revoke_token
 
 from tests.servers.redis import RedisServer, free_port
@@ -220,9 +209,9 @@ async def test_the_rights_that_the_documentation_names_are_enough(
     await put_token(store, Token("t", Scope.ADMIN, "d"))
     await revoke_token(store, "t")
     for version in (1, 2):
-        await store.put_resource(Resource("w", f"text {version}"))
-        await store.set_alias("w", "production", version)
-    await store.roll_back_alias("w", "production")
+        await put_resource(store, Resource("w", f"text {version}"))
+        await set_alias(store, "w", "production", version)
+    await roll_back_alias(store, "w", "production")
     assert len(await store.transitions("a")) == len(await spans(store, "a")) == 1
     await store.close()
     keeper = keeper_of(url)
@@ -337,13 +326,15 @@ async def test_every_key_is_under_the_prefix_and_described(redis: RedisStore, ro
     await redis.put_state("run", "k", 1, once="an id")
     await put_token(redis, Token("t", Scope.ADMIN, "d"))
     await revoke_token(redis, "t")
-    await redis.put_resource(Resource("w", "text"))
-    await redis.set_alias("w", "production", 1)
+    await put_resource(redis, Resource("w", "text"))
+    await set_alias(redis, "w", "production", 1)
     described = re.findall(r"^    (?! )(.*?)(?:  .*)?$", keys.__doc__ or "", re.MULTILINE)
     known = {word for line in described for word in re.findall(r"[a-z]+", line)}
-    found = {name.partition(":")[0] for name in await names(redis)}
+    there = await names(redis)
+    found = {name.partition(":")[0] for name in there}
     assert found <= known
-    assert {"calls", "roots", "uses", "moves", "answers", "once", "spans", "proofs", "revoked"} <= found
+    assert {"calls", "roots", "uses", "resources", "answers", "once", "spans", "proofs", "revoked"} <= found
+    assert any(name.startswith("resources:moves:") for name in there)
 
 
 def test_scripts_touch_only_the_keys_they_are_given() -> None:
@@ -382,7 +373,7 @@ async def test_what_waits_together_is_sent_together(redis: RedisStore) -> None:
 async def test_a_call_that_is_refused_fails_only_its_caller(redis: RedisStore) -> None:
     before, bad, after = await asyncio.gather(
         redis.put_state("run", "a", 1),
-        redis.set_alias("nobody", "production", 1),
+        set_alias(redis, "nobody", "production", 1),
         redis.put_state("run", "b", 1),
         return_exceptions=True,
     )

@@ -12,7 +12,7 @@ import pytest
 from lightning.errors import DataError, PluginError, SchemaError, StoreError
 from lightning.store import Store
 from lightning.store.memory import MemoryStore
-from lightning.store.relational.brought import SqlPart
+from lightning.store.relational.transaction import SqlPart
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Rollout, Run, Scope, Task
 from lightning_server.api import app
@@ -156,9 +156,9 @@ def test_two_that_answer_the_same_requests_are_refused_at_the_start(lab: Callabl
         app.routes()
 
 
-def test_a_word_that_means_a_resource_needs_a_rule(lab: Callable[..., Any]) -> None:
-    with pytest.raises(TypeError, match=r"an argument that means a resource or a key of the state \(name\)"):
-        lab(**{"def judges(self, text: str)": "def judges(self, name: str)", ", owned=for_admins": ""})
+def test_a_word_that_means_a_key_of_the_state_needs_a_rule(lab: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=r"an argument `key`, which means a key of the state"):
+        lab(**{"def judges(self, text: str)": "def judges(self, run: str, key: str)", ", owned=for_admins": ""})
 
 
 async def test_a_value_that_is_none_of_the_operations_is_refused_on_its_way(

@@ -16,11 +16,13 @@ from lightning.errors import PolicyServerError
 from lightning.gateway import Gateway, Upstream
 from lightning.policy_server.protocol import Probe, Update, Usage
 from lightning.store.memory import MemoryStore
-from lightning.store.resource_ref import parse_reference
 from lightning.testing.fake_vllm import FakeVLLM, Reply
-from lightning.trainer.checkpoints import PROBE, WEIGHTS_NAME, weights_content
+from lightning.trainer.run_stages import PROBE
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import LLM, Resource, ResourceKind, Rollout, Task, Transition
+from lightning.types import LLM, Rollout, Task, Transition
+from lightning_resources import Resource, ResourceKind, put_resource, resource_uses, roll_back_alias, set_alias
+from lightning_resources.reference import parse_reference
+from lightning_resources.weights import WEIGHTS_NAME, weights_content
 from lightning_server import following
 from lightning_server.following import Follower
 from lightning_server.serving import Sessions
@@ -90,10 +92,10 @@ class Served:
         kept = {"ids": [*IDS], "logprobs": [0.0, *[probe] * 3], "dtype": "float32"}
         metadata = {} if probe is None else {PROBE: kept}
         made = Resource(WEIGHTS_NAME, weights_content(place), ResourceKind.WEIGHTS, metadata)
-        return await self.store.put_resource(made)
+        return await put_resource(self.store, made)
 
     async def promote(self, version: int) -> None:
-        await self.store.set_alias(WEIGHTS_NAME, "live", version)
+        await set_alias(self.store, WEIGHTS_NAME, "live", version)
 
     async def until(self, version: int) -> None:
         async with asyncio.timeout(30):
@@ -122,7 +124,7 @@ async def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         await gateway.start()
         stack.push_async_callback(gateway.close)
         gateway.parts.resource = WEIGHTS_NAME
-        llm = await Sessions(store, gateway, {}).for_many("clients", 3600)
+        llm = await Sessions(store, gateway, {})("clients", 3600, many=True)
         made = Served(None, policy, gateway, store, llm, tmp_path)  # type: ignore[arg-type]
         first = await made.put("one", probe=-0.5)
         await made.promote(first.version)
@@ -163,7 +165,7 @@ async def test_64_streaming_clients_see_ten_promotions_and_two_rollbacks_and_no_
             await served.promote(version)
             await served.until(version)
             if version in (5, 9):
-                moved = await served.store.roll_back_alias(WEIGHTS_NAME, "live")
+                moved = await roll_back_alias(served.store, WEIGHTS_NAME, "live")
                 await served.until(moved.version)
         over.set()
         await asyncio.gather(*clients)
@@ -279,5 +281,5 @@ async def test_rewards_are_told_by_version(served: Served) -> None:
             response = (await http.post("/chat/completions", json=body)).json()["id"]
             rated = await http.post("/feedback", json={"response_id": response, "reward": reward})
             assert rated.status_code == 200
-    uses = {use.version: use.reward for use in await served.store.resource_uses(WEIGHTS_NAME) if use.scored}
+    uses = {use.version: use.reward for use in await resource_uses(served.store, WEIGHTS_NAME) if use.scored}
     assert uses == {1: 0.25, 2: 0.75}

@@ -22,7 +22,6 @@ from lightning.types import (
     Json,
     Lease,
     Outcome,
-    Resource,
     Rollout,
     Run,
     Scope,
@@ -33,11 +32,11 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
-from lightning_server import messages
-from lightning_server.api import answers
+from lightning_resources import Resource, alias_history, put_resource, roll_back_alias, set_alias
+from lightning_server import errors, messages
 from lightning_server.auth import issue_token
-from lightning_server.http_store import HttpStore, long_poll, transport
-from lightning_server.http_store.long_poll import HttpWatch
+from lightning_server.http_store import HttpStore, transport
+from lightning_server.http_store.store import HttpWatch
 from lightning_server.operations import OPERATIONS
 from lightning_server.tokens import list_tokens, put_token
 from yarl import URL
@@ -331,7 +330,7 @@ async def test_nothing_is_done_twice_when_an_answer_is_lost(control: ControlServ
         await store.put_run(Run("run", "run"))
         await store.create_rollouts([Rollout(name, "run", Task("q"), "g") for name in "abcd"])
         for text in "abc":
-            await store.put_resource(Resource("w", text))
+            await put_resource(store, Resource("w", text))
         loses.between = lambda: other.put_state("run", "k", "newer")
         await store.put_state("run", "k", "older")
         assert await store.get_state("run", "k") == "newer"
@@ -343,11 +342,11 @@ async def test_nothing_is_done_twice_when_an_answer_is_lost(control: ControlServ
         loses.between = lambda: other.lease("run", "w")
         assert await store.release("w") == 2
         assert [r.id for r in (await store.list_rollouts("run", status=Status.PENDING)).items] == ["b", "d"]
-        loses.between = lambda: other.set_alias("w", "production", 2)
-        assert (await store.set_alias("w", "production", 1)).version == 1
-        loses.between = lambda: other.set_alias("w", "production", 3)
-        assert (await store.roll_back_alias("w", "production")).version == 1
-        assert [move.version for move in await store.alias_history("w", "production")] == [1, 2, 1, 3]
+        loses.between = lambda: set_alias(other, "w", "production", 2)
+        assert (await set_alias(store, "w", "production", 1)).version == 1
+        loses.between = lambda: set_alias(other, "w", "production", 3)
+        assert (await roll_back_alias(store, "w", "production")).version == 1
+        assert [move.version for move in await alias_history(store, "w", "production")] == [1, 2, 1, 3]
         loses.between = lambda: list_tokens(other)
         assert (await put_token(store, Token("t", Scope.RUNNER, "a" * 64))).id == "t"
         await store.close()
@@ -423,7 +422,7 @@ async def finish_some(store: HttpStore, count: int) -> None:
 
 
 def test_an_error_is_the_same_on_both_sides() -> None:
-    for kind, status, word in answers.KINDS:
+    for kind, status, word in errors.KINDS:
         if issubclass(kind, StoreError | DataError) and status != 503:
             assert transport.KINDS.get(word, StoreError) is kind
     assert transport.KINDS["schema"] is SchemaError  # 503 too, and no reason to ask again
@@ -600,7 +599,7 @@ async def test_a_wrong_token_is_said_at_once(control: ControlServer, caplog: pyt
 async def test_long_lists_travel_in_pieces(control: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_server.http_store.store.BODY_BYTES", 4000)
     monkeypatch.setattr("lightning_server.http_store.store.PAGE", 7)
-    monkeypatch.setattr("lightning_server.api.paging.PAGE_BYTES", 3000)
+    monkeypatch.setattr("lightning_server.api.store_routes.PAGE_BYTES", 3000)
     url, token = control.add(MemoryStore())
     store = HttpStore(url, token=token)
     await store.open()
@@ -654,8 +653,8 @@ async def test_ids_that_urls_know_otherwise(control: ControlServer) -> None:
         assert (await store.get_run(name)) == await store.put_run(Run(name, "another"))
         await store.put_state(name, name, name)
         assert await store.get_state(name, name) == name
-    await store.put_resource(Resource("a/b ü", "text"))
-    assert (await store.set_alias("a/b ü", "produktion/ü", 1)).version == 1
+    await put_resource(store, Resource("a/b ü", "text"))
+    assert (await set_alias(store, "a/b ü", "produktion/ü", 1)).version == 1
     await store.close()
     control.remove(url)
 
@@ -714,7 +713,7 @@ async def test_a_watch_asks_servers_that_take_turns_with_pauses(monkeypatch: pyt
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(long_poll, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("lightning_server.http_store.store.asyncio", SimpleNamespace(sleep=sleep))
     async with HttpWatch(ask) as watch:
         for told in (["b.0.0"], ["a.0.0", "b.0.0", "a.0.1"], ["a.0.2"], ["b.0.1"]):
             before = len(asked)

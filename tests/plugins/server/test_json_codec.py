@@ -16,10 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema_rs import Draft202012Validator
 from lightning.errors import DataError
-from lightning.store.protocol import Alias, MetricPoint, ResourceUse
+from lightning.store.protocol import MetricPoint
 from lightning.types import (
     Outcome,
-    Resource,
     Rollout,
     Run,
     Span,
@@ -32,6 +31,7 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_resources import Alias, Resource, ResourceUse
 from lightning_server import json_codec, messages
 from lightning_server.operations import OPERATIONS
 

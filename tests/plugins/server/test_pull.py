@@ -18,8 +18,9 @@ from lightning.config import Config
 from lightning.errors import ConfigError, DataError, LightningError, UnavailableError
 from lightning.plugins import plugins
 from lightning.store.url import sqlite_url
-from lightning.trainer.checkpoints import WEIGHTS_NAME, checked_weights, weights_content
-from lightning.types import Resource, ResourceKind, Scope
+from lightning.types import Scope
+from lightning_resources import Resource, ResourceKind, get_resource, put_resource, set_alias
+from lightning_resources.weights import WEIGHTS_NAME, checked_weights, weights_content
 from lightning_server.auth import Authenticator, issue_token
 from lightning_server.pull_command import LEFT_FREE, pull
 from lightning_server.serving import serve_store
@@ -42,11 +43,11 @@ def run(tmp_path: Path) -> Path:
     async def fill() -> None:
         store = plugins().store(sqlite_url(tmp_path / "run" / "lightning.db"))
         await store.open()
-        made = await store.put_resource(Resource(WEIGHTS_NAME, weights_content(model), ResourceKind.WEIGHTS))
-        await store.set_alias(WEIGHTS_NAME, "live", made.version)
-        await store.put_resource(Resource("writer", "Write."))
+        made = await put_resource(store, Resource(WEIGHTS_NAME, weights_content(model), ResourceKind.WEIGHTS))
+        await set_alias(store, WEIGHTS_NAME, "live", made.version)
+        await put_resource(store, Resource("writer", "Write."))
         other = Resource("secret", {"path": "/etc", "files": {"hostname": "0" * 64}}, ResourceKind.WEIGHTS)
-        await store.put_resource(other)
+        await put_resource(store, other)
         await store.close()
 
     asyncio.run(fill())
@@ -154,7 +155,7 @@ def test_a_server_gives_only_files_of_its_folder(
 
     async def fill() -> None:
         await store.open()
-        await store.put_resource(Resource("theirs", content, ResourceKind.WEIGHTS))
+        await put_resource(store, Resource("theirs", content, ResourceKind.WEIGHTS))
         await store.close()
 
     asyncio.run(fill())
@@ -181,7 +182,7 @@ async def test_a_file_that_is_put_in_another_ones_place_is_not_sent(run: Path, m
         return digest
 
     monkeypatch.setattr(WeightFiles, "_digest", swapped)
-    resource = await store.get_resource(WEIGHTS_NAME, 1)
+    resource = await get_resource(store, WEIGHTS_NAME, 1)
     assert resource is not None
     file = await files._opened(resource, weights.name)
     assert os.pread(file, 1 << 30, 0) == FILES[weights.name]
@@ -247,15 +248,15 @@ GZIP = [("content-encoding", "gzip")]
             (of_a_file(name), 200, [], "is no plain name")
             for name in ("a\x00b", "a\x1b[2Jb", "a\nb", "\ud800", "../a", "..", "")
         ),
-        (b" " * (5 << 20), 200, [], "longer than 4 MiB"),
+        (b" " * (5 << 20), 200, [], "more than 4 MiB"),
         (b"", 302, [("location", "http://127.0.0.1:9/")], "refuses: status 302"),
         (
-            json.dumps({"error": {"message": "no\n\nerror: yes " + 5000 * "y"}}).encode(),
+            json.dumps({"error": {"type": "forbidden", "message": "no\n\nerror: yes " + 5000 * "y"}}).encode(),
             403,
             [],
             "refuses: no error: yes y+$",
         ),
-        (json.dumps({"error": {"message": [1]}}).encode(), 500, [], "refuses: status 500"),
+        (json.dumps({"error": {"type": "forbidden", "message": [1]}}).encode(), 500, [], "refuses: status 500"),
     ],
 )
 def test_a_hostile_answer_is_one_line_of_error(
@@ -344,7 +345,7 @@ def test_a_record_that_names_no_folder_is_one_line_of_error(tmp_path: Path) -> N
 
 def test_without_a_token_or_a_server_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LIGHTNING_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match="set LIGHTNING_TOKEN"):
+    with pytest.raises(ConfigError, match="set the variable LIGHTNING_TOKEN"):
         pull(f"http://127.0.0.1:1#{LIVE}", tmp_path / "there")
     monkeypatch.setenv("LIGHTNING_TOKEN", "lt_x")
     with pytest.raises(UnavailableError, match="did not give the weights"):

@@ -17,8 +17,7 @@ from lightning.errors import PluginError, PolicyServerError
 from lightning.gateway import connections
 from lightning.gateway import policy as gateway_policy
 from lightning.gateway.connections import Serving, bind
-from lightning.gateway.http import RefusalError, send_bytes
-from lightning.gateway.request_body import read_body
+from lightning.gateway.http import RefusalError, read_body, send_bytes
 from lightning.plugins import Plugins
 from lightning.store.memory import MemoryStore
 from lightning.trainer import run_server, trainer

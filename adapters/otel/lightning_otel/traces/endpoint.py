@@ -16,8 +16,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from lightning.errors import DataError, MissingExtraError, StoreError
-from lightning.gateway.http import ClientGoneError, Header, RefusalError, send_bytes
-from lightning.gateway.request_body import KEY, RAISE_THE_LIMIT, RequestBody, read_body
+from lightning.gateway.http import (
+    KEY,
+    RAISE_THE_LIMIT,
+    ClientGoneError,
+    Header,
+    RefusalError,
+    RequestBody,
+    read_body,
+    send_bytes,
+)
 from lightning.redaction import redacted_span
 from lightning.types import Span
 

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -60,40 +59,6 @@ Visit = Callable[[LayoutPart], torch.Tensor | None]
 """What is done with a part; the loss that it returns is differentiated at once."""
 
 
-class Layout(Protocol):
-    """How rows go through the model, each cut to its length."""
-
-    @property
-    def samples(self) -> Sequence[Sample]:
-        """The rows."""
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """How many tokens of each are computed."""
-
-    @property
-    def least(self) -> int:
-        """The budget below which passes do not get smaller."""
-
-    @property
-    def least_text(self) -> str:
-        """What is computed at one time then, for messages."""
-
-    @property
-    def tokens(self) -> Tokens:
-        """What is predicted, in the layout's own order."""
-
-    @property
-    def states(self) -> States:
-        """What is valued, in the layout's own order."""
-
-    def walk(self, lm: CausalLM, budget: int, visit: Visit) -> int:
-        """Visit every entry once, at most `budget` padded tokens at a time; returns how many tokens were computed."""
-
-    def again(self, samples: Sequence[Sample]) -> Layout:
-        """The layout of rows with the same ids and spans, of which other numbers are known now."""
-
-
 @contextmanager
 def failing(doing: str, what: str) -> Iterator[None]:
     """Whatever torch raises in a pass becomes an `EngineError`; a shortage of memory always an `OutOfMemoryError`."""
@@ -109,16 +74,19 @@ def failing(doing: str, what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A `Layout`. Entries are in the order of the rows; each row is cut to its length."""
+    """Rows one by one. Entries are in the order of the rows; each row is cut to its length."""
 
     samples: Sequence[Sample]
     lengths: Sequence[int]
+    """How many tokens of each row are computed."""
     tokens: Tokens
+    """What is predicted."""
     states: States
+    """What is valued."""
 
     @property
     def least(self) -> int:
-        """The longest row: a row is computed whole."""
+        """The budget below which passes do not get smaller: the longest row, since a row is computed whole."""
         return max(self.lengths, default=0)
 
     @property
@@ -127,11 +95,12 @@ class Linear:
         return f"a single row of {self.least} tokens"
 
     def again(self, samples: Sequence[Sample]) -> Linear:
-        """The same rows, of which other numbers are known now."""
+        """The layout of rows with the same ids and spans, of which other numbers are known now."""
         return replace(self, samples=samples, tokens=trained_tokens(samples))
 
     def walk(self, lm: CausalLM, budget: int, visit: Visit) -> int:
-        """One forward and, where `visit` returns a loss, backward pass for each micro-batch."""
+        """Visit every entry once, at most `budget` padded tokens at a time; returns how many tokens were computed. One forward
+        and, where `visit` returns a loss, backward pass for each micro-batch."""
         wanted = np.unique(np.concatenate([self.tokens.rows, self.states.rows])).tolist()
         computed = 0
         for places in plan([self.lengths[row] for row in wanted], budget):
@@ -190,7 +159,8 @@ nothing where they have 256, in a model of 4 layers of size 256 on a CPU (`tests
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """A `Layout`. Entries are in the order of their places: where in the tree the hidden state stands that each needs."""
+    """Rows over their prefix tree. Entries are in the order of their places: where in the tree the hidden state stands that
+    each needs."""
 
     samples: Sequence[Sample]
     lengths: Sequence[int]
@@ -259,6 +229,10 @@ class Forest:
             if needed[index] and parent >= 0:
                 needed[parent] = True
         return needed
+
+
+Layout = Linear | Forest
+"""How rows go through the model."""
 
 
 def _affordable(lm: CausalLM) -> int:

@@ -20,12 +20,12 @@ from lightning.gateway.dialects.base import (
     Plan,
     check_common,
     choices_of,
+    has_grammar,
     packed_ids,
     refuse_parameter,
     take_out,
 )
 from lightning.gateway.http import Body
-from lightning.gateway.sampling import has_grammar
 
 _ELSEWHERE = "runs on OpenAI's servers, and vLLM would ignore it. Give the agent a tool that does it."
 _UNHELD = "was taken out of vLLM, which would ignore it and hold the answer to nothing. Send 'structured_outputs'."

@@ -9,7 +9,6 @@ from typing import Final
 
 from lightning.errors import LightningError
 
-from lightning_console.address import Address
 from lightning_console.blocks import (
     Block,
     Cell,
@@ -40,6 +39,7 @@ from lightning_console.queries.curves import (
     read_curves,
     total,
 )
+from lightning_console.router import Address
 
 MOST: Final = 24
 """Runs that are compared at a time."""

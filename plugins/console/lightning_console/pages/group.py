@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from lightning.errors import DataError
 
-from lightning_console.address import Address
 from lightning_console.blocks import (
     Block,
     Cell,
@@ -23,13 +22,12 @@ from lightning_console.blocks import (
     Notices,
     Page,
     Table,
-    Tone,
 )
-from lightning_console.pages.words import NONE, count, located, number, seconds, to, trail, written
+from lightning_console.pages.words import NONE, count, located, number, seconds, to, tone_of, trail, written
 from lightning_console.places import Located, Places
 from lightning_console.queries.branches import own_calls
-from lightning_console.queries.groups import GroupView, Member, group_view, split_of
-from lightning_console.queries.tree import TreeNode
+from lightning_console.queries.groups import GroupView, Member, TreeNode, group_view, split_of
+from lightning_console.router import Address
 
 
 async def page(places: Places, address: Address) -> Page:
@@ -247,14 +245,10 @@ def _earned(view: GroupView, place: int) -> list[Cell]:
         Cell(status, tone="bad" if bad else ""),
         Cell(number(rollout.reward)),
         Cell(number(each.total)),
-        Cell(number(each.advantage), tone=_tone(each.advantage)),
+        Cell(number(each.advantage), tone=tone_of(each.advantage)),
         Cell(count(len(own_calls(each.calls)))),
         Cell(count(each.tokens)),
         Cell(seconds(rollout.seconds) if rollout.status.ended else NONE),
         Cell(view.last_answer(place)),
         Cell(each.error, tone="bad" if each.error else ""),
     ]
-
-
-def _tone(value: float | None) -> Tone:
-    return "" if not value else "good" if value > 0 else "bad"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from lightning.store.protocol import LATEST, ResourceUse
-from lightning.types import Resource
+from lightning_resources import LATEST, Resource, ResourceUse
 
-from lightning_console.address import Address
 from lightning_console.blocks import (
     Action,
     Actions,
@@ -30,7 +28,9 @@ from lightning_console.blocks import (
 )
 from lightning_console.pages.words import NONE, count, number, to, when, written
 from lightning_console.places import Places, key_of
-from lightning_console.queries.resources import ResourceView, list_resources, resource_view
+from lightning_console.queries.conversation import cut
+from lightning_console.queries.resources import ResourceView, resource_lines, resource_view
+from lightning_console.router import Address
 
 ABOVE = (Link("Runs", "runs"), Link("Prompts and weights", "resources"))
 LONGEST = 100_000
@@ -65,7 +65,7 @@ def _before(view: ResourceView, version: int) -> int:
 
 
 async def _list(places: Places, address: Address) -> Page:
-    lines, unreadable = await list_resources(places)
+    lines, unreadable = await resource_lines(places)
     rows = [
         [
             Cell(line.name, to("resources", line.name, store=line.mark)),
@@ -190,7 +190,7 @@ def _content(address: Address, view: ResourceView, before: Resource, after: Reso
 def _text(resource: Resource) -> str:
     content = resource.content
     text = content if isinstance(content, str) else json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}\n… ({len(text) - LONGEST} characters more)"
+    return cut(text, LONGEST)
 
 
 def _actions(view: ResourceView, chosen: Resource) -> Actions:

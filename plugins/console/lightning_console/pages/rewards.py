@@ -7,7 +7,6 @@ from itertools import pairwise
 
 from lightning_debug.regrade import STRONG
 
-from lightning_console.address import Address
 from lightning_console.blocks import (
     Block,
     Cell,
@@ -27,6 +26,7 @@ from lightning_console.pages.words import NONE, change, count, located, number, 
 from lightning_console.places import Located, Places
 from lightning_console.queries.insight import folder_of
 from lightning_console.queries.rewards import Correlation, Measure, Rewards, Trial, read_rewards, trials_of
+from lightning_console.router import Address
 
 
 async def page(places: Places, address: Address) -> Page:

@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from lightning.errors import UnavailableError
-from lightning.store.epochs import is_over
 from lightning.store.protocol import PRUNED
+from lightning.trainer.epochs import is_over
 from lightning.trainer.summary import POLICY_FAULT
+from lightning_debug.advise import Alarm, Tuning
+from lightning_debug.bottlenecks import STEP, Help
+from lightning_debug.profile import ROLLOUT_PARTS, Profile
+from lightning_debug.run_commands import override
+from lightning_debug.run_commands import written as setting_written
 
-from lightning_console.address import Address
 from lightning_console.blocks import Block, Cell, Chart, Column, Fact, Facts, Link, Notice, Notices, Page, Series, Table
-from lightning_console.pages.advice import advice_blocks
-from lightning_console.pages.time import time_blocks
 from lightning_console.pages.words import (
     NONE,
     change,
@@ -31,8 +33,9 @@ from lightning_console.pages.words import (
 from lightning_console.places import Located, Places
 from lightning_console.queries.branches import parent_of
 from lightning_console.queries.curves import Curves, gain_of, held_out_points, points_of, read_curves, total
-from lightning_console.queries.insight import advice_of, folder_of, profile_of
+from lightning_console.queries.insight import Advised, Profiled, advice_of, folder_of, profile_of
 from lightning_console.queries.runs import ODD, RunLine, chosen_settings, line_of, said_of
+from lightning_console.router import Address
 
 LENGTH: Final = "length"
 """A measure that follows from others."""
@@ -305,3 +308,180 @@ def _commands(found: Located, line: RunLine) -> Notices:
         text = "go on from its last step: your own `lightning train`, or `Trainer(..., resume=True).fit(...)`, with"
         notices.append(Notice(text, commands=[f"--out {place} --resume"]))
     return Notices(notices, title="Look further")
+
+
+LINKS = 6
+"""Steps and rollouts that a finding links to."""
+
+
+def advice_blocks(found: Located, advised: Advised | None) -> list[Block]:
+    """Alarms, the most urgent first; then hints and settings with which past runs fared better. None: they are on their way."""
+    if advised is None:
+        return [Notices([Notice("the rules look at the run …", "muted")], title="Alarms")]
+    advice = advised.advice
+    if advice is None:
+        return [Notices([Notice("there is no advice", "muted", detail=advised.why)], title="Alarms")]
+    alarms = [_alarm(found, alarm) for alarm in advice.alarms]
+    if not alarms:
+        looked = f"the rules looked at {advice.steps} steps"
+        alarms = [Notice("no alarm", "good", detail=looked)] if advice.steps else [Notice("no step yet", "muted")]
+    if advice.unread:
+        alarms.append(Notice(advice.unread, "warn"))
+    hints = [Notice(hint.text, "warn", links=_evidence(found, hint.steps, hint.rollouts)) for hint in advice.hints]
+    tuning = [_tuning(each) for each in advice.tuning]
+    others = advice.compared - 1
+    note = (
+        f"settings are compared with {others} other {'run' if others == 1 else 'runs'} of this model and these tasks"
+        if others
+        else "no other run of this model and these tasks was measured alike: settings are not compared"
+    )
+    return [
+        Notices(alarms, title="Alarms"),
+        Notices(
+            [*hints, *tuning],
+            title="Advice",
+            note=note,
+            empty="none of them fared better for a setting that is different" if others else "nothing to say",
+        ),
+    ]
+
+
+def _alarm(found: Located, alarm: Alarm) -> Notice:
+    what = alarm.found
+    steps = what.steps if alarm.since is None else tuple(dict.fromkeys((alarm.since, *what.steps)))
+    tone = "bad" if what.serious and alarm.still else "warn"
+    links = _evidence(found, steps, what.rollouts)
+    return Notice(what.text, tone, detail=alarm.when, links=links, key=what.cause)  # type: ignore[arg-type]
+
+
+def _evidence(found: Located, steps: tuple[int, ...], rollouts: tuple[str, ...]) -> list[Link]:
+    return [
+        *(Link(f"step {step}", to("step", found.key, step)) for step in steps[:LINKS]),
+        *(
+            Link(rollout.removeprefix(f"{found.run.id}/"), to("rollout", found.key, rollout))
+            for rollout in rollouts[:LINKS]
+        ),
+    ]
+
+
+def _tuning(each: Tuning) -> Notice:
+    line = override(each.setting, each.better)
+    runs = f"{number(each.better_reward)} in {each.better_runs} runs beside {number(each.my_reward)} in {each.my_runs}"
+    beside = "those runs differ in nothing else" if each.alone else "those runs differ in other settings, too"
+    return Notice(
+        f"{each.setting} = {setting_written(each.better)} instead of {setting_written(each.mine)}: {runs}",
+        detail=beside,
+        commands=[f"--set {shlex.quote(line)}"] if line is not None else (),
+    )
+
+
+PHASES = {
+    "rollout": "waiting for rollouts", "train": "training", "update": "update of the policy server", "checkpoint": "checkpoint",
+    "eval": "evaluation", "start": "start",
+}  # fmt: skip
+
+
+def time_blocks(found: Located, curves: Curves, profiled: Profiled | None, ask: str) -> list[Block]:
+    """The profile; where there is none, the phases that the trainer measured and why. `ask` is the address that profiles. None:
+    it is on its way."""
+    if profiled is None:
+        return [_phases(curves), Notices([Notice("the run's calls are looked at …", "muted")])]
+    if profiled.profile is None:
+        links = [] if profiled.asked else [Link("look anyway", ask)]
+        why = Notice(
+            "where the time within rollouts and the tokens went is not known", "muted", detail=profiled.why, links=links
+        )
+        return [_phases(curves), Notices([why])]
+    profile = profiled.profile
+    return [_parts(profile), _tokens(profile), _helps(found, profiled.helps, profile)]
+
+
+def _phases(curves: Curves) -> Table:
+    total = sum(curves.phases.values())
+    rows = [
+        [Cell(PHASES.get(name, name)), Cell(seconds(took)), Cell(share(took / total))]
+        for name, took in sorted(curves.phases.items(), key=lambda each: -each[1])
+        if total and took >= 0.001 * total
+    ]
+    columns = [Column("phase"), Column("in all", "number"), Column("share", "number")]
+    return Table(columns, rows, title="Where time goes", empty="no times were recorded")
+
+
+def _parts(profile: Profile) -> Table:
+    steps = len(profile.steps)
+    rows = [
+        [
+            Cell(name.replace("_", " ") + (" (waiting for rollouts)" if name in ROLLOUT_PARTS else "")),
+            Cell(seconds(took / steps)),
+            Cell(share(took / profile.seconds)),
+        ]
+        for name, took in sorted(profile.parts.items(), key=lambda each: -each[1])
+        if took >= 0.001 * profile.seconds
+    ]
+    columns = [Column("wall time"), Column("of a step", "number"), Column("share", "number")]
+    first, last = profile.steps[0].step, profile.steps[-1].step
+    return Table(
+        columns,
+        rows,
+        title="Where time goes",
+        note=f"steps {first} to {last}, counted from 0: {seconds(profile.seconds / steps)} a step",
+    )
+
+
+def _tokens(profile: Profile) -> Facts:
+    tokens = profile.tokens
+    untaught = ", ".join(f"{reason.replace('_', ' ')} {count(many)}" for reason, many in tokens.untaught.items())
+    return Facts(
+        [
+            Fact(
+                "useful tokens",
+                share(tokens.useful),
+                f"{count(tokens.trained)} trained of {count(tokens.sampled)} sampled",
+            ),
+            Fact("in groups that taught nothing", count(sum(tokens.untaught.values())), untaught),
+            Fact("in rollouts that failed", count(tokens.failed)),
+            Fact(
+                "in calls that are not trained",
+                count(max(0, tokens.sampled - tokens.trained - sum(tokens.untaught.values()) - tokens.failed)),
+                "at least: of other agents, or left out by the algorithm",
+                hint="`train_agents` says whose calls are trained",
+            ),
+            Fact(
+                "tokens of prompts",
+                count(tokens.prompt),
+                "not known how many were in the prefix cache"
+                if tokens.cached is None
+                else f"{share(tokens.cached / tokens.prompt if tokens.prompt else 0.0)} found in the prefix cache",
+            ),
+            Fact("places for agents", share(1.0 - profile.places_idle), "busy while a step waited for rollouts"),
+            Fact(
+                "policy server",
+                share(1.0 - profile.server_idle / profile.waiting) if profile.waiting else NONE,
+                "busy while a step waited for rollouts",
+            ),
+        ],
+        title="Tokens",
+    )
+
+
+def _helps(found: Located, helps: tuple[Help, ...], profile: Profile) -> Notices:
+    notices = [
+        Notice(
+            f"{each.cause}: saves about {share(each.saves)} {'of a step' if each.of == STEP else f'for each {each.of}'}",
+            detail=f"{each.text} ({each.how})",
+            links=[
+                *(Link(f"step {step}", to("step", found.key, step)) for step in each.steps[:3]),
+                *(
+                    Link(one.removeprefix(f"{found.run.id}/"), to("rollout", found.key, one))
+                    for one in each.rollouts[:3]
+                ),
+            ],
+            commands=[f"--set {shlex.quote(setting)}" for setting in each.settings],
+        )
+        for each in helps
+    ]
+    notices += [Notice(note, "muted") for note in profile.notes]
+    if profile.tools:
+        said = ", ".join(f"{name} {seconds(took)}" for name, took in list(profile.tools.items())[:5])
+        notices.append(Notice(f"time in tools, all rollouts together: {said}", "muted"))
+    return Notices(notices, title="What would be faster", empty="nothing that is known to help would save 3 % or more")

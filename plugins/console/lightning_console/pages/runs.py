@@ -6,7 +6,6 @@ from typing import Final
 
 from lightning.store.url import redacted
 
-from lightning_console.address import Address
 from lightning_console.blocks import (
     Block,
     Cell,
@@ -24,9 +23,8 @@ from lightning_console.blocks import (
 )
 from lightning_console.pages.words import NONE, change, count, name_of, number, share, to, when, written
 from lightning_console.places import Places
-from lightning_console.queries.listing import RunList, list_runs
-from lightning_console.queries.runs import RunLine
-from lightning_console.queries.state import STATES, Name
+from lightning_console.queries.runs import STATES, Name, RunLine, RunList, list_runs
+from lightning_console.router import Address
 
 ROWS: Final = 100
 """Runs on a page."""

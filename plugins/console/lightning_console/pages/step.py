@@ -7,7 +7,6 @@ from typing import Final
 from lightning.errors import DataError
 from lightning.types import Status
 
-from lightning_console.address import Address
 from lightning_console.blocks import (
     Block,
     Cell,
@@ -28,6 +27,7 @@ from lightning_console.pages.words import count, located, number, seconds, share
 from lightning_console.places import Located, Places
 from lightning_console.queries.runs import line_of
 from lightning_console.queries.steps import GroupLine, RolloutPoint, Step, read_step
+from lightning_console.router import Address
 
 GROUPS: Final = 50
 """Groups on a page."""

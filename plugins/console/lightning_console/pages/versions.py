@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from lightning.errors import DataError
 
-from lightning_console.address import Address
 from lightning_console.blocks import Block, Cell, Column, Fact, Facts, Link, Notice, Notices, Page, Table, Tone
-from lightning_console.pages.words import NONE, count, number, to, when, written
+from lightning_console.pages.words import NONE, count, number, to, tone_of, when, written
 from lightning_console.places import Places
 from lightning_console.queries.versions import (
     EvaluatedVersion,
@@ -16,6 +15,7 @@ from lightning_console.queries.versions import (
     compare_versions,
     evaluated_versions,
 )
+from lightning_console.router import Address
 
 ABOVE = (Link("Runs", "runs"),)
 MOST_ROWS = 200
@@ -50,11 +50,11 @@ async def _choices(places: Places, address: Address, marked: list[str]) -> Page:
     rows = [
         [
             Cell(each.run, to("run", each.key)),
-            Cell(str(each.step)),
-            Cell(number(each.reward)),
-            Cell(number(each.with_failures)),
-            Cell(count(each.rollouts)),
-            Cell(count(each.failed), tone="bad" if each.failed else ""),
+            Cell(str(each.result.step)),
+            Cell(number(each.result.reward)),
+            Cell(number(each.result.reward_with_failures)),
+            Cell(count(each.result.rollouts)),
+            Cell(count(each.result.failed), tone="bad" if each.result.failed else ""),
             Cell(when(each.created_at)),
         ]
         for each in versions
@@ -198,9 +198,7 @@ def _tasks(found: VersionComparison) -> Table:
             Cell(written(found.inputs[each.task], 100) or each.task, hint=each.task),
             Cell(number(each.a), to("rollout", found.a.located.key, each.rollout_a)),
             Cell(number(each.b), to("rollout", found.b.located.key, each.rollout_b)),
-            Cell(
-                f"{each.difference:+.3f}", tone="good" if each.difference > 0 else "bad" if each.difference < 0 else ""
-            ),
+            Cell(f"{each.difference:+.3f}", tone=tone_of(each.difference)),
         ]
         for each in sorted(found.tasks, key=lambda one: one.difference)[:MOST_ROWS]
     ]

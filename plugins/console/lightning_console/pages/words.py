@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from datetime import datetime
@@ -12,10 +11,11 @@ from lightning.errors import DataError
 from lightning.store.url import parse
 from lightning.types import Json
 
-from lightning_console.address import Address
-from lightning_console.blocks import Link
+from lightning_console.blocks import Link, Tone
 from lightning_console.places import SERVER, Located, Places
-from lightning_console.queries.state import said_seconds
+from lightning_console.queries.conversation import one_line
+from lightning_console.queries.runs import said_seconds
+from lightning_console.router import Address
 
 NONE = "–"
 """What stands for no value."""
@@ -61,6 +61,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}f}"
 
 
+def tone_of(value: float | None) -> Tone:
+    """Whether a number is above or below 0."""
+    return "" if not value else "good" if value > 0 else "bad"
+
+
 def share(value: float | None) -> str:
     """A share as a percentage."""
     if value is None or not math.isfinite(value):
@@ -90,6 +95,4 @@ def change(before: float | None, after: float | None) -> str:
 
 def written(value: Json, longest: int = 160) -> str:
     """A value as a text of one line: a text as it is, anything else as JSON."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    text = " ".join(text.split())
-    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+    return one_line(value, longest)

@@ -6,7 +6,6 @@ Branches of one run are those that training made in its groups; `lightning branc
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -17,10 +16,10 @@ from weakref import WeakKeyDictionary
 from lightning.batch import is_prefix
 from lightning.batch.branches import CHANGES, prefix_of, recorded_rollout
 from lightning.errors import ConfigError, DataError, LightningError, StoreError, UnavailableError
-from lightning.store.epochs import is_over
 from lightning.store.exchanges import packed_in
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Attempt, Store
+from lightning.trainer.epochs import is_over
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.stack import why_not_served
 from lightning.types import BRANCH_VOID, Json, Rollout, Run, Transition
@@ -28,6 +27,7 @@ from lightning_branching.branch_parent import recorded_config
 from lightning_branching.recorded import live_tools
 
 from lightning_console.places import Located, key_of
+from lightning_console.queries.conversation import one_line
 
 LOOKED: Final = 500
 """Runs of a store, the newest, among which those that have branches of another run are looked for."""
@@ -135,15 +135,15 @@ async def _read(store: Store, config: Mapping[str, Json]) -> _Changes | None:
     parent = await store.get_rollout(str(said.get("rollout", "")))
     run = await store.get_run(parent.run) if parent is not None else None
     edit, weights, components = said.get("edit"), said.get("weights"), said.get("components")
-    parts = [] if edit is None else [f"edit: {_shortened(str(edit))}"]
+    parts = [] if edit is None else [f"edit: {one_line(str(edit), LONGEST_CHANGE)}"]
     if said.get("prompts"):
-        parts.append("other prompts" + (f": {_shortened(components)}" if components else ""))
+        parts.append("other prompts" + (f": {one_line(components, LONGEST_CHANGE)}" if components else ""))
     if weights and (parent is None or weights != await _weights_of(store, parent, said)):
-        parts.append(f"weights: {_shortened(weights)}")
+        parts.append(f"weights: {one_line(weights, LONGEST_CHANGE)}")
     sampling = _sampling(config)
     before = _sampling(run.config, held_out=parent.split != TRAIN) if run is not None and parent is not None else {}
     parts += [f"{name} {value}" for name, value in sampling.items() if before.get(name) != value]
-    parts += [f"{name}: {_shortened(value)}" for name, value in said.items() if name not in WORDS]
+    parts += [f"{name}: {one_line(value, LONGEST_CHANGE)}" for name, value in said.items() if name not in WORDS]
     return _Changes(str(said.get("rollout", "")), ", ".join(parts), None if edit is None else str(edit))
 
 
@@ -168,11 +168,6 @@ def _sampling(config: Mapping[str, Json], *, held_out: bool = False) -> dict[str
     found = dict(own) if isinstance(own, Mapping) else {}
     temperature = trainer.get("eval_temperature") if isinstance(trainer, Mapping) else None
     return found | ({"temperature": temperature} if held_out and temperature is not None else {})
-
-
-def _shortened(value: Json) -> str:
-    text = " ".join((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).split())
-    return text if len(text) <= LONGEST_CHANGE else f"{text[:LONGEST_CHANGE]}…"
 
 
 async def _runs(located: Located, patience: float | None) -> tuple[list[tuple[str, _Changes]], bool]:

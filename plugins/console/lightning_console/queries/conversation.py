@@ -1,20 +1,150 @@
 """A rollout's conversation as people read it: each message once, in the order in which it was said.
 
+Texts come from the recorded exchanges, else from decoded token ids.
+
 The invariant: a message that an agent sends again is not told again; what the agent changed of what was said before is.
+`missing` says why a text is not the recorded one. A token's text comes from the tokenizer in the folder of the model that the
+run names, or it is the id itself; nothing is downloaded and no code of a model is run.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from lightning.types import Json, StepState, Transition
-from lightning_debug.transcript import said_in
+from lightning.errors import StoreError
+from lightning.store import exchanges
+from lightning.store.exchanges import Exchange, Parent
+from lightning.store.url import parse
+from lightning.types import Json, Run, StepState, Transition
+from lightning_debug.transcript import REDACTED, ToolCall, said_in, text_of, tool_calls_of, why_not_whole
 
-from lightning_console.queries.said import Said
-from lightning_console.queries.tokens import Vocabulary
+from lightning_console.places import SERVER, Located
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+FILE: Final = "tokenizer.json"
+WORD_START: Final = "▁"
+"""How SentencePiece writes the space before a word, which decoding one token alone would drop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokenizer of a run's model; `missing` says why there is none, empty where there is."""
+
+    tokenizer: Tokenizer | None = None
+    missing: str = ""
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself; `#ID` where it is unknown."""
+        return [self._text(token) for token in ids]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """All tokens together, special ones included; the ids where there is no tokenizer."""
+        if self.tokenizer is None:
+            return " ".join(f"#{token}" for token in ids)
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def _text(self, token: int) -> str:
+        if self.tokenizer is None or (piece := self.tokenizer.id_to_token(token)) is None:
+            return f"#{token}"
+        text = str(self.tokenizer.decode([token], skip_special_tokens=False))
+        if piece.startswith(WORD_START) and not text.startswith(" "):
+            text = f" {text}"
+        return text or piece
+
+
+def vocabulary_of(located: Located) -> Vocabulary:
+    """The tokenizer of the model that the run began with, or the one in the run's own folder, if the model has moved."""
+    model = _model(located.run)
+    if not model:
+        return Vocabulary(missing="the run names no model, so that tokens are shown as ids")
+    if located.url == SERVER:
+        return Vocabulary(missing="tokens are shown as ids: a server reads no folder that a run names")
+    for folder in _folders(model, located.url):
+        file = folder / FILE
+        try:
+            return Vocabulary(_loaded(file, file.stat().st_mtime_ns))
+        except (OSError, ValueError):
+            continue
+    return Vocabulary(
+        missing=f"tokens are shown as ids: there is no {FILE} of the run's model {model} that can be read here"
+    )
+
+
+def _model(run: Run) -> str:
+    return str(run.config.get("model") or run.config.get("evaluates") or "")
+
+
+def _folders(model: str, url: str) -> list[Path]:
+    folders = [Path(model)]
+    if url.startswith("sqlite:"):
+        folders.append(Path(parse(url).path).parent / "model")
+    return folders
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(file: Path, _changed: int) -> Tokenizer:
+    """Raises `ValueError` for a file that is none."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises its errors as plain exceptions
+        raise ValueError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One call. `request` is the JSON that was sent, empty where it is not recorded; `text` and `tool_calls` are of the answer.
+    `reply` says that there is a recorded one."""
+
+    request: Mapping[str, Any]
+    text: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    path: str = ""
+    missing: str = ""
+    reply: bool = True
+
+    @property
+    def answer(self) -> str:
+        """The answer with its tool calls, as a text."""
+        return " ".join(filter(None, [self.text, *map(str, self.tool_calls)]))
+
+
+def said_by(transitions: Sequence[Transition], vocabulary: Vocabulary, parent: Parent | None = None) -> list[Said]:
+    """What each call of an attempt said, given all of its calls, and of a branch those of its `parent`. Exchanges that cannot
+    be read are told by `missing`."""
+    try:
+        read, corrupt = exchanges.read(transitions, parent), ""
+    except StoreError as error:
+        read, corrupt = [None] * len(transitions), str(error)
+    whole = {call.id: exchange for call, exchange in zip(transitions, read, strict=True) if exchange is not None}
+    return [_said(call, whole.get(call.id), corrupt, vocabulary) for call in transitions]
+
+
+def _said(call: Transition, exchange: Exchange | None, corrupt: str, vocabulary: Vocabulary) -> Said:
+    missing = corrupt or why_not_whole(exchange)
+    request = exchange.request if exchange is not None and isinstance(exchange.request, dict) else {}
+    if exchange is not None and (not missing or missing == REDACTED) and exchange.reply is not None:
+        reply = _choice(exchange.reply, call.choice)
+        return Said(request, text_of(reply), tool_calls_of(reply), exchange.path, missing)
+    text = vocabulary.text(call.response_ids) if len(call.response_ids) else ""
+    missing = missing or ("" if call.status.answered else call.error or "the agent did not get this answer whole")
+    return Said(request, text, path=exchange.path if exchange else "", missing=missing, reply=False)
+
+
+def _choice(reply: Any, number: int) -> Any:
+    """The reply with only one of its choices."""
+    if number and isinstance(reply, dict) and len(choices := reply.get("choices") or ()) > number:
+        return {**reply, "choices": [choices[number]]}
+    return reply
+
 
 MOST: Final = 500
 """Messages that are told: the first ones."""
@@ -185,6 +315,12 @@ def written(value: Json) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1, default=str)
 
 
-def cut(text: str) -> str:
-    """A text of at most `LONGEST` characters."""
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}\n… ({len(text) - LONGEST} characters more)"
+def cut(text: str, longest: int = LONGEST) -> str:
+    """A text of at most so many characters."""
+    return text if len(text) <= longest else f"{text[:longest]}\n… ({len(text) - longest} characters more)"
+
+
+def one_line(value: Json, longest: int) -> str:
+    """A value as a text of one line: a text as it is, anything else as JSON."""
+    text = " ".join((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).split())
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"

@@ -13,16 +13,15 @@ from itertools import pairwise
 from typing import Final, Literal
 
 import numpy as np
-from lightning.store.epochs import read_epochs
 from lightning.store.protocol import Store
+from lightning.trainer.epochs import read_epochs
 from lightning.trainer.runs import changes_of
 from lightning.trainer.summary import Evaluation, evaluations
 from lightning.types import Json, Run
-from lightning_debug.diagnosis import Course
-from lightning_debug.trends import WINDOW, lengths_of
+from lightning_debug.diagnosis import WINDOW, Course, lengths_of
 
 from lightning_console.queries.memo import Memo, stamp_of
-from lightning_console.queries.runs import About, about_of, measured, settings_and_tasks
+from lightning_console.queries.runs import About, about_of, finite, measured, settings_and_tasks
 
 Axis = Literal["step", "tokens", "time"]
 AXES: Final[Mapping[Axis, str]] = {"step": "steps", "tokens": "sampled tokens (about)", "time": "wall time (s)"}
@@ -88,8 +87,7 @@ class Curves:
 
     def named(self, name: str) -> list[float | None]:
         """A metric of each step; None where a step has none, or no finite one."""
-        found = (values.get(name) for values in self.values)
-        return [value if value is not None and math.isfinite(value) else None for value in found]
+        return [finite(values.get(name)) for values in self.values]
 
     @property
     def lengths(self) -> list[float | None]:

@@ -1,15 +1,16 @@
 """A group as a tree: sibling rollouts, and the branches that they have, as one prefix tree of calls.
 
 The invariant: two calls are one node exactly when the calls before them are, and their prompts and answers are the same token
-ids from the same agent, with nothing changed. (`lightning.batch.radix` has the tree of tokens, whose nodes end inside of
-answers, and credit's states meet again after they have parted: neither has calls as nodes.)
+ids from the same agent, with nothing changed. A branch is counted from the node on at which it leaves its parent's line, so
+that no state above is worth more because somebody looked below it. (`lightning.batch.radix` has the tree of tokens, whose nodes
+end inside of answers, and credit's states meet again after they have parted: neither has calls as nodes.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from lightning.batch.branches import is_void
@@ -19,7 +20,7 @@ from lightning.store.protocol import Attempt
 from lightning.trainer.reasons import reason
 from lightning.types import Rollout, Run, Transition
 
-from lightning_console.places import Located
+from lightning_console.places import Located, group_of, may_change, neighbours, why_no_calls
 from lightning_console.queries.branches import (
     Branch,
     branches_of,
@@ -28,17 +29,155 @@ from lightning_console.queries.branches import (
     key_beside,
     own_calls,
 )
-from lightning_console.queries.finding import group_of, may_change, neighbours, why_no_calls
-from lightning_console.queries.proof import MemberCredit, StepProof, prove
-from lightning_console.queries.said import Said, said_by
-from lightning_console.queries.tokens import Vocabulary, vocabulary_of
-from lightning_console.queries.tree import Action, Line, TreeNode, make_tree, mean_of
+from lightning_console.queries.conversation import Said, Vocabulary, cut, one_line, said_by, vocabulary_of
+from lightning_console.queries.steps import MemberCredit, StepProof, prove
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A call and its answer. What is equal by `same` after the same actions is one node. `number` is that of the call in its
+    own rollout, from 1; 0 where it is none of that rollout's. `tools` are what ran because of it, and what came of it."""
+
+    same: Hashable
+    caller: str
+    text: str
+    number: int
+    advantage: float | None = None
+    tools: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The actions of a rollout, and its return. A branch follows the first `start` actions of the line of `parent` (a place
+    among the lines), from the root where `parent` is -1, then its own. `counts` is false for one whose return says nothing of
+    the policy where it begins: something was changed, or where it begins is not known."""
+
+    actions: Sequence[Action]
+    total: float | None
+    branch: bool = False
+    parent: int = -1
+    start: int = 0
+    counts: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TreeNode:
+    """A call, at which `members` (places of lines) were; the root, before any call, has `depth` -1. `branches` are those that
+    begin behind it. `value` is the mean return of both, `advantage` the mean over those that were trained. `call` is the number
+    of the call in the rollout of the first of `members`. `ends` are the members that end here."""
+
+    parent: int
+    depth: int
+    members: tuple[int, ...]
+    value: float | None
+    advantage: float | None = None
+    caller: str = ""
+    action: str = ""
+    call: int = 0
+    tools: tuple[tuple[str, str], ...] = ()
+    branches: tuple[int, ...] = ()
+    children: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+
+
+def make_tree(lines: Sequence[Line], most: int) -> tuple[tuple[TreeNode, ...], int]:
+    """At most so many nodes, level by level, and how many calls are left out."""
+    return _Tree(lines, most).grown()
+
+
+class _Tree:
+    def __init__(self, lines: Sequence[Line], most: int) -> None:
+        self._lines, self._most = lines, most
+        trunks = tuple(place for place, line in enumerate(lines) if not line.branch)
+        self._nodes = [TreeNode(-1, -1, trunks, None)]
+        self._ways: dict[int, list[int]] = {place: [0] for place in trunks}
+        """The nodes of each line that has begun, one for each depth; without the last ones where these are left out."""
+        self._left_out = 0
+
+    def grown(self) -> tuple[tuple[TreeNode, ...], int]:
+        depth = 0
+        while True:
+            self._begin(depth)
+            going = [
+                place
+                for place, line in enumerate(self._lines)
+                if len(self._ways.get(place, ())) == depth + 1 and depth < line.start + len(line.actions)
+            ]
+            if not going and not any(line.start > depth for line in self._lines):
+                break
+            self._level(depth, going)
+            depth += 1
+        return self._whole(), self._left_out
+
+    def _begin(self, depth: int) -> None:
+        """Let the branches begin that leave their parents' lines after so many actions."""
+        for place, line in enumerate(self._lines):
+            if not line.branch or line.start != depth:
+                continue
+            before = self._ways.get(line.parent, [0] if line.parent < 0 else [])[: depth + 1]
+            if len(before) <= depth:  # what its parent did there is left out
+                self._left_out += len(line.actions)
+                continue
+            self._ways[place] = list(before)
+            here = self._nodes[before[-1]]
+            self._nodes[before[-1]] = replace(here, branches=(*here.branches, place))
+
+    def _level(self, depth: int, going: Sequence[int]) -> None:
+        found: dict[tuple[int, Hashable], list[int]] = {}
+        for place in going:
+            found.setdefault((self._ways[place][-1], self._action(place, depth).same), []).append(place)
+        for (parent, _), visitors in found.items():
+            if len(self._nodes) >= self._most:
+                self._left_out += sum(self._length(place) - depth for place in visitors)
+                continue
+            first = self._action(visitors[0], depth)
+            advantage = mean_of([self._action(place, depth).advantage for place in visitors])
+            for place in visitors:
+                self._ways[place].append(len(self._nodes))
+            self._nodes.append(
+                TreeNode(
+                    parent, depth, tuple(visitors), None, advantage, first.caller, first.text, first.number, first.tools
+                )
+            )
+
+    def _action(self, place: int, depth: int) -> Action:
+        line = self._lines[place]
+        return line.actions[depth - line.start]
+
+    def _length(self, place: int) -> int:
+        return self._lines[place].start + len(self._lines[place].actions)
+
+    def _whole(self) -> tuple[TreeNode, ...]:
+        """The nodes with their values, their children, and what ends at them."""
+        children: dict[int, list[int]] = {}
+        for number, node in enumerate(self._nodes[1:], 1):
+            children.setdefault(node.parent, []).append(number)
+        ends: dict[int, list[int]] = {}
+        for place, way in self._ways.items():
+            if len(way) == self._length(place) + 1:
+                ends.setdefault(way[-1], []).append(place)
+        return tuple(self._with(number, node, children, ends) for number, node in enumerate(self._nodes))
+
+    def _with(
+        self, number: int, node: TreeNode, children: Mapping[int, list[int]], ends: Mapping[int, list[int]]
+    ) -> TreeNode:
+        begun = [place for place in node.branches if self._lines[place].counts]
+        value = mean_of([self._lines[place].total for place in (*node.members, *begun)])
+        return replace(
+            node, value=value, children=tuple(children.get(number, ())), ends=tuple(sorted(ends.get(number, ())))
+        )
+
+
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """The mean of those that are known."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
+
 
 MOST_NODES: Final = 1_500
 """Calls of a tree that are shown: those nearest to the root."""
 MOST_MEMBERS: Final = 512
 LONGEST_ACTION: Final = 200
-LONGEST_CONTINUATION: Final = 20_000
 """Characters."""
 
 
@@ -122,7 +261,7 @@ class GroupView:
     def last_answer(self, place: int) -> str:
         """The beginning of what the last call of a member answered; empty where that is not known."""
         said = self._said.get(place, ())
-        return _shortened(said[-1].answer) if said else ""
+        return one_line(said[-1].answer, LONGEST_ACTION) if said else ""
 
     def continuation(self, node: int) -> tuple[str, Member, int]:
         """What followed from a node on, as a text, in the best of the rollouts that came by; that rollout, and the number of
@@ -134,9 +273,7 @@ class GroupView:
             parts.append(f"[{call.caller.name}]\n{said.answer}")
         first = max(0, self.nodes[node].depth - (member.origin.start if member.origin else 0))
         text = "\n\n".join(parts[first:])
-        if len(text) > LONGEST_CONTINUATION:
-            text = f"{text[:LONGEST_CONTINUATION]}\n… ({len(text) - LONGEST_CONTINUATION} characters more)"
-        return text, member, first + (member.edit is None)
+        return cut(text), member, first + (member.edit is None)
 
 
 async def group_view(located: Located, group: str, *, patience: float | None = None) -> GroupView:
@@ -253,11 +390,11 @@ def _line(member: Member, said: Sequence[Said], ended: Attempt, proof: StepProof
     credit = proof.members.get(member.rollout.id)
     actions = []
     if member.edit is not None:
-        actions.append(Action((member.changed, member.edit), "", _shortened(member.edit), 0))
+        actions.append(Action((member.changed, member.edit), "", one_line(member.edit, LONGEST_ACTION), 0))
     numbers = {call.seq: number for number, call in enumerate(member.calls, 1)}
     for call, one in zip(own_calls(member.calls), said, strict=True):
         same = member.changed, call.caller.name, call.prompt_ids.tobytes(), call.response_ids.tobytes()
-        text = _shortened(one.answer) or f"({call.finish_reason or call.status})"
+        text = one_line(one.answer, LONGEST_ACTION) or f"({call.finish_reason or call.status})"
         actions.append(
             Action(same, call.caller.name, text, numbers[call.seq], _advantage(credit, call), _tools(call, ended))
         )
@@ -282,7 +419,7 @@ def _tools(call: Transition, ended: Attempt) -> tuple[tuple[str, str], ...]:
     ]
     told = {each.name for each in events if not each.call_id}
     return tuple(
-        (each.name, _shortened(each.error or each.result or each.output or f"({each.status})"))
+        (each.name, one_line(each.error or each.result or each.output or f"({each.status})", LONGEST_ACTION))
         for each in events
         if not each.call_id or each.name not in told
     )
@@ -298,8 +435,3 @@ def split_of(view: GroupView, node: int) -> tuple[int, ...]:
 
 def _or_least(value: float | None) -> float:
     return -math.inf if value is None else value
-
-
-def _shortened(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= LONGEST_ACTION else f"{text[:LONGEST_ACTION]}…"

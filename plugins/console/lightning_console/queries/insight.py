@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from lightning.errors import LightningError
+from lightning.store.places import DATABASE, run_id_of
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import DATABASE, run_id_of
 from lightning.store.url import parse
 from lightning.types import Json, Run
 from lightning_debug.advise import Advice, Past, advise, config_of, is_comparable, past_of

@@ -10,9 +10,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning.errors import DataError, LightningError
-from lightning.store.protocol import LATEST, Alias, ResourceUse, Store
+from lightning.store.protocol import Store
 from lightning.trainer.run_server import of_project
-from lightning.types import Resource
+from lightning_resources import (
+    LATEST,
+    Alias,
+    Resource,
+    ResourceUse,
+    alias_history,
+    list_aliases,
+    list_resources,
+    resource_uses,
+)
 
 from lightning_console.places import Places, mark_of
 
@@ -57,14 +66,14 @@ class ResourceView:
         return found
 
 
-async def list_resources(places: Places) -> tuple[list[ResourceLine], dict[str, str]]:
+async def resource_lines(places: Places) -> tuple[list[ResourceLine], dict[str, str]]:
     """The resources of all stores at a place, and why stores could not be read, by URL."""
     lines: list[ResourceLine] = []
     stores = await _stores(places)
     unreadable = dict(places.unreadable)
     for url, store in stores.items():
         try:
-            found, aliases = await store.list_resources(), await store.list_aliases()
+            found, aliases = await list_resources(store), await list_aliases(store)
         except LightningError as error:
             unreadable[url] = str(error)
             continue
@@ -85,7 +94,7 @@ async def resource_view(places: Places, name: str, mark: str = "") -> ResourceVi
     having: dict[str, tuple[str, Store, list[Resource]]] = {}
     for url, store in (await _stores(places)).items():
         try:
-            if found := await store.list_resources(name):
+            if found := await list_resources(store, name):
                 having[mark_of(url)] = url, store, found
         except LightningError:
             continue  # the list of resources names it
@@ -93,9 +102,9 @@ async def resource_view(places: Places, name: str, mark: str = "") -> ResourceVi
         raise DataError(f"there is no resource {name[:200]!r} here")
     chosen = mark or next(iter(having))
     url, store, versions = having[chosen]
-    aliases = await store.list_aliases(name)
+    aliases = await list_aliases(store, name)
     moves = {
-        alias.alias: tuple(reversed(await store.alias_history(name, alias.alias)))[:MOST_MOVES]
+        alias.alias: tuple(reversed(await alias_history(store, name, alias.alias)))[:MOST_MOVES]
         for alias in aliases
         if alias.alias != LATEST
     }
@@ -104,7 +113,7 @@ async def resource_view(places: Places, name: str, mark: str = "") -> ResourceVi
         url,
         chosen,
         tuple(reversed(versions))[:MOST_VERSIONS],
-        tuple(await store.resource_uses(name)),
+        tuple(await resource_uses(store, name)),
         tuple(aliases),
         moves,
         {other: having[other][0] for other in having if other != chosen},

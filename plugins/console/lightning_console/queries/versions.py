@@ -16,7 +16,7 @@ from lightning.errors import DataError, LightningError
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.trainer.plan import VAL, newest_generation, of_generation
-from lightning.trainer.summary import evaluations
+from lightning.trainer.summary import Evaluation, evaluations
 from lightning.types import Json, Rollout, Run
 from lightning_debug.ab import DivergentCall, PairedTask, divergent_call, paired_tasks
 from lightning_debug.statistics import SequentialTest, interval
@@ -34,22 +34,17 @@ SHOWN: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedVersion:
-    """A held-out evaluation that can be compared: of a run, after `step` steps. `reward` is None where none was scored."""
+    """A held-out evaluation that can be compared, of a run that began at `created_at`."""
 
     key: str
     run: str
-    step: int
-    reward: float | None
-    with_failures: float | None
-    rollouts: int
-    failed: int
     created_at: float
-    label: str = ""
+    result: Evaluation
 
     @property
     def name(self) -> str:
         """What an address calls it."""
-        return f"{self.key}@{self.step}"
+        return f"{self.key}@{self.result.step}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +117,7 @@ async def evaluated_versions(places: Places) -> tuple[list[EvaluatedVersion], di
         except ODD as error:
             unreadable[f"{run.id} in {url}"] = said_of(error)
             continue
-        found += [
-            EvaluatedVersion(
-                key,
-                run.id,
-                each.step,
-                each.reward,
-                each.reward_with_failures,
-                each.rollouts,
-                each.failed,
-                run.created_at,
-            )
-            for each in results
-        ]
+        found += [EvaluatedVersion(key, run.id, run.created_at, each) for each in results]
     return found, unreadable
 
 

@@ -16,7 +16,6 @@ from lightning.store.protocol import Store
 from lightning.types import DEFAULT_PROJECT, LLM
 from lightning_server.protocol import Host
 
-from lightning_console.address import Address
 from lightning_console.blocks import (
     Action,
     Actions,
@@ -30,7 +29,8 @@ from lightning_console.blocks import (
     Notices,
     Page,
 )
-from lightning_console.web.visitors import Visitor, need_changes
+from lightning_console.router import Address
+from lightning_console.web.gate import Visitor, need_changes
 
 CONVERSATIONS: Final = 256
 TURNS: Final = 40

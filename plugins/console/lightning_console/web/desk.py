@@ -1,7 +1,9 @@
-"""What a console's pages ask of it: to show an address, and to do an action.
+"""What a console's pages ask of it: to show an address, and to do an action: to move aliases, to leave notes at a run, to chat.
 
 The invariant: a visitor sees the runs of their token's project and no others; an answer is bounded in time; and what fails is
-said on the page, while the console goes on.
+said on the page, while the console goes on. An action is named here or does not exist, and who may only look is refused
+whatever their page sends. A note is written once, under a number of its own, so that two people who write at a time lose
+nothing.
 """
 
 from __future__ import annotations
@@ -9,28 +11,158 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import orjson
-from lightning.errors import LightningError
+from lightning.errors import ConfigError, DataError, LightningError
 from lightning.store.protocol import Store
+from lightning.types import Json
+from lightning_resources import roll_back_alias, set_alias
 
 from lightning_console import router
-from lightning_console.address import Address
-from lightning_console.blocks import Page, json_of, with_whole_characters
-from lightning_console.pages.branches import FORK
-from lightning_console.places import Places
-from lightning_console.web import actions
+from lightning_console.blocks import Action, Actions, Block, Notice, Notices, Page, json_of, with_whole_characters
+from lightning_console.pages.rollout import FORK
+from lightning_console.pages.words import when
+from lightning_console.places import Located, Places
+from lightning_console.router import Address
 from lightning_console.web.chat import Chat
 from lightning_console.web.forks import Forks
-from lightning_console.web.gate import Asked
-from lightning_console.web.visitors import Visitor, need_changes, visitor
+from lightning_console.web.gate import VISITOR, Asked, Visitor, need_changes
+
+MOST: Final = 100
+"""Notes of a run."""
+LONGEST: Final = 4_000
+"""Characters of a note."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What somebody wrote. `at` is Unix time."""
+
+    text: str
+    by: str
+    at: float
+
+
+async def notes(located: Located) -> list[Note]:
+    """The notes of a run, oldest first. None where the store does not tell its state to whoever asks (a viewer's token)."""
+    found: list[Note] = []
+    try:
+        for number in range(MOST):
+            kept = await located.store.get_state(located.run.id, _key(number))
+            if not isinstance(kept, dict):
+                break
+            found.append(_read_note(kept))
+    except LightningError:
+        return found
+    return found
+
+
+async def add_note(located: Located, text: str, by: str) -> Note:
+    """Leave a note. Raises `DataError` for one that is empty or too long, and where there are too many."""
+    text = text.strip()
+    if not text or len(text) > LONGEST:
+        raise DataError(f"a note has 1 to {LONGEST} characters, and this one has {len(text)}")
+    mine: dict[str, Json] = {"text": text, "by": by, "at": time.time()}
+    for number in range(MOST):
+        if await located.store.keep_state(located.run.id, _key(number), mine) == mine:
+            return _read_note(mine)
+    raise DataError(f"the run {located.run.id!r} has {MOST} notes already, and takes no more")
+
+
+def _key(number: int) -> str:
+    return f"console_note_{number}"
+
+
+def _read_note(kept: dict[str, Json]) -> Note:
+    at = kept.get("at")
+    return Note(str(kept.get("text", "")), str(kept.get("by", "")), float(at) if isinstance(at, (int, float)) else 0.0)
+
+
+PRODUCTION: Final = "production"
+Done = Callable[[Places, Visitor, Mapping[str, Any]], Awaitable[str]]
+
+
+async def act(places: Places, who: Visitor, name: str, given: Mapping[str, Any]) -> str:
+    """Do an action; returns what was done. Raises `ConfigError` for a viewer, `DataError` for what cannot be meant."""
+    done = ACTIONS.get(name)
+    if done is None:
+        raise DataError(f"there is no action {name[:40]!r}: there are {', '.join(ACTIONS)}")
+    need_changes(who)
+    return await done(places, who, given)
+
+
+async def _note(places: Places, who: Visitor, given: Mapping[str, Any]) -> str:
+    located = await places.find(_text(given, "run"))
+    await add_note(located, _text(given, "text"), who.name)
+    return "the note is kept"
+
+
+async def _promote(places: Places, who: Visitor, given: Mapping[str, Any]) -> str:
+    store, name = await _store(places, _text(given, "store")), _text(given, "name")
+    alias, version = _text(given, "alias").strip() or PRODUCTION, _text(given, "version").strip()
+    if not version.isdecimal() or len(version) > 18:
+        raise DataError(f"{version[:40]!r} is no version: give its number")
+    moved = await set_alias(store, name, alias, int(version))
+    return f"{moved.name}@{moved.alias} is version {moved.version}"
+
+
+async def _roll_back(places: Places, who: Visitor, given: Mapping[str, Any]) -> str:
+    store = await _store(places, _text(given, "store"))
+    moved = await roll_back_alias(store, _text(given, "name"), _text(given, "alias"))
+    return f"{moved.name}@{moved.alias} is version {moved.version} again"
+
+
+ACTIONS: Final[Mapping[str, Done]] = {"note": _note, "promote": _promote, "roll_back": _roll_back}
+
+
+def _text(given: Mapping[str, Any], name: str) -> str:
+    value = given.get(name, "")
+    if not isinstance(value, str | int):
+        raise DataError(f"{name} is a text, not a {type(value).__name__}")
+    return str(value)
+
+
+async def _store(places: Places, url: str) -> Store:
+    stores = await places.stores()
+    if url not in stores:
+        raise ConfigError(f"there is no store {url[:200]!r} here")
+    return stores[url]
+
+
+async def with_actions(places: Places, who: Visitor, page: Page, *, forks: bool = False) -> Page:
+    """A page with the notes of its run and a button for another one; without any button for who may only look, and with that
+    for branches where `forks` says that they can be made."""
+    address = Address.parse(page.address)
+    blocks: list[Block] = [block for block in page.blocks if _is_for(who, block, forks=forks)]
+    if address.page == "run" and len(address.about) == 1:
+        blocks += await _of_run(places, who, address.about[0])
+    return replace(page, blocks=blocks)
+
+
+def _is_for(who: Visitor, block: Block, *, forks: bool) -> bool:
+    if not isinstance(block, Actions):
+        return True
+    return who.changes and (forks or all(action.name != FORK for action in block.actions))
+
+
+async def _of_run(places: Places, who: Visitor, key: str) -> list[Block]:
+    found = await notes(await places.find(key))
+    blocks: list[Block] = []
+    if found:
+        said = [Notice(note.text, detail=f"{note.by or 'somebody'}, {when(note.at)}") for note in found]
+        blocks.append(Notices(said, title="Notes"))
+    if who.changes:
+        blocks.append(Actions([Action("note", "Leave a note", {"run": key}, fields=[("text", "Note")])]))
+    return blocks
+
 
 logger = logging.getLogger(__name__)
 SECONDS: Final = 60.0
 """Until a page is given up."""
-CANNOT: Final = "the page %r could not be made"
 TALKS: Final = ("say", "begin_again")
 
 
@@ -58,13 +190,13 @@ class Desk:
 
     async def show(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The page of `asked["address"]`, or that it is still the one whose digest is `asked["seen"]`."""
-        who = visitor()
+        who = VISITOR.get()
         address = with_whole_characters(str(asked.get("address") or self._start))
-        page = await self._page(who, address)
+        page = await router.shown(address, self._page(who, address), SECONDS)
         try:  # in a thread: a rollout's page has megabytes, and what else the server answers does not wait for them
             written, digest = await asyncio.to_thread(_written, page)
         except Exception as error:  # a number that JSON does not have
-            logger.exception(CANNOT, address[:200])
+            logger.exception("the page %r could not be made", address[:200])
             page = router.cannot_show(address, router.fault_of(error))
             written, digest = _written(page)
         if digest == asked.get("seen"):
@@ -75,7 +207,7 @@ class Desk:
 
     async def act(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Do the action `asked["name"]`; returns what was `said` of it, or the `error`."""
-        who, name = visitor(), str(asked.get("name"))
+        who, name = VISITOR.get(), str(asked.get("name"))
         given = asked.get("arguments")
         given = given if isinstance(given, dict) else {}
         try:
@@ -86,7 +218,7 @@ class Desk:
                 if name == FORK and self._forks is not None:
                     need_changes(who)
                     return {"said": await self._forks.begin(places, given)}
-                return {"said": await actions.act(places, who, name, given)}
+                return {"said": await act(places, who, name, given)}
         except TimeoutError:
             return {"error": f"this took more than {SECONDS:g} s; look whether it was done before you try again"}
         except LightningError as error:
@@ -96,22 +228,11 @@ class Desk:
             return {"error": router.fault_of(error)}
 
     async def _page(self, who: Visitor, text: str) -> Page:
-        try:
-            places = self._places_of(who)
-            async with asyncio.timeout(SECONDS):
-                if text.partition("?")[0] == "chat":
-                    return await self._chat.page(await self._store(places), who, Address.parse(text))
-                page = await router.show(places, text)
-                return await actions.with_actions(places, who, page, forks=self._forks is not None)
-        except TimeoutError:
-            return router.cannot_show(
-                text, f"this page took more than {SECONDS:g} s: it asks for too much, or its store is slow"
-            )
-        except LightningError as error:
-            return router.cannot_show(text, str(error))
-        except Exception as error:
-            logger.exception(CANNOT, text[:200])
-            return router.cannot_show(text, router.fault_of(error))
+        places = self._places_of(who)
+        if text.partition("?")[0] == "chat":
+            return await self._chat.page(await self._store(places), who, Address.parse(text))
+        page = await router.show(places, text)
+        return await with_actions(places, who, page, forks=self._forks is not None)
 
     async def _store(self, places: Places) -> Store | None:
         stores = await places.stores()

@@ -20,7 +20,7 @@ from lightning.asyncio_utils import end, end_process
 from lightning.errors import ConfigError, DataError
 from lightning_branching.branching import base_name
 
-from lightning_console.pages.branches import SAMPLES
+from lightning_console.pages.rollout import SAMPLES
 from lightning_console.places import Located, Places
 
 logger = logging.getLogger(__name__)

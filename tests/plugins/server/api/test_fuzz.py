@@ -9,10 +9,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from lightning.store.memory import MemoryStore
-from lightning.types import Outcome, Resource, Rollout, Run, Task
+from lightning.types import Outcome, Rollout, Run, Task
+from lightning_resources import Resource, put_resource, set_alias
 from lightning_server import json_codec, messages
-from lightning_server.api import PREFIX, description, routes
-from lightning_server.api.table import Route
+from lightning_server.api.app import description, routes
+from lightning_server.api.table import PREFIX, Route
 
 from tests.servers.control import ControlServer
 
@@ -43,8 +44,8 @@ def served() -> Any:
             await store.create_rollouts([Rollout(f"run/{i}", "run", Task("q"), "g") for i in range(3)])
             await store.lease("run", "w", limit=2)
             await store.complete("run/1", 1, Outcome(reward=1.0))
-            await store.put_resource(Resource("writer", "text"))
-            await store.set_alias("writer", "production", 1)
+            await put_resource(store, Resource("writer", "text"))
+            await set_alias(store, "writer", "production", 1)
 
         server.run(fill())
         yield url, {"Authorization": f"Bearer {token}"}

@@ -16,9 +16,10 @@ from lightning.gateway import Upstream
 from lightning.gateway.identity import seconds_left
 from lightning.instrument import emit
 from lightning.runner.attempt_completion import NEVER_CALLED, OUTLIVED
-from lightning.store.epochs import mark_over
+from lightning.trainer.epochs import mark_over
 from lightning.trainer.how_to_call import HowToCall
-from lightning.types import LLM, Fault, Outcome, Resource, Rollout, Run, Scope, Status, Task, ToolEvent
+from lightning.types import LLM, Fault, Outcome, Rollout, Run, Scope, Status, Task, ToolEvent
+from lightning_resources import Resource, put_resource
 from lightning_server.auth import issue_token
 from lightning_server.client import AttemptCounts, Client
 from lightning_server.client import run_discovery as finding
@@ -159,7 +160,7 @@ async def test_agents_get_the_run_s_prompts_and_the_temperature_of_evaluations(s
     server = await site.start()
     await site.begin(count=1, resources={"writer": 2})
     for text in ("first", "second"):
-        await site.store.put_resource(Resource("writer", text))
+        await put_resource(site.store, Resource("writer", text))
     await HowToCall({"critic": "be strict"}, {"write": "writer"}, {"writer": 1}, 0.25).keep(site.store, RUN)
     await site.store.create_rollouts([lightning.Rollout("evaluated", RUN, Task(8), "g", split="val")])
     await site.client(server, agent=agent, rollouts=2).work()

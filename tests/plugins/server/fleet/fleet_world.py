@@ -18,8 +18,7 @@ from lightning.errors import PolicyServerError, StoreError
 from lightning.gateway.dialects import Capture
 from lightning.gateway.http import RefusalError
 from lightning.gateway.policy import UNKNOWN, LiveCall
-from lightning.gateway.upstream.client import Forwarder
-from lightning.gateway.upstream.servers import Upstream
+from lightning.gateway.upstream import Forwarder, Upstream
 from lightning.policy_server.protocol import Update
 from lightning.types import Json, VersionRun
 from lightning_server.fleet.member import Member

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestServer
 from lightning.config.sections import GatewayConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.identity import gateway_secret
-from lightning.gateway.upstream.servers import Found, Pool
+from lightning.gateway.upstream import Found, Pool
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.types import LLM, UNSERVED, CallStatus, Rollout, Run, Task, Transition
@@ -194,8 +194,8 @@ async def test_an_outage_is_said_once_and_its_end_too(site, caplog):
 async def slow(monkeypatch: pytest.MonkeyPatch, *hanging: str) -> AsyncIterator[tuple[Pool, aiohttp.ClientSession]]:
     """A pool with one attached server, some routes of which never answer; whoever asks waits a tenth of a second."""
     patience = aiohttp.ClientTimeout(total=0.1)
-    monkeypatch.setattr("lightning.gateway.upstream.servers.TIMEOUT", patience)
-    monkeypatch.setattr("lightning.gateway.upstream.servers.TIMEOUT", patience)
+    monkeypatch.setattr("lightning.gateway.upstream.TIMEOUT", patience)
+    monkeypatch.setattr("lightning.gateway.upstream.TIMEOUT", patience)
 
     async def answer(request: web.Request) -> web.Response:
         if request.path in hanging:

@@ -17,7 +17,8 @@ from lightning.gateway import Gateway, Upstream
 from lightning.store import Store
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
-from lightning.types import LLM, CallStatus, Resource, Rollout, Run, Scope, Task
+from lightning.types import LLM, CallStatus, Rollout, Run, Scope, Task
+from lightning_resources import Resource, list_resources, put_resource
 from lightning_server.auth import issue_token
 from lightning_server.control import Control
 from lightning_server.tokens import list_tokens, put_token
@@ -90,7 +91,7 @@ class House:
             ]
             calls = [await self.store.transitions(rollout.id) for rollout in page.items if rollout.attempt]
             found += [[call for call in each if call.status is not CallStatus.REFUSED] for each in calls]
-        found += [await self.store.list_resources(), await self.store.get_state("", "gateway_secret")]
+        found += [await list_resources(self.store), await self.store.get_state("", "gateway_secret")]
         return "\n".join(map(repr, found))
 
 
@@ -103,7 +104,7 @@ async def house_of(**settings: Any) -> AsyncIterator[House]:
     for run, project in (("run", "default"), ("theirs", "theirs")):
         await store.put_run(Run(run, run, project=project))
         await store.create_rollouts([Rollout(f"{run}/{n}", run, Task("x"), "g") for n in range(2)])
-        await store.put_resource(Resource("writer" if run == "run" else "project::theirs::planner", "text"))
+        await put_resource(store, Resource("writer" if run == "run" else "project::theirs::planner", "text"))
     async with FakeVLLM() as fake:
         config = GatewayConfig(**settings)
         gateway = Gateway(store, [Upstream(fake.url, fake.model)], config, secret=SECRET, run="run", shared=True)

@@ -19,8 +19,6 @@ from lightning.types import (
     Caller,
     Lease,
     Outcome,
-    Resource,
-    ResourceKind,
     Rollout,
     Run,
     Scope,
@@ -34,6 +32,18 @@ from lightning.types import (
     token_ids,
 )
 from lightning_otel.traces.store import append_spans, spans
+from lightning_resources import (
+    Resource,
+    ResourceKind,
+    alias_history,
+    get_resource,
+    list_aliases,
+    list_resources,
+    put_resource,
+    resource_uses,
+    roll_back_alias,
+    set_alias,
+)
 from lightning_server.auth import issue_token
 from lightning_server.projects import Projects, ProjectStore
 from lightning_server.tokens import get_token, list_tokens, put_token, revoke_token
@@ -115,13 +125,13 @@ CASES: dict[str, Case | None] = {
     "list_tokens": lambda store, ids: list_tokens(store),
     "revoke_token": lambda store, ids: revoke_token(store, ids.token),
     "put_resource": None,  # a name of one's own, whoever else has it: see the property below
-    "get_resource": lambda store, ids: store.get_resource(ids.resource),
-    "list_resources": lambda store, ids: store.list_resources(ids.resource),
-    "set_alias": lambda store, ids: store.set_alias(ids.resource, "live", 1),
-    "roll_back_alias": lambda store, ids: store.roll_back_alias(ids.resource, "live"),
-    "list_aliases": lambda store, ids: store.list_aliases(ids.resource),
-    "alias_history": lambda store, ids: store.alias_history(ids.resource, "live"),
-    "resource_uses": lambda store, ids: store.resource_uses(ids.resource),
+    "get_resource": lambda store, ids: get_resource(store, ids.resource),
+    "list_resources": lambda store, ids: list_resources(store, ids.resource),
+    "set_alias": lambda store, ids: set_alias(store, ids.resource, "live", 1),
+    "roll_back_alias": lambda store, ids: roll_back_alias(store, ids.resource, "live"),
+    "list_aliases": lambda store, ids: list_aliases(store, ids.resource),
+    "alias_history": lambda store, ids: alias_history(store, ids.resource, "live"),
+    "resource_uses": lambda store, ids: resource_uses(store, ids.resource),
 }
 """How each method of `Store` is asked for somebody else's things."""
 SAME_FOR_OWNERS = {"next_seq", "watch"}
@@ -145,9 +155,9 @@ async def fill(store: Store, project: str, ids: Ids) -> None:
     view = ProjectStore(store, project)
     await view.put_run(Run(ids.run, "a run"))
     for version in ("one", "two"):
-        await view.put_resource(Resource(ids.resource, version))
+        await put_resource(view, Resource(ids.resource, version))
     for version in (1, 2):
-        await view.set_alias(ids.resource, "live", version)
+        await set_alias(view, ids.resource, "live", version)
     rollouts = [Rollout(name, ids.run, Task(name), "g", resources={ids.resource: 1}) for name in (ids.done, ids.live)]
     await view.create_rollouts(rollouts)
     await view.lease(ids.run, ids.worker, limit=2)
@@ -233,15 +243,15 @@ async def test_a_step_of_ones_own_says_nothing_of_anothers_rollout(store: Store)
 
 
 async def test_what_a_prompt_earned_elsewhere_is_not_told(store: Store) -> None:
-    await store.put_resource(Resource("writer", "bare"))
+    await put_resource(store, Resource("writer", "bare"))
     for run, project in (
         ("ours", "default"),
         ("hidden", "theirs"),
     ):  # a trainer with the database itself uses bare names
         await store.put_run(Run(run, run, project=project))
         await store.create_rollouts([Rollout(f"{run}/0", run, Task("x"), "g", resources={"writer": 1})])
-    assert {use.run for use in await store.resource_uses("writer")} == {"ours", "hidden"}
-    assert {use.run for use in await ProjectStore(store, "default").resource_uses("writer")} == {"ours"}
+    assert {use.run for use in await resource_uses(store, "writer")} == {"ours", "hidden"}
+    assert {use.run for use in await resource_uses(ProjectStore(store, "default"), "writer")} == {"ours"}
 
 
 @pytest.mark.parametrize("project", ["mine", "default", None])
@@ -270,22 +280,22 @@ async def test_what_belongs_to_no_run_is_no_projects(store: Store) -> None:
 
 async def test_the_default_project_keeps_bare_names_and_sees_no_others(store: Store) -> None:
     await fill(store, "theirs", THEIRS)
-    await store.put_resource(Resource("writer", "bare"))
+    await put_resource(store, Resource("writer", "bare"))
     default = ProjectStore(store, "default")
-    stored = {resource.name for resource in await store.list_resources()}
+    stored = {resource.name for resource in await list_resources(store)}
     assert stored == {"project::theirs::writer", "writer"}
-    assert [resource.content for resource in await default.list_resources()] == ["bare"]
-    assert await default.get_resource("project::theirs::writer") is None
-    assert await default.list_resources("project::theirs::writer") == []
+    assert [resource.content for resource in await list_resources(default)] == ["bare"]
+    assert await get_resource(default, "project::theirs::writer") is None
+    assert await list_resources(default, "project::theirs::writer") == []
     with pytest.raises(DataError, match="reserved"):
-        await default.put_resource(Resource("project::theirs::writer", "mine now"))
+        await put_resource(default, Resource("project::theirs::writer", "mine now"))
 
 
 async def test_an_id_that_changed_hands_is_looked_up_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     await fill(store, "theirs", THEIRS)
     theirs = Projects(store).of("theirs")
     assert await theirs.steps(THEIRS.run)
-    monkeypatch.setattr("lightning_server.names.FORGET_AFTER", -1.0)
+    monkeypatch.setattr("lightning_server.projects.FORGET_AFTER", -1.0)
 
     async def pruned(run: str) -> Run:
         return Run(run, "somebody else's now", project="mine")
@@ -344,12 +354,12 @@ OPERATIONS: dict[str, Callable[[Store, str, str], Awaitable[object]]] = {
     "commit": lambda store, run, name: store.commit_step(record(run, f"{run}/{name}", 0)),
     "steps": lambda store, run, name: store.steps(run),
     "runs": lambda store, run, name: store.list_runs(),
-    "put": lambda store, run, name: store.put_resource(Resource(name, run, ResourceKind.PROMPT)),
-    "resources": lambda store, run, name: store.list_resources(),
-    "alias": lambda store, run, name: store.set_alias(name, "live", 1),
-    "back": lambda store, run, name: store.roll_back_alias(name, "live"),
-    "aliases": lambda store, run, name: store.list_aliases(),
-    "uses": lambda store, run, name: store.resource_uses(name),
+    "put": lambda store, run, name: put_resource(store, Resource(name, run, ResourceKind.PROMPT)),
+    "resources": lambda store, run, name: list_resources(store),
+    "alias": lambda store, run, name: set_alias(store, name, "live", 1),
+    "back": lambda store, run, name: roll_back_alias(store, name, "live"),
+    "aliases": lambda store, run, name: list_aliases(store),
+    "uses": lambda store, run, name: resource_uses(store, name),
     "put_state": lambda store, run, name: store.put_state(run, name, run),
     "get_state": lambda store, run, name: store.get_state(run, name),
 }

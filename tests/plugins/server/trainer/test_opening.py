@@ -13,7 +13,7 @@ from lightning.config import Config
 from lightning.errors import GatewayError, PolicyServerError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.identity import gateway_secret
-from lightning.gateway.upstream.servers import Found, Pool, Slot
+from lightning.gateway.upstream import Found, Pool, Slot
 from lightning_server.fleet.owner import Owner
 
 from tests.core.trainer.test_opening import House, ask

@@ -16,12 +16,13 @@ from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.trainer import Trainer
 from lightning.trainer import stack as trainer_stack
-from lightning.trainer.checkpoints import keep_weights
-from lightning.trainer.prompts import resolve_prompts
 from lightning.trainer.run_server import of_project
 from lightning.trainer.runs import check_run
 from lightning.trainer.stack import Stack, open_stack
-from lightning.types import LLM, Resource, Rollout, Run, Scope, Status, Task
+from lightning.types import LLM, Rollout, Run, Scope, Status, Task
+from lightning_resources import Resource, get_resource, list_resources, put_resource, resource_uses
+from lightning_resources.prompts import resolve_prompts
+from lightning_resources.weights import keep_weights
 from lightning_server.auth import ALL_PROJECTS, issue_token
 from lightning_server.client import Client
 from lightning_server.control import RUNNER_FILE, token_file
@@ -78,7 +79,7 @@ async def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         stacks: dict[str, Stack] = {}
         for project, text in TEXTS.items():
             seen = of_project(store, project)
-            await seen.put_resource(Resource("writer", text))
+            await put_resource(seen, Resource("writer", text))
             run = await check_run(store, f"run-{project}", {}, resume=False, project=project)
             prompts = await resolve_prompts(seen, run.id, {"writer": "resource:writer"}, project=project)
             folder = tmp_path / project
@@ -144,14 +145,19 @@ async def test_what_a_run_makes_has_the_project_s_own_names(house: House, tmp_pa
     for stack in house.stacks.values():
         await keep_weights(stack.store, model, {"run": stack.run.id})
     for project, prefix in (("default", ""), ("team-a", "project::team-a::")):
-        names = {item.name for item in await of_project(house.store, project).list_resources()}
+        names = {
+            item.name
+            for item in await list_resources(
+                of_project(house.store, project),
+            )
+        }
         assert {"writer", "policy/weights"} <= names
-        stored = await house.store.get_resource(f"{prefix}policy/weights")
+        stored = await get_resource(house.store, f"{prefix}policy/weights")
         assert stored is not None
         assert stored.metadata == {"run": f"run-{project}"}
         (rollout,) = (await house.store.list_rollouts(f"run-{project}")).items
         assert rollout.resources == {f"{prefix}writer": 1}
-        (use,) = await house.store.resource_uses(f"{prefix}writer")
+        (use,) = await resource_uses(house.store, f"{prefix}writer")
         assert use.run == f"run-{project}"
 
 

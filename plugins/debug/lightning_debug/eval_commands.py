@@ -1,0 +1,336 @@
+"""`lightning eval`: how good a model is at tasks, with intervals; and `lightning ab`: which of two prompts, models or
+temperatures is better for an agent.
+
+The invariant: no rollout is silently 0 or silently left out; what failed is counted by whose fault it was. Exit code 2 where
+nothing could be measured. Of `lightning ab` the exit code says to a program who is better. 0: B is; 4: A is; 3: they were not
+told apart; 2: an error. 1 says nothing of the variants: it is that of a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from lightning.asyncio_utils import run_to_end
+from lightning.cli.locate import load_agent
+from lightning.cli.output import AsJson, escape, print_json, print_table, say, stoppable
+from lightning.cli.train import read_tasks
+from lightning.config import Config, load_config, with_settings
+from lightning.errors import ConfigError
+from lightning.store.places import existing_store
+from lightning.trainer.plan import as_tasks
+from lightning.trainer.summary import Reporter
+from lightning.types import Task
+from lightning_branching.policies import find_model
+from lightning_branching.prompt_texts import read_prompt, warn_of_name
+
+from lightning_debug.ab import Comparison, compare, promote, shuffled
+from lightning_debug.evaluate import MOST_REASONS, EvalReport, Evaluator, Setup, Variant, report_of
+from lightning_debug.statistics import Estimate
+
+AgentName = Annotated[
+    str, typer.Argument(help="Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward.")
+]
+Tasks = Annotated[Path, typer.Option(help="The tasks: JSON lines, each with `input` and optionally `expected`.")]
+Runs = Annotated[Path, typer.Option(help="Folder in which runs and their resources are looked for by name.")]
+Bounds = Annotated[str, typer.Option(metavar="LOW,HIGH", help="The lowest and the highest reward that there can be.")]
+Runner = Annotated[str, typer.Option(help="What runs agents: process or inline, or a plugin's.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with what was begun in --out.")]
+ConfigFile = Annotated[Path | None, typer.Option(help="A TOML file of settings.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")]
+
+
+def evaluate(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="WHAT",
+            help="A model folder or hub name; RUN or RUN@STEP; or a version of a run's weights: [RUN#]policy/weights@ALIAS.",
+        ),
+    ],
+    agent: AgentName,
+    tasks: Tasks,
+    n: Annotated[int, typer.Option("-n", min=1, help="Rollouts of each task.")] = 8,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Sampling temperature; default: what the agent asks for.")
+    ] = None,
+    success: Annotated[float, typer.Option(help="The reward from which on a rollout is a success, for pass@k.")] = 1.0,
+    bounds: Bounds = "0,1",
+    out: Annotated[Path | None, typer.Option(help="The evaluation's folder; default: runs/eval-TIME.")] = None,
+    resume: Resume = False,
+    runs: Runs = Path("runs"),
+    runner: Runner = "process",
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+    set_: Set = None,
+) -> None:
+    """Run an agent on tasks against a model, several times each: avg@k and pass@k with intervals."""
+    limits = read_bounds(bounds)
+    settings = read_settings(config, set_, temperature)
+    function, listed = load_agent(agent), read_all(tasks)
+    folder = out or Path("runs") / f"eval-{timestamp()}"
+    model = find_model(what, runs, folder / "models", settings)
+    variant = Variant(folder.resolve().name, model, settings)
+    setup = Setup(function, agent, listed, n, runner, folder, resume)
+    with stoppable(f"the same command with --out {folder} --resume"):
+        report = run_to_end(_evaluated(setup, variant, success, limits))
+    if as_json:
+        print_json({"folder": str(folder), "report": report})
+    else:
+        show_evaluation(report, folder)
+
+
+async def _evaluated(setup: Setup, variant: Variant, success: float, bounds: tuple[float, float]) -> EvalReport:
+    with Reporter() as reporter:
+        async with Evaluator(setup, [variant], reporter) as evaluator:
+            rollouts = await evaluator.run(variant, 0, len(setup.tasks))
+            report = report_of(variant, rollouts, setup.n, success, bounds)
+            await evaluator.close_runs()
+            return report
+
+
+def read_settings(file: Path | None, set_: list[str] | None, temperature: float | None) -> Config:
+    """The settings, with the temperature of evaluations where one is given."""
+    settings = load_config(file, set_ or [])
+    return settings if temperature is None else with_settings(settings, {"trainer.eval_temperature": temperature})
+
+
+def read_all(file: Path) -> list[Task]:
+    """The tasks of a file, each with an id of its own. Raises `DataError`."""
+    return as_tasks(read_tasks(file), "tasks")
+
+
+def read_bounds(text: str) -> tuple[float, float]:
+    """`LOW,HIGH` as numbers. Raises `ConfigError`."""
+    parts = text.split(",")
+    try:
+        low, high = (float(part) for part in parts)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"--bounds {text!r}: give two numbers, the lowest and the highest reward, as 0,1") from None
+    if not low < high:
+        raise ConfigError(f"--bounds {text!r}: the lowest reward must be below the highest")
+    return low, high
+
+
+def timestamp() -> str:
+    """Now, for a folder's name."""
+    return datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+
+
+def show_evaluation(report: EvalReport, folder: Path) -> None:
+    """An evaluation in words and a table."""
+    rewarded = f"{report.scored} of {report.rollouts} have a reward"
+    model = f"{report.model} of {report.place}" if report.place else report.model
+    say(f"{escape(model)}: {report.tasks} tasks x {report.n} rollouts, {rewarded}")
+    columns = ["", "over those with a reward", "95 % interval"]
+    failed = bool(report.faults)
+    print_table(
+        [*columns, f"with the failed as {report.lowest:g}", "95 % interval"] if failed else columns,
+        [
+            [
+                measure.name,
+                *_cells(measure.scored, report.tasks),
+                *(_cells(measure.with_failures, report.tasks) if failed else ()),
+            ]
+            for measure in report.measures
+        ],
+    )
+    if any(each.scored and each.scored.tasks < report.tasks for each in report.measures):
+        say("a figure with a number of tasks leaves out those with fewer rewards than it needs (avg@n one, pass@k k)")
+    say(f"pass@k: a reward of at least {report.success:g} is a success; intervals are over tasks")
+    if failed:
+        said = ", ".join(f"{fault} {count}" for fault, count in report.faults.items())
+        say(f"[red]{report.rollouts - report.scored} rollouts failed, by fault of: {said}")
+        for count, why in report.reasons[:MOST_REASONS]:
+            say(f"  {count} x {escape(why)}")
+    for warning in report.warnings:
+        say(f"[yellow]{escape(warning)}")
+    say(f"what was recorded: `lightning runs show {escape(report.run)} --runs {escape(str(folder))}`")
+
+
+def _cells(found: Estimate | None, tasks: int) -> tuple[str, str]:
+    """A figure and its interval; with how many tasks it is over where those are not all."""
+    if found is None:
+        return "-", "-"
+    over = f" ({found.tasks} tasks)" if found.tasks < tasks else ""
+    return f"{found.value:.3f}{over}", "-" if found.interval is None else "{:.3f} to {:.3f}".format(*found.interval)
+
+
+EXIT_CODES: Final = {"B": 0, "A": 4, "": 3}
+"""By who is better."""
+EXAMPLE: Final = "give one of --prompt NAME=a.txt,b.txt, --model A,B and --temperature 0.2,1.0 two values"
+
+
+def ab(
+    agent: AgentName,
+    tasks: Tasks,
+    model: Annotated[
+        str,
+        typer.Option(help="The model, each as for `lightning eval`: one for both variants, or A,B to compare two."),
+    ],
+    prompt: Annotated[
+        str, typer.Option(metavar="NAME=A.txt,B.txt", help="Compare two texts as the prompt of a component.")
+    ] = "",
+    temperature: Annotated[
+        str, typer.Option(metavar="A,B", help="Compare two sampling temperatures; one: that of both variants.")
+    ] = "",
+    n: Annotated[int, typer.Option("-n", min=1, help="Rollouts of each task under each variant.")] = 1,
+    max_rollouts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Maximum number of rollouts, of both variants together; default: all tasks."),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Tasks between two looks at the result.")] = None,
+    bounds: Bounds = "0,1",
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number of regressions to list.")] = 5,
+    promote_to: Annotated[
+        str, typer.Option("--promote", metavar="ALIAS", help="Make the winner the next version under this alias.")
+    ] = "",
+    store: Annotated[
+        str,
+        typer.Option(
+            metavar="PLACE", help="Where to promote: a run's folder, a database file or a URL; default: --out."
+        ),
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="The comparison's folder; default: runs/ab-TIME.")] = None,
+    resume: Resume = False,
+    runs: Runs = Path("runs"),
+    runner: Runner = "process",
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+    set_: Set = None,
+) -> None:
+    """Compare two prompts, models or temperatures on the same tasks, until one is better beyond doubt.
+
+    Exit code: 0 B is better, 4 A is better, 3 they were not told apart, 2 an error.
+    """
+    limits, settings = read_bounds(bounds), read_settings(config, set_, None)
+    if store and not promote_to:
+        raise ConfigError("--store says where to promote: give --promote ALIAS, too")
+    where = existing_store(store) if store else ""  # a wrong place is told before anything runs
+    function, listed = load_agent(agent), read_all(tasks)
+    folder = out or Path("runs") / f"ab-{timestamp()}"
+    a, b = variants(folder, model, prompt, temperature, settings, runs)
+    if promote_to and a.prompt is None and a.model.folder == b.model.folder:
+        raise ConfigError("--promote: a temperature is no resource. Set trainer.eval_temperature to the better one")
+    setup = Setup(function, agent, shuffled(listed, settings.trainer.seed), n, runner, folder, resume)
+    with stoppable(f"the same command with --out {folder} --resume"), Reporter() as reporter:
+        found = run_to_end(
+            compare(setup, a, b, bounds=limits, most=max_rollouts, batch=batch, limit=limit, reporter=reporter)
+        )
+    done = (
+        _promoted(where or str(folder), {"A": a, "B": b}.get(found.better), promote_to, found) if promote_to else None
+    )
+    if as_json:
+        print_json({"folder": str(folder), "comparison": found, "promoted": done})
+    else:
+        show_comparison(found, folder, a, b)
+        if done:
+            say(escape(done))
+    raise typer.Exit(EXIT_CODES[found.better])
+
+
+def _promoted(place: str, winner: Variant | None, alias: str, found: Comparison) -> str:
+    """Promote the winner, if there is one, and say what was done."""
+    if winner is None:
+        return "nothing is promoted, since the variants were not told apart"
+    return asyncio.run(promote(existing_store(place), winner, alias, found))
+
+
+def variants(
+    folder: Path, model: str, prompt: str, temperature: str, settings: Config, runs: Path
+) -> tuple[Variant, Variant]:
+    """Both variants, as the options name them. Raises `ConfigError` unless they differ in just one thing."""
+    models, temperatures = model.split(","), temperature.split(",") if temperature else []
+    name, equals, files = prompt.partition("=")
+    texts = files.split(",") if prompt else []
+    if prompt and not (name and equals and len(texts) == 2):
+        raise ConfigError(f"--prompt {prompt!r}: write NAME=A.txt,B.txt, the component's name and two files")
+    pairs = [len(models) == 2, len(texts) == 2, len(temperatures) == 2]
+    if sum(pairs) != 1 or len(models) > 2 or len(temperatures) > 2:
+        raise ConfigError(
+            f"an A/B compares two variants that differ in one thing, and here are {sum(pairs)}: {EXAMPLE}"
+        )
+    base = folder.resolve().name
+    found = [find_model(each.strip(), runs, folder / "models", settings) for each in dict.fromkeys(models)]
+    made = [Variant(f"{base}.{side}", found[0], settings, label=found[0].name) for side in ("a", "b")]
+    if len(models) == 2:
+        alike = found[0].name == found[-1].name
+        made = [
+            replace(each, model=model, label=model.title if alike else model.name)
+            for each, model in zip(made, (found[0], found[-1]), strict=True)
+        ]
+        if found[0].folder == found[-1].folder:
+            raise ConfigError(f"--model {model!r}: both are the same model, {found[0].folder}")
+    for place in range(2) if temperatures else ():
+        value = _temperature(temperatures[min(place, len(temperatures) - 1)])
+        changed = with_settings(made[place].config, {"trainer.eval_temperature": value})
+        made[place] = replace(made[place], config=changed)
+        if len(temperatures) == 2:
+            made[place] = replace(made[place], label=f"temperature {value:g}")
+    if len(temperatures) == 2 and made[0].config == made[1].config:
+        raise ConfigError(f"--temperature {temperature}: both are the same")
+    if texts:
+        warn_of_name(name, "the first batch will tell")
+        both = [read_prompt(Path(file)) for file in texts]
+        if both[0] == both[1]:
+            raise ConfigError(f"--prompt: the texts in {texts[0]} and {texts[1]} are the same")
+        made = [
+            replace(each, prompt=(name, text), label=f"{name}={file}")
+            for each, text, file in zip(made, both, texts, strict=True)
+        ]
+    return made[0], made[1]
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < float("inf"):
+        raise ConfigError(f"--temperature {text!r}: give numbers from 0 up, as 0.2,1.0")
+    return value
+
+
+def show_comparison(found: Comparison, folder: Path, a: Variant, b: Variant) -> None:
+    """A comparison in words and tables."""
+    say(f"A: {escape(found.a)}   mean reward {found.mean_a:.3f}{_failed(found, 'A')}")
+    say(f"B: {escape(found.b)}   mean reward {found.mean_b:.3f}{_failed(found, 'B')}")
+    low, high = found.interval
+    interval = f"95 % interval {low:+.3f} to {high:+.3f}"
+    say(f"B - A: {found.difference:+.3f}, {interval} (it holds at any time), p = {found.p_value:.2g}")
+    winner = f"[bold]{found.better} is better[/bold]" if found.better else "A and B were not told apart"
+    say(f"{winner}, after {found.tasks} tasks and {found.rollouts} of {found.planned} rollouts")
+    if not found.better:
+        say("more tasks, or more rollouts of each (-n), tell smaller differences apart")
+    if found.lost_pairs:
+        say(f"[red]{found.lost_pairs} pairs were lost to the infrastructure and are in no figure")
+    if found.regressions:
+        print_table(
+            ["task", "A", "B", "rollout under A", "rollout under B"],
+            [
+                [escape(each.task), f"{each.a:.3f}", f"{each.b:.3f}", escape(each.rollout_a), escape(each.rollout_b)]
+                for each, _ in found.regressions
+            ],
+            title="worst regressions",
+        )
+    for each, call in found.regressions:
+        if call is None:
+            say(f"{escape(each.task)}: no call differs; the agent's own code or its tools gave another reward")
+            continue
+        said = f"call {call.number} ({escape(call.caller)}) is the first that differs, in {escape(call.where)}"
+        say(f"{escape(each.task)}: {said}:\n  A: {escape(call.a)}\n  B: {escape(call.b)}")
+    say(f"what was recorded: `lightning runs show {escape(a.run)} --runs {escape(str(folder))}`, and {escape(b.run)}")
+
+
+def _failed(found: Comparison, side: str) -> str:
+    faults = found.failed[side]
+    said = ", ".join(f"{fault} {count}" for fault, count in faults.items())
+    lowest = f"[red]; {sum(faults.values())} failed (by fault of: {said}), which is {found.bounds[0]:g}"
+    return f"{lowest} unless it was the infrastructure's[/red]" if faults else ""

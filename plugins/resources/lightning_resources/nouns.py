@@ -1,0 +1,120 @@
+"""The nouns of resources: a version, an alias that points to one, and what rollouts earned with one.
+
+The invariant: a version never changes, and its digest is of its content alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from lightning.errors import DataError
+from lightning.store.rows import Row, versions_from_resources
+from lightning.types import Json, not_json
+
+LATEST: Final = "latest"
+"""The alias that every resource has: its newest version. It moves by itself."""
+
+
+class ResourceKind(StrEnum):
+    """What a resource is: the template of a component's prompt, a model's weights, or settings of the agent's own."""
+
+    PROMPT = "prompt"
+    WEIGHTS = "weights"
+    CONFIG = "config"
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """One version of a named artifact that an optimizer may change. It never changes: another content is another version.
+
+    `content` is the text of a `prompt`, any JSON for a `config`, and for `weights` where their files lie with the SHA-256 of
+    each: `{"path": folder, "files": {name: hexadecimal}}`. `metadata` says how it came to be (`parent`: the version it was
+    made from, `reward`, ...). The store gives `version`, 1, 2, ... for each name, and `created_at`, Unix seconds by the
+    database's clock; both are 0 before. Raises `DataError` for a name or a content that cannot be kept.
+    """
+
+    name: str
+    content: Json
+    kind: ResourceKind = ResourceKind.PROMPT
+    metadata: Mapping[str, Json] = field(default_factory=dict)
+    version: int = 0
+    created_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name != self.name.strip() or any(not c.isprintable() or c in "@#" for c in self.name):
+            raise DataError(
+                f"{self.name!r} cannot name a resource: use a word without @ and #, such as the name of the component"
+            )
+        if self.kind is ResourceKind.PROMPT and not isinstance(self.content, str):
+            raise DataError(f"the prompt {self.name!r} is a {type(self.content).__qualname__}: a prompt is a text")
+        for what, value in (("content", self.content), ("metadata", dict(self.metadata))):
+            if found := not_json(value):
+                raise DataError(f"the {what} of the resource {self.name!r} is not JSON: {found[0][:60]} {found[1]}")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hexadecimal) of the content: of the text itself, or of its JSON with sorted keys and no spaces."""
+        if isinstance(self.content, str):
+            return hashlib.sha256(self.content.encode("utf-8", "surrogatepass")).hexdigest()
+        text = json.dumps(self.content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """Where an alias of a resource points since `at` (Unix seconds by the database's clock)."""
+
+    name: str
+    alias: str
+    version: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceUse:
+    """What rollouts of a run and a split earned with one version of a resource. `reward` is the mean over the scored ones,
+    None when none is; `failed` have no reward and never will."""
+
+    run: str
+    split: str
+    version: int
+    rollouts: int
+    scored: int
+    failed: int
+    reward: float | None
+
+
+def check_alias(alias: str) -> None:
+    """Raise `DataError` for what cannot name an alias."""
+    if alias == LATEST:
+        raise DataError("the alias latest is always the newest version and cannot be set: choose another name")
+    if not alias or alias.isdecimal() or any(not c.isprintable() or c.isspace() or c in "@#" for c in alias):
+        raise DataError(f"{alias!r} cannot name an alias: use a word such as production, no number and without @ and #")
+
+
+def uses_of_versions(name: str, counted: Iterable[Row]) -> list[ResourceUse]:
+    """What was earned under each version of a resource, by version, run and split.
+
+    `counted` has a row for each set of versions that rollouts ran with: run, split, the versions (`versions_of_resources`),
+    and of its rollouts how many there are, how many are scored, how many failed, and the sum of the rewards or None.
+    """
+    totals: dict[tuple[int, str, str], tuple[int, int, int, float]] = {}
+    for run, split, text, rollouts, scored, failed, reward in counted:
+        version = versions_from_resources(text, f"a rollout of run {run!r}").get(name)
+        if version is not None:
+            before = totals.get((version, run, split), (0, 0, 0, 0.0))
+            totals[version, run, split] = (
+                before[0] + rollouts,
+                before[1] + scored,
+                before[2] + failed,
+                before[3] + (reward or 0.0),
+            )
+    return [
+        ResourceUse(run, split, version, rollouts, scored, failed, reward / scored if scored else None)
+        for (version, run, split), (rollouts, scored, failed, reward) in sorted(totals.items())
+    ]

@@ -1,0 +1,51 @@
+"""Resources, as a plugin: operations of every store, a command, and a stage at a run's beginning and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning.hooks import hookimpl
+
+if TYPE_CHECKING:
+    import typer
+    from lightning.config import Config
+    from lightning.store.operation import OperationGroup
+    from lightning.trainer.run_stages import RunStage
+
+
+@hookimpl
+def register_operations(register: Callable[[str, Callable[[], OperationGroup]], None]) -> None:
+    """`resources`."""
+    register("resources", _resources)
+
+
+@hookimpl
+def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | None]], None]) -> None:
+    """`resources`."""
+    register("resources", _stage)
+
+
+@hookimpl
+def register_commands(register: Callable[[str, Callable[[], Callable[..., None] | typer.Typer]], None]) -> None:
+    """`lightning resources`."""
+    register("resources", _command)
+
+
+def _resources() -> OperationGroup:
+    from lightning_resources.operations import RESOURCES
+
+    return RESOURCES
+
+
+def _stage(config: Config) -> RunStage:
+    from lightning_resources.prompts import ResourcesOfRun
+
+    return ResourcesOfRun()
+
+
+def _command() -> typer.Typer:
+    """List, compare and promote versions of prompts, weights and settings."""
+    from lightning_resources.command import app
+
+    return app

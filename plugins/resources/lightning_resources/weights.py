@@ -1,0 +1,122 @@
+"""A run's weights as versions of a resource: what a version says of its files, and which versions keep them.
+
+The invariant: a version names its files by their content, so that whoever loads them can tell whether they are still the same.
+It never changes, it only loses its files: the newest versions keep theirs, and those that an alias points to or would after a
+rollback. No file goes that a kept version has too, or that is not the one that the version was made of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lightning.errors import ConfigError
+from lightning.store.protocol import Store
+from lightning.trainer.model import resolve_model
+from lightning.types import Json
+
+from lightning_resources.nouns import LATEST, Resource, ResourceKind
+from lightning_resources.operations import alias_history, list_aliases, list_resources, put_resource
+
+WEIGHTS_NAME: Final = "policy/weights"
+"""The resource that a run's trained model is a version of; the slash keeps it apart from every component's prompt."""
+
+
+def weights_content(folder: Path) -> dict[str, Json]:
+    """The content of a `weights` resource: the folder and the SHA-256 of each of its files. Raises `OSError` when they cannot
+    be read."""
+    files: dict[str, Json] = {}
+    for file in sorted(folder.iterdir()):
+        if file.is_file():
+            with file.open("rb") as stream:
+                files[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"path": str(folder.resolve()), "files": files}
+
+
+def checked_weights(resource: Resource) -> Path:
+    """The folder of a version of weights, whose files are those it was made of. Raises `ConfigError` otherwise."""
+    name, content = f"{resource.name}@{resource.version}", resource.content
+    if resource.kind is not ResourceKind.WEIGHTS:
+        raise ConfigError(f"{name} is a {resource.kind.value}, not weights")
+    folder = _folder(resource)
+    try:
+        now = weights_content(folder)
+    except (OSError, ValueError) as error:  # a path may hold the character NUL
+        raise ConfigError(f"{name} cannot be read ({error}): bring {folder} back, or name another version") from error
+    if not isinstance(content, Mapping) or now["files"] != content.get("files"):
+        raise ConfigError(f"the files in {folder} are not those of {name} any more: something has overwritten them")
+    return resolve_model(folder)
+
+
+async def keep_weights(store: Store, folder: Path, metadata: Mapping[str, Json]) -> Resource:
+    """Make a trained model the next version of `policy/weights`."""
+    content = await asyncio.to_thread(weights_content, folder)
+    return await put_resource(store, Resource(WEIGHTS_NAME, content, ResourceKind.WEIGHTS, metadata))
+
+
+@dataclass(frozen=True, slots=True)
+class SupersededVersion:
+    """A version that may lose its `files`, all of them in `folder`; `size` is in bytes."""
+
+    number: int
+    folder: Path
+    files: tuple[str, ...]
+    size: int
+
+    def delete(self) -> int:
+        """Delete the files, and the folder where nothing else is in it. Returns the bytes."""
+        for name in self.files:
+            (self.folder / name).unlink(missing_ok=True)
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+        return self.size
+
+
+async def superseded(store: Store, name: str, keep: int) -> list[SupersededVersion]:
+    """The versions of weights beyond the newest `keep` that no alias needs and that still have files, oldest first.
+
+    Raises `ConfigError` for a resource that is none of weights.
+    """
+    versions = await list_resources(store, name)
+    if any(version.kind is not ResourceKind.WEIGHTS for version in versions):
+        raise ConfigError(f"{name} is a {versions[0].kind.value}, not weights: it has no files")
+    needed = {version.version for version in versions[-keep:]}
+    for alias in await list_aliases(store, name):
+        if alias.alias != LATEST:
+            moves = [move.version for move in await alias_history(store, name, alias.alias)]
+            needed |= {alias.version, *list(dict.fromkeys(reversed(moves)))[:2]}
+    kept = {_folder(version) / file for version in versions if version.version in needed for file in _digests(version)}
+    old = [version for version in versions if version.version not in needed]
+    found = await asyncio.gather(*(asyncio.to_thread(_superseded, version, kept) for version in old))
+    return [version for version in found if version.files]
+
+
+def _superseded(version: Resource, kept: set[Path]) -> SupersededVersion:
+    folder = _folder(version)
+    files = [
+        name for name, digest in _digests(version).items() if folder / name not in kept and _is(folder / name, digest)
+    ]
+    size = sum((folder / name).stat().st_size for name in files)
+    return SupersededVersion(version.version, folder, tuple(files), size)
+
+
+def _folder(version: Resource) -> Path:
+    return Path(str(version.content.get("path"))) if isinstance(version.content, Mapping) else Path()
+
+
+def _digests(version: Resource) -> Mapping[str, str]:
+    files = version.content.get("files") if isinstance(version.content, Mapping) else None
+    named = files if isinstance(files, Mapping) else {}
+    return {str(name): str(digest) for name, digest in named.items() if "/" not in name}  # of this folder and no other
+
+
+def _is(file: Path, digest: str) -> bool:
+    """Whether it is there as the version was made of it."""
+    if not file.is_file() or file.is_symlink():
+        return False
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest() == digest
