@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from lightning.algorithms.protocol import Algorithm, needs_critic
 from lightning.batch.trajectory import Group, begins_at
 from lightning.errors import DataError, StoreError
-from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import PRUNED, Store
 from lightning.store.rollout_state import Reuse, reuse_of
 from lightning.trainer.context import NUMERIC, other_stages, stages_of
+from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.own_loop import own_step
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.replay import policy_fault_of, train_agents_of

@@ -22,9 +22,9 @@ from typing import Any
 
 from lightning.config import Config
 from lightning.plugins import plugins
-from lightning.store.epochs import mark_over
 from lightning.store.pages import each_rollout
 from lightning.store.url import sqlite_url
+from lightning.trainer.epochs import mark_over
 from lightning.types import Json, Run
 from lightning_console.places import Places
 from lightning_console.router import show

@@ -19,9 +19,9 @@ from lightning.config import Config, settings
 from lightning.config.load import NOT_SETTINGS
 from lightning.testing.public_imports import PUBLIC
 from lightning_server import json_codec
-from lightning_server.api import PREFIX, description, routes
+from lightning_server.api.app import description, routes
 from lightning_server.api.openapi import scopes_of
-from lightning_server.api.table import parameters
+from lightning_server.api.table import PREFIX, parameters
 
 from tests.house.size import rooms
 

@@ -15,7 +15,7 @@ import lightning
 import pytest
 from lightning import errors, hooks
 from lightning.cli.app import build
-from lightning_server.api import description
+from lightning_server.api.app import description
 from typer.testing import CliRunner
 
 from tests.house.goldens import golden

@@ -17,7 +17,8 @@ from lightning.gateway.connections import Serving, bind
 from lightning.store.operation import Operation
 from lightning.store.protocol import Store
 from lightning.types import Outcome, Rollout, Scope, Token
-from lightning_server.api import Api, Finish, LlmFor
+from lightning_server.api.app import Api
+from lightning_server.api.table import Finish, LlmFor
 from lightning_server.auth import ALL_PROJECTS, Authenticator, issue_token
 from starlette.types import Receive, Send
 from starlette.types import Scope as Connection

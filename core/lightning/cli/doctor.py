@@ -29,6 +29,7 @@ from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import free_memory
 from lightning.policy_server.model_facts import read_facts
 from lightning.runner.stages import attempt_line
+from lightning.trainer.run_stages import run_line
 from lightning.trainer.stack import check_gateway
 from lightning.trainer.stages import step_line
 
@@ -249,12 +250,13 @@ def _plugins() -> Iterator[Check]:
 
 
 def _stages() -> Iterator[Check]:
-    """Whether the stages of plugins can stand in the line of a gateway's calls, around a runner's attempts, and at a
-    training's steps, with the settings that nobody has changed."""
+    """Whether the stages of plugins can stand in the line of a gateway's calls, around a runner's attempts, at a
+    training's steps, and at a run's beginning and end, with the settings that nobody has changed."""
     lines: Mapping[str, Callable[[], Mapping[str, str]]] = {
         "stages of calls": lambda: check_gateway(Config().gateway).versions,
         "stages of attempts": lambda: attempt_line(RunnerConfig()).versions,
         "stages of steps": lambda: step_line(Config()).versions,
+        "stages of runs": lambda: run_line(Config()).versions,
     }
     for name, standing in lines.items():
         try:

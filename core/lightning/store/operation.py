@@ -62,7 +62,7 @@ async def for_admins(store: Store, project: str, operation: Operation, arguments
 
 @dataclass(frozen=True, slots=True)
 class HttpLine:
-    """Where a plugin's operation is over HTTP, who may use it, and how it travels. What serves it reads it; a store does not.
+    """Where an operation is over HTTP, who may use it, and how it travels. What serves it reads it; a store does not.
 
     `route` is a method and a path with arguments in braces, such as `GET /rollouts/{rollout}/notes`. `body` and `answer` name
     the argument that is the whole body and the field that the answer is in, or are types that travel. `query` says what the
@@ -139,8 +139,9 @@ class OperationGroup:
     """The operations that a plugin brings to every store, registered by `register_operations` under the group's `name`.
 
     `parts` says for each kind of store where the plugin's part for it stands, as `package.module:NAME`: `sql` is a
-    `lightning.store.relational.brought.SqlPart`, `redis` a mapping of functions by the operations' names. It is imported when
-    such a store is first asked. A store over HTTP needs none. `distribution` is what must be installed where the group is not.
+    `lightning.store.relational.transaction.SqlPart`, `redis` a mapping of functions by the operations' names. It is imported
+    when such a store is first asked. A store over HTTP needs none. `distribution` is what must be installed where the group is
+    not.
     """
 
     def __init__(

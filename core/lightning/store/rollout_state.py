@@ -15,20 +15,18 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
 from lightning.store import codec, extras
 from lightning.store.rows import (
-    caller_to_json,
+    CALLS,
     dump,
     finite,
     labels_to_text,
+    nouns_to_text,
     plain_text,
     step_rewards_to_text,
-    step_states_to_text,
-    tool_events_to_text,
-    versions_to_text,
 )
 from lightning.types import CallStatus, Fault, Json, Outcome, Rollout, Status, StepRecord, Transition
 
@@ -152,10 +150,10 @@ def ending(rollout: str, outcome: Outcome) -> Ending:
         fault,
         plain_text(outcome.error),
         finite(outcome.seconds, f"the duration of rollout {rollout!r}"),
-        tool_events_to_text(outcome.tool_events),
+        nouns_to_text(outcome.tool_events, "a tool event"),
         step_rewards_to_text(outcome.step_rewards),
         labels_to_text(outcome.labels),
-        step_states_to_text(outcome.step_states),
+        nouns_to_text(outcome.step_states, "a state"),
     )
     packed = extras.pack(outcome.extras, f"the extras of the outcome of rollout {rollout!r}")
     text = json.dumps([*values, extras.digest(packed)])
@@ -249,31 +247,15 @@ def expired_error(worker: str, attempt: int) -> str:
 
 
 def record_digest(transition: Transition, content: bytes) -> bytes:
-    """BLAKE2b-128 over every field of a transition; `content` is the codec's digest of its token arrays.
+    """The `row_digest` of a transition that is at hand. Two transitions are the same for the store if and only if these
+    agree."""
+    return row_digest(transition.rollout, transition.attempt, CALLS.values(transition), content)
 
-    Two transitions are the same for the store if and only if these agree.
-    """
-    packed = extras.pack(transition.extras, f"the extras of transition {transition.key}")
-    text = dump(
-        [
-            transition.rollout,
-            transition.attempt,
-            transition.seq,
-            transition.id,
-            caller_to_json(transition.caller),
-            versions_to_text(transition.versions),
-            transition.status.value,
-            transition.finish_reason,
-            transition.choice,
-            float(transition.temperature),
-            bool(transition.constrained),
-            float(transition.started_at),
-            float(transition.ended_at),
-            list(transition.tool_calls),
-            transition.error,
-            transition.max_tokens_asked,
-            transition.requested_model,
-            extras.digest(packed),
-        ],
-    )
-    return hashlib.blake2b(text.encode() + content, digest_size=codec.DIGEST_BYTES).digest()
+
+def row_digest(rollout: str, attempt: int, row: Sequence[Any], content: bytes) -> bytes:
+    """BLAKE2b-64 over every field of a transition: `row` are the values of `rows.CALLS`, `content` is the codec's digest of its
+    token arrays. Raises `DataError` or `TypeError` for a row with what no column of it has."""
+    *described, packed = row
+    made = hashlib.blake2b(dump([rollout, attempt, *described]).encode() + content, digest_size=codec.DIGEST_BYTES)
+    made.update(packed or b"")
+    return made.digest()

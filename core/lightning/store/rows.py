@@ -14,9 +14,9 @@ import json
 import math
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import attrgetter
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, Generic, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
@@ -25,10 +25,8 @@ from lightning.errors import DataError, StoreError
 from lightning.store import extras
 from lightning.store.protocol import Attempt
 from lightning.types import (
-    POLICY,
     Caller,
     Json,
-    LogProbs,
     Rollout,
     Run,
     Span,
@@ -37,7 +35,6 @@ from lightning.types import (
     StepReward,
     StepState,
     Task,
-    TokenIds,
     ToolEvent,
     Transition,
     VersionRun,
@@ -53,10 +50,10 @@ Value: TypeAlias = int | float | str | bytes | None
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def dump(value: Json, what: str = "a value") -> str:
+def dump(value: object, what: str = "a value", encode: Callable[[object], str] = _encode) -> str:
     """Compact ASCII JSON. Raises `DataError` naming `what` when the value is not JSON."""
     try:
-        return _encode(value)
+        return encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{what} is not JSON ({error}): use only None, bool, numbers, text, lists and dicts") from error
 
@@ -111,117 +108,76 @@ def plain_json(value: object) -> object:
     return value
 
 
-def caller_to_json(caller: Caller) -> Json:
-    """`[agent, path, span, parent, framework]` without the empty tail: most calls have only an agent."""
-    parts: list[Json] = [caller.agent, list(caller.path), caller.span_id, caller.parent_id, caller.framework]
-    while len(parts) > 1 and not parts[-1]:
+_NESTED: Final = (Caller, ToolEvent, StepReward, StepState, VersionRun)
+
+
+@cache
+def _defaults(noun: type[Any]) -> Mapping[str, object]:
+    if noun not in _NESTED:
+        raise TypeError(f"Object of type {noun.__name__} is not JSON serializable")
+    return {field.name: field.default for field in fields(noun)}
+
+
+def _parts(noun: Any) -> list[Any]:
+    """The fields of a noun in order, without those at the end that it has anyway: most callers have only an agent. Raises
+    `TypeError` for what is none of those that stand within others."""
+    defaults = _defaults(noun.__class__)
+    parts = [getattr(noun, name) for name in defaults]
+    for default in reversed(list(defaults.values())):
+        if parts[-1] != default:
+            break
         parts.pop()
     return parts
 
 
-def caller_from_text(text: str) -> Caller:
-    """The caller of a transition, from the text of `caller_to_json`."""
-    return _caller_from_json(as_list(text, "the caller of a transition"))
+_encode_nouns = json.JSONEncoder(separators=(",", ":"), default=_parts).encode
 
 
-def _caller_from_json(parts: Sequence[Any]) -> Caller:
-    agent, *rest = parts
-    path, *names = rest or [()]
-    return Caller(agent, tuple(path), *names)
-
-
-def tool_events_to_text(events: Sequence[ToolEvent]) -> str:
-    """All tool events of an attempt. One without a response id reads as it did before events had any."""
-    rows: list[Json] = [
-        [
-            event.name,
-            event.status,
-            event.call_id,
-            event.arguments,
-            event.output,
-            event.error,
-            None if event.caller is None else caller_to_json(event.caller),
-            event.at,
-            *_later(event),
-        ]
-        for event in events
-    ]
-    return dump(rows, "a tool event")
-
-
-def _later(event: ToolEvent) -> list[Json]:
-    """What came after an event's first fields, without the empty tail."""
-    parts: list[Json] = [event.response_id, event.result, event.incomplete, event.kind]
-    while parts and not parts[-1]:
-        parts.pop()
-    return parts
-
-
-def tool_events_from_text(text: str) -> list[ToolEvent]:
-    """What `tool_events_to_text` wrote."""
-    return [
-        ToolEvent(
-            name,
-            status,
-            call_id,
-            arguments,
-            output,
-            error,
-            None if caller is None else _caller_from_json(caller),
-            at,
-            *later,
-        )
-        for name, status, call_id, arguments, output, error, caller, at, *later in as_list(
-            text, "the tool events of an attempt"
-        )
-    ]
+def nouns_to_text(nouns: object, what: str) -> str:
+    """Nouns, and those within them, as lists of their fields. Raises `DataError` naming `what` when one holds what is not
+    JSON."""
+    return dump(nouns, what, _encode_nouns)
 
 
 def step_rewards_to_text(rewards: Sequence[StepReward]) -> str:
     """All step rewards of an attempt. Raises `DataError` for a NaN or infinite value."""
-    return dump(
-        [[finite(r.value, f"step reward {r.name!r}"), r.name, r.response_id, r.at] for r in rewards], "a step reward"
-    )
-
-
-def step_rewards_from_text(text: str) -> list[StepReward]:
-    """What `step_rewards_to_text` wrote."""
-    return [StepReward(*row) for row in as_list(text, "the step rewards of an attempt")]
-
-
-def step_states_to_text(states: Sequence[StepState]) -> str:
-    """All states of an attempt."""
-    return dump([[state.values, state.name, state.response_id, state.at] for state in states], "a state")
-
-
-def step_states_from_text(text: str) -> list[StepState]:
-    """What `step_states_to_text` wrote."""
-    return [StepState(*row) for row in as_list(text, "the states of an attempt")]
+    finite_ones = [replace(reward, value=finite(reward.value, f"step reward {reward.name!r}")) for reward in rewards]
+    return nouns_to_text(finite_ones, "a step reward")
 
 
 def labels_to_text(labels: Mapping[str, Caller]) -> str:
     """All labels of an attempt, in the order of their response ids: who said them in which order does not matter."""
-    return dump({response: caller_to_json(labels[response]) for response in sorted(labels)}, "a label")
+    return nouns_to_text({response: labels[response] for response in sorted(labels)}, "a label")
 
 
 def labels_from_text(text: str) -> dict[str, Caller]:
     """What `labels_to_text` wrote."""
-    found = as_mapping(text, "the labels of an attempt")
-    return {response: _caller_from_json(parts) for response, parts in found.items()}
+    return {response: _caller(*parts) for response, parts in as_mapping(text, "the labels of an attempt").items()}
+
+
+def _caller(agent: str, path: Sequence[str] = (), *more: str) -> Caller:
+    return Caller(agent, tuple(path), *more)
 
 
 @lru_cache(maxsize=256)
-def versions_to_text(versions: tuple[VersionRun, ...]) -> str:
-    """Which version of which policy sampled from which response token on. The name `POLICY` is left out: most have it."""
-    return dump(
-        [[v.start, v.version, *([] if v.policy == POLICY else [v.policy])] for v in versions], "a policy version"
-    )
+def caller_from_text(text: str) -> Caller:
+    """The caller of a transition."""
+    return _caller(*as_list(text, "the caller of a transition"))
+
+
+def _tool_event(*parts: Any) -> ToolEvent:
+    caller = [None if each is None else _caller(*each) for each in parts[6:7]]
+    return ToolEvent(*parts[:6], *caller, *parts[7:])
 
 
 @lru_cache(maxsize=256)
-def versions_from_text(text: str) -> tuple[VersionRun, ...]:
-    """What `versions_to_text` wrote."""
-    return tuple(VersionRun(*row) for row in as_list(text, "the policy versions of a transition"))
+def _versions_to_text(versions: tuple[VersionRun, ...]) -> str:
+    return nouns_to_text(versions, "a policy version")
+
+
+@lru_cache(maxsize=256)
+def _versions_from_text(text: str) -> tuple[VersionRun, ...]:
+    return tuple(VersionRun(*parts) for parts in as_list(text, "the policy versions of a transition"))
 
 
 _UNKEPT: Final = {"array": list, "Json": object}
@@ -267,6 +223,11 @@ def _form(kind: Any) -> Form:
     if origin is tuple and arguments[0] is str:
         return Form(lambda value, what: dump(list(value), what), lambda text, what: tuple(as_list(text, what)))
     raise TypeError(f"no column keeps a {kind}: say how in the table of its noun")
+
+
+def _many(noun: Callable[..., Any]) -> Form:
+    """How nouns are read, each of which `noun` makes of its fields; they are written with the outcome of their attempt."""
+    return Form(None, lambda text, what: tuple(noun(*parts) for parts in as_list(text, what)))
 
 
 PLAIN: Final = Form(lambda text, _: plain_text(text))
@@ -391,11 +352,21 @@ CALLS: Final = Columns(
     Transition,
     "transition ({_.rollout!r}, {_.attempt}, {_.seq})",
     without=("rollout", "attempt", "prompt_ids", "response_ids", "logprobs"),
+    last=("extras",),
     forms={
-        "caller": Form(lambda caller, _: dump(caller_to_json(caller)), lambda text, _: caller_from_text(text)),
-        "versions": Form(lambda parts, _: versions_to_text(parts), lambda text, _: versions_from_text(text)),
+        "caller": Form(nouns_to_text, lambda text, _: caller_from_text(text)),
+        "versions": Form(lambda parts, _: _versions_to_text(parts), lambda text, _: _versions_from_text(text)),
     },
     words={"tool_calls": "a tool call", "started_at": "started_at", "ended_at": "ended_at"},
+)
+ATTEMPTS: Final = Columns(
+    Attempt,
+    "attempt {_.attempt} of rollout {_.rollout!r}",
+    forms={
+        "tool_events": _many(_tool_event),
+        "step_rewards": _many(StepReward),
+        "step_states": _many(StepState),
+    },
 )
 SPANS: Final = Columns(
     Span,
@@ -417,34 +388,6 @@ STEPS: Final = Columns(
         )
     },
 )
-
-
-def transition_from_row(
-    rollout: str, attempt: int, row: Row, prompt_ids: TokenIds, response_ids: TokenIds, logprobs: LogProbs
-) -> Transition:
-    """From `CALLS` and the tokens. Raises `StoreError`, `ValueError` or `TypeError` for a damaged row."""
-    return CALLS.read(
-        row, rollout=rollout, attempt=attempt, prompt_ids=prompt_ids, response_ids=response_ids, logprobs=logprobs
-    )
-
-
-def attempt_of(
-    rollout: str,
-    attempt: int,
-    events: str = "[]",
-    rewards: str = "[]",
-    states: str = "[]",
-    packed: bytes | None = None,
-) -> Attempt:
-    """What an attempt was completed with, from its texts and its packed extras; nothing without them."""
-    return Attempt(
-        rollout,
-        attempt,
-        tuple(tool_events_from_text(events)),
-        tuple(step_rewards_from_text(rewards)),
-        tuple(step_states_from_text(states)),
-        extras.unpack(packed, f"the extras of attempt {attempt} of rollout {rollout!r}"),
-    )
 
 
 def rollout_values(rollout: Rollout) -> tuple[Value, ...]:

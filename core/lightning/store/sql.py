@@ -2,7 +2,7 @@
 
 The invariant: nothing here is particular to one database. Parameters are `?` (a driver that counts them, `$1`, rewrites them:
 no literal contains one); upserts are ON CONFLICT; the clock, the locking of rows (`relational.transaction`) and the types of
-the schema (`relational.schema`) are the store's. "group" and "index" are reserved words, hence `group_id` and `idx`.
+the schema (`schema`) are the store's. "group" and "index" are reserved words, hence `group_id` and `idx`.
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ END_ATTEMPT: Final = (
     "step_states = ?, extras = ? WHERE rollout = ? AND attempt = ?"
 )
 SELECT_OUTCOME_DIGEST: Final = "SELECT outcome_digest FROM attempts WHERE rollout = ? AND attempt = ?"
-SELECT_ATTEMPTS: Final = (
-    "SELECT rollout, attempt, tool_events, step_rewards, step_states, extras FROM attempts WHERE rollout IN "
-)
+SELECT_ATTEMPTS: Final = f"SELECT {rows.ATTEMPTS.names()} FROM attempts WHERE rollout IN "  # noqa: S608
 """Followed by `places`."""
 SELECT_LABELS: Final = "SELECT labels FROM attempts WHERE rollout = ? AND attempt = ?"
 

@@ -1,7 +1,9 @@
-"""Handing work over to a thread and its result back: what every store does that has a thread of its own.
+"""Handing work over to a thread and its result back, and waking the tasks that watch for what a thread learned: what every
+store does that has a thread of its own.
 
 The invariant: a caller is told on its own loop, when the work is done; one that gives up before its turn is skipped, and one
-that gives up later disturbs nobody, unless it asked for the work to end with it.
+that gives up later disturbs nobody, unless it asked for the work to end with it. Whoever listens for a run is
+woken by each ring for it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from lightning.asyncio_utils import new_loop
@@ -168,3 +170,39 @@ def check_process(place: str, process: int) -> None:
             f"store {place} was opened in process {process} and is used in its fork {os.getpid()}: "
             "open a store of its own in each process"
         )
+
+
+class Bell:
+    """Wakes the watches of this process, from whatever thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, set[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
+
+    def ring(self, runs: Iterable[str]) -> None:
+        """Wake whoever watches one of the runs."""
+        with self._lock:
+            woken = [waiter for run in runs for waiter in self._waiting.get(run, ())]
+        for loop, event in woken:
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits there
+                loop.call_soon_threadsafe(event.set)
+
+    def ring_all(self) -> None:
+        """Wake every watch: nobody knows what has changed."""
+        with self._lock:
+            runs = list(self._waiting)
+        self.ring(runs)
+
+    @contextlib.contextmanager
+    def listening(self, run: str, event: asyncio.Event) -> Iterator[None]:
+        """For the length of the block `event`, of the running loop, is set by each ring for the run."""
+        waiter = (asyncio.get_running_loop(), event)
+        with self._lock:
+            self._waiting.setdefault(run, set()).add(waiter)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting[run].discard(waiter)
+                if not self._waiting[run]:
+                    del self._waiting[run]

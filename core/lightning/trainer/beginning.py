@@ -22,13 +22,13 @@ from lightning.config import Config
 from lightning.engines.protocol import Engine
 from lightning.errors import AuditError, ConfigError, EngineError, StoreError
 from lightning.plugins import plugins
-from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.places import run_id_of, split_reference, store_in
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import base_digest, weight_files
+from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.lr_schedule import EARLIER_STEPS, earlier_steps
 from lightning.trainer.model import resolve_model
 from lightning.trainer.plan import task_ids

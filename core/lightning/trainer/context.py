@@ -9,8 +9,8 @@ taken, which are those of version `step` (of the adapters, where these were hand
 (`model`) and that one's `base_digest` (`sha256`) · `own_loop`, where a loop of somebody's own took it: its updates
 (`lightning.trainer.own_loop`) · `stages`, the plugins' stages that stood in a line: by what goes through it (`calls` of the
 trainer's gateway; `attempts`, where they are made beside it; `steps`; `groups`, of which they are the sampler and the order of
-tasks), in their order, each with the version of its distribution · `added`, what stages add to the step, by their names · and
-the numeric context, `NUMERIC`.
+tasks; `runs`, at whose beginning and end they stand), in their order, each with the version of its distribution · `added`,
+what stages add to the step, by their names · and the numeric context, `NUMERIC`.
 """
 
 from __future__ import annotations

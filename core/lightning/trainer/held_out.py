@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lightning.config import Config
 from lightning.errors import ConfigError
-from lightning.store.epochs import Epoch
+from lightning.trainer.epochs import Epoch
 from lightning.trainer.summary import Evaluation
 from lightning.types import Json
 

@@ -20,18 +20,19 @@ from lightning.engines.protocol import Engine, RevivesWorkers, StepResult
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.runner.protocol import StagedRunner
-from lightning.store.epochs import Epoch, epoch_at
 from lightning.store.rollout_state import REUSE
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
 from lightning.trainer.context import ADDED, STAGES, named_stages, numeric_context, other_stages
+from lightning.trainer.epochs import Epoch, epoch_at
 from lightning.trainer.held_out import HeldOut, compared_since
 from lightning.trainer.lr_schedule import earlier_steps, rate_of
 from lightning.trainer.metrics import Remarks, UsageMeter, sampled_tokens, staleness, step_metrics
 from lightning.trainer.own_loop import OWN_LOOP, OwnStep
 from lightning.trainer.plan import VAL, val_rollouts
 from lightning.trainer.replay import take_again
+from lightning.trainer.run_stages import RunLine
 from lightning.trainer.samplers import Ground, Sampled, Sampler, TurnSampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.stages import Alarm, StepLine, StepTaken
@@ -47,7 +48,7 @@ OTHER_STAGES = (
     "%s are made with other stages than in step %d: %s. For the same ones install the plugins that brought them, and look "
     "at LIGHTNING_DISABLE_PLUGINS and the settings of the section `%s`"
 )
-SECTIONS = {"calls": "gateway", "attempts": "runner", "steps": "trainer", "groups": "trainer"}
+SECTIONS = {"calls": "gateway", "attempts": "runner", "steps": "trainer", "groups": "trainer", "runs": "runner"}
 """Of what goes through a line, the section of its settings."""
 
 DIFFER = (
@@ -82,6 +83,7 @@ class Loop:
     teacher: Teacher | None = None
     """What the engine has for a reference model, where that is another one than the run began with."""
     stages: StepLine = field(default_factory=StepLine)
+    run_line: RunLine = field(default_factory=RunLine)
     done: int = 0
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -114,6 +116,7 @@ class Loop:
             **around,
             "steps": self.stages.versions,
             "groups": self.sampler.versions,
+            "runs": self.run_line.versions,
         }
 
     async def run(self, started: Mapping[str, float]) -> Evaluation | None:

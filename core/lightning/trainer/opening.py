@@ -21,7 +21,6 @@ from lightning.plugins import plugins
 from lightning.plugins.named import name_of
 from lightning.policy_server.profiles import shares_gpu
 from lightning.runner.protocol import Agent, Runner
-from lightning.store.epochs import Epoch, keep_epochs, mark_over
 from lightning.store.places import run_id_of
 from lightning.store.protocol import Store
 from lightning.store.url import parse, sqlite_url
@@ -31,10 +30,11 @@ from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.beginning import Beginning, find_teacher
 from lightning.trainer.checkpoints import Checkpoints, check_disk
 from lightning.trainer.context import base_digest
+from lightning.trainer.epochs import Epoch, keep_epochs, mark_over
 from lightning.trainer.loop import Loop
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.replay import optimizer_of
-from lightning.trainer.run_stages import PROBE, Prompts, check_prompts, prompts_of, tell_exported
+from lightning.trainer.run_stages import PROBE, Prompts, RunLine, run_line
 from lightning.trainer.runs import AGENT, check_run, claim_folder, describe_algorithm, name_folder
 from lightning.trainer.samplers import RECORDED, Brought, Sampler, TurnSampler
 from lightning.trainer.stack import Stack, open_stack
@@ -46,14 +46,16 @@ from lightning.types import Json, Run, Task
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run that is about to begin. `resources` closes it; `computed` are the settings with their dtypes; `agent` names the
-    agent as MODULE:FUNCTION, empty where another process cannot import it."""
+    """A run that is about to begin. `resources` closes it; `line` has the stages at its beginning and its end; `computed`
+    are the settings with their dtypes; `agent` names the agent as MODULE:FUNCTION, empty where another process cannot import
+    it."""
 
     resources: AsyncExitStack
     reporter: Reporter
     store: Store
     run: Run
     epochs: list[Epoch]
+    line: RunLine
     prompts: Prompts
     agent: str
     runner: Runner
@@ -133,7 +135,8 @@ class RunOpening:
         """The run to begin or to go on with, and what it needs that costs little to open. `sampler` is where its groups come
         from, None for the core's own."""
         sampler = sampler or TurnSampler()
-        check_prompts(self.config)
+        line = run_line(self.config)
+        line.check_prompts(self.config.runner.prompts)
         runner = self._runner_of(agent, needed=own_loop or bool(val) or self.recorded is None)
         began = time.monotonic()
         async with AsyncExitStack() as resources:
@@ -167,7 +170,7 @@ class RunOpening:
                 store, self.out, self.model, self.schedule, computed, self._make_engine, url, reporter, teacher
             )
             run, epochs, self._base = await beginning.prepare(run, described, self.from_run)
-            prompts = await prompts_of(store, run, self.config)
+            prompts = await line.prompts(store, run, self.config.runner.prompts)
             reporter.phase("starting the policy server and loading the model")
             yield Prepared(
                 resources,
@@ -175,6 +178,7 @@ class RunOpening:
                 store,
                 run,
                 epochs,
+                line,
                 prompts,
                 name_of(agent),
                 runner,
@@ -211,6 +215,7 @@ class RunOpening:
             own_loop,
             made.teacher,
             step_line(made.computed),
+            made.line,
         )
 
     async def _finished(self, made: Prepared, loop: Loop, kept: Evaluation | None) -> Summary:
@@ -225,7 +230,7 @@ class RunOpening:
                 "logprobs": [0.0, *probe.logprobs[1:]],
                 "dtype": made.computed.engine.dtype,
             }
-        await tell_exported(made.store, made.run, self.config, self.out / "model", about)
+        await made.line.exported(made.store, made.run, self.out / "model", about)
         return summary
 
     async def _open_record(

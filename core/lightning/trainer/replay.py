@@ -20,10 +20,10 @@ from lightning.algorithms.protocol import Algorithm, Batch, needs_critic
 from lightning.config import Config
 from lightning.engines.protocol import Engine, OptimizerConfig
 from lightning.errors import AuditError, ConfigError
-from lightning.store.epochs import Epoch, epoch_at
 from lightning.store.protocol import Store
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import Numeric, machine
+from lightning.trainer.epochs import Epoch, epoch_at
 from lightning.trainer.lr_schedule import full_rate, rate_of
 from lightning.trainer.own_loop import OWN_LOOP
 from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm

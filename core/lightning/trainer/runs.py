@@ -19,11 +19,11 @@ from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.errors import ConfigError
 from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.plugins import plugins
-from lightning.store.epochs import Epoch, read_epochs
 from lightning.store.places import RUN_FILE
 from lightning.store.protocol import Store
 from lightning.store.url import split_userinfo
 from lightning.trainer.context import base_digest
+from lightning.trainer.epochs import Epoch, read_epochs
 from lightning.trainer.function_fingerprint import holds_code, recorded, type_name
 from lightning.types import DEFAULT_PROJECT, Json, Run, StepRecord
 

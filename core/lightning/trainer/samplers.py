@@ -26,10 +26,10 @@ from lightning.errors import ConfigError, LightningError, PluginError, RunnerErr
 from lightning.plugins import plugins
 from lightning.plugins.discovery import DISABLE
 from lightning.plugins.stages import Contract, NamedStage, Stage, StageError
-from lightning.store.epochs import Epoch, epoch_at
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule, samples_dynamically
+from lightning.trainer.epochs import Epoch, epoch_at
 from lightning.trainer.plan import TRAIN, fixed_order, generation, is_lost, place_after, tasks_of_wave, train_rollouts
 from lightning.trainer.reasons import grouped
 from lightning.trainer.stack import Stack

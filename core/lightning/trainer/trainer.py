@@ -20,17 +20,17 @@ from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.policy_server import check_policy_server
 from lightning.runner.protocol import Agent
-from lightning.store.epochs import mark_over
 from lightning.store.places import DATABASE
 from lightning.store.url import redacted, sqlite_url
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
+from lightning.trainer.epochs import mark_over
 from lightning.trainer.held_out import check_held_out
 from lightning.trainer.learning_rate import default_rate
 from lightning.trainer.model import resolve_model
 from lightning.trainer.opening import RunOpening, check_model, say_how_to_join
 from lightning.trainer.plan import as_tasks, fixed_order
 from lightning.trainer.run_server import check_server_settings, project_of
-from lightning.trainer.run_stages import check_prompts, prompts_of
+from lightning.trainer.run_stages import run_line
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.samplers import OF_SAMPLERS, Asked, sampler_of
 from lightning.trainer.session import Session
@@ -239,7 +239,8 @@ class Trainer(RunOpening):
             logger.warning("a loop of your own does not look at trainer.%s: leave it out", ", trainer.".join(said))
 
     async def _dev(self, agent: Agent | None, tasks: list[Task]) -> DryRun:
-        check_prompts(self.config)
+        line = run_line(self.config)
+        line.check_prompts(self.config.runner.prompts)
         rehearse = step_line(self.config).rehearsal()
         runner = self._runner_of(agent)
         async with AsyncExitStack() as resources:
@@ -252,7 +253,7 @@ class Trainer(RunOpening):
             numbers = [int(run.id.removeprefix("dev-")) for run in await store.list_runs(brief=True)]
             name = f"dev-{max(numbers, default=0) + 1}"
             run = await store.put_run(Run(name, name, self._described(tasks, []), project=self._project))
-            prompts = await prompts_of(store, run, self.config, home=self._url())
+            prompts = await line.prompts(store, run, self.config.runner.prompts, home=self._url())
             if not isinstance(self.algorithm, SearchAlgorithm):
                 await check_model(self._make_engine(self.config), self.model, reporter)
             reporter.phase("starting the policy server")

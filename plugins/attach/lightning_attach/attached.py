@@ -86,10 +86,6 @@ class AttachedControl(VLLMControl):
         versions = {cast("int | None", answer.get("version")) for answer in answers}
         return versions.pop() if len(versions) == 1 else None, str(answers[0]["before"])
 
-    async def let_go(self) -> None:
-        """Take the word back that was left, where it is still there. Raises `NotOursError` where another one is."""
-        await self.dismiss(self.claimed_as)
-
     async def dismiss(self, owner: str) -> None:
         """Take the word of a trainer away, which brings no weights from then on. Raises `NotOursError` where another one is."""
         await self.rpc("lightning_claim", "", owner, seconds=HEALTH_SECONDS)
@@ -118,18 +114,16 @@ class AttachedVLLM(VLLMServer):
         self._root = config.attach.rstrip("/").removesuffix("/v1")
         self._waking: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    async def start(self, *over: str) -> None:
         """Attach: find out what it serves and which version it has (-1: an update broke off, so nobody knows).
 
         A server that a dead trainer left paused is resumed, unless its version is unknown: then it waits for `update`. One
         that was another trainer's is taken over, which takes `TAKE_OVER_SECONDS`. Who claims nothing leaves a trainer's paused,
         which may be in the middle of an update, until that has been silent for `SILENT_SECONDS`: whether it was found so or is
         paused later, until `close`.
-        """
-        await self._attach()
 
-    async def _attach(self, *over: str) -> None:
-        """See `start`. With `over` raises `NotOursError` where another word was left than one of these."""
+        With `over` raises `NotOursError` where another word was left than one of these.
+        """
         check_model_folder(self._folder)
         await asyncio.to_thread(self._transfer.check, None)
         control = AttachedControl(self._root, os.environ.get(SECRET, ""))
@@ -248,7 +242,7 @@ class AttachedVLLM(VLLMServer):
             if time.monotonic() > deadline:
                 raise PolicyServerError(f"the vLLM at {self._root} died and did not come back within {seconds:.0f} s")
             await asyncio.sleep(1.0)
-        await self._attach(*([self._claim] if self._claim else []))
+        await self.start(*([self._claim] if self._claim else []))
         if weights is not None:
             await self.update(weights, version)
             return
@@ -278,6 +272,6 @@ class AttachedVLLM(VLLMServer):
         if self._control is None or not self._control.claimed_as:
             return
         try:
-            await self._control.let_go()
+            await self._control.dismiss(self._control.claimed_as)
         except PolicyServerError as error:
             logger.info("%s was not told that its trainer has gone: %s", self._root, error)

@@ -25,11 +25,11 @@ from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent
 from lightning.store import exchanges
-from lightning.store.epochs import mark_over
 from lightning.store.places import store_in
 from lightning.store.protocol import Store
 from lightning.store.url import parse
 from lightning.trainer.agents import hidden_from_agents
+from lightning.trainer.epochs import mark_over
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.run_stages import Prompts
 from lightning.trainer.runs import claim_folder, is_claimed

@@ -21,11 +21,11 @@ from lightning.cli.runs import answers
 from lightning.config import Config
 from lightning.errors import AuditError, ConfigError, EngineError, StoreError
 from lightning.plugins import plugins
-from lightning.store.epochs import Epoch, is_over, read_epochs
 from lightning.store.places import existing_store, run_id_of, split_reference, store_in
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.checkpoints import Checkpoints
+from lightning.trainer.epochs import Epoch, is_over, read_epochs
 from lightning.trainer.held_out import BEST
 from lightning.trainer.model import resolve_model
 from lightning.trainer.replay import FORKED, MODEL, Rewinder

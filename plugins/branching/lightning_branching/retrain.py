@@ -19,10 +19,10 @@ from lightning.errors import AuditError, ConfigError, LightningError
 from lightning.plugins import plugins
 from lightning.policy_server.model_folder import hash_weights
 from lightning.policy_server.weights import FILES
-from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import NUMERIC, Numeric, base_digest, machine
+from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.own_loop import OWN_LOOP
 from lightning.trainer.replay import FORKED, MODEL, Rewinder
 from lightning.types import Json, Run, StepRecord

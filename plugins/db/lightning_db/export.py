@@ -18,10 +18,10 @@ from typing import Any, Final, TypeAlias, get_args
 from lightning.errors import ParentGoneError, StoreError
 from lightning.store import exchanges, rows
 from lightning.store.conversation import CONVERSATION, conversation_in
-from lightning.store.epochs import read_epochs
 from lightning.store.exchanges import TEXTS, Exchange, Parent, packed_in, parents_of
 from lightning.store.pages import each_rollout, each_step
 from lightning.store.protocol import Store
+from lightning.trainer.epochs import read_epochs
 from lightning.types import (
     Caller,
     Conversation,

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning.store.epochs import Epoch, read_epochs
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import PRUNED, Store
+from lightning.trainer.epochs import Epoch, read_epochs
 from lightning.types import Json, Rollout, Run, StepRecord
 
 from lightning_db.export import chosen_runs

@@ -12,11 +12,10 @@ from typing import Final, TypeVar, cast
 
 from lightning.errors import SchemaError, StoreError
 from lightning.plugins import plugins
+from lightning.store import schema
 from lightning.store.protocol import TRACES_RUN
-from lightning.store.relational import schema
-from lightning.store.relational.brought import SqlPart
-from lightning.store.relational.transaction import Operation, Transaction
-from lightning.store.schema_version import SCHEMA
+from lightning.store.relational.transaction import Operation, SqlPart, Transaction
+from lightning.store.schema import SCHEMA
 from lightning.store.url import redacted
 
 from lightning_db import queries

@@ -17,8 +17,8 @@ from typing import Final, Literal
 import numpy as np
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
-from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import PRUNED, Store
+from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.held_out import compared_since
 from lightning.trainer.plan import TRAIN, VAL, newest_generation, of_generation
 from lightning.trainer.replay import policy_fault_of, train_agents_of

@@ -22,16 +22,16 @@ from lightning.config import Config
 from lightning.errors import ConfigError, RunnerError
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent, Runner
-from lightning.store.epochs import is_over, mark_over
 from lightning.store.places import DATABASE
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
 from lightning.trainer.agents import hidden_from_agents
+from lightning.trainer.epochs import is_over, mark_over
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.plan import VAL, generation, newest_generation, train_rollouts
 from lightning.trainer.reasons import grouped
 from lightning.trainer.run_server import of_project
-from lightning.trainer.run_stages import Prompts, prompts_of
+from lightning.trainer.run_stages import Prompts, run_line
 from lightning.trainer.runs import claim_folder, differences
 from lightning.trainer.stack import Stack, open_gateway, open_stack
 from lightning.trainer.summary import Reporter
@@ -248,7 +248,7 @@ class Evaluator:
             raise RuntimeError("an Evaluator is used with `async with`")
         run = await store.put_run(self._runs[variant.run])
         await mark_over(store, run.id, False)
-        prompts: Prompts = await prompts_of(store, run, config)
+        prompts: Prompts = await run_line(config).prompts(store, run, config.runner.prompts)
         if variant.prompt:
             component, text = variant.prompt
             prompts = bindable(prompts)

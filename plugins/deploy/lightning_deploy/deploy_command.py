@@ -14,13 +14,11 @@ from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError
 
 from lightning_deploy.agent_sources import Included
-from lightning_deploy.cluster_check import check_cluster
-from lightning_deploy.deploy_plan import DeployPlan, Options, checked_name, described, make_plan, sweep_plans
-from lightning_deploy.files import Written, diff, write
+from lightning_deploy.deploy_plan import DeployPlan, Options, checked_name, make_plan, sweep_plans
 from lightning_deploy.locked import lock
-from lightning_deploy.render import Cloud, render, render_sweep
+from lightning_deploy.render import Cloud, Written, diff, render, render_sweep, write
 from lightning_deploy.smoke import smoke
-from lightning_deploy.validators import Overlay, Verdict, check
+from lightning_deploy.validators import Overlay, Verdict, check, check_cluster
 
 PLAIN = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./-"
 
@@ -150,7 +148,7 @@ def deploy(
     written = write(files, out, force=force)
     verdicts = check(target.value, out, (*plan.secrets, *plan.trainer_secrets)) if run_check or apply else []
     if as_json:
-        print_json({"plan": described(plan), "folder": str(out), "files": written, "verdicts": verdicts})
+        print_json({"plan": plan, "folder": str(out), "files": written, "verdicts": verdicts})
     else:
         _show(plan, target.value, out, written, verdicts)
     if any(one.verdict == "failed" for one in verdicts):

@@ -7,7 +7,6 @@ with other addresses (`Places`); and no value in a plan is a secret.
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import re
 from collections.abc import Iterator, Sequence
@@ -22,10 +21,9 @@ from lightning.config import Config, load_config
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 
-from lightning_deploy.agent_sources import AgentSources, Included, digest_of, files_below, find_sources
+from lightning_deploy.agent_sources import AgentSources, Included, check_arguments, digest_of, files_below, find_sources
 from lightning_deploy.gpu_estimate import MachineNeeds, estimate
 from lightning_deploy.locked import own_source
-from lightning_deploy.secret_scan import check_arguments
 from lightning_deploy.sweep_file import read_sweep
 
 OURS = ("out", "store", "resume", "dev", "runner")
@@ -152,7 +150,8 @@ def make_plan(arguments: Sequence[str], options: Options, project: Path) -> Depl
     config_file = given.get("config")
     config = load_config(config_file, overrides)
     _check_kept(config, given)
-    data = [_below(project, Path(str(given[name])), f"--{name}") for name in PATHS if _is_file(given, name)]
+    files = {name: Path(str(given[name])) for name in PATHS if name in given}
+    data = [_below(project, path, f"--{name}") for name, path in files.items() if path.exists()]
     module = agent.partition(":")[0]
     prefixed = module in plugins().names("agents")
     needs = (config_file,) if config_file is not None else ()
@@ -302,10 +301,6 @@ def _runner_arguments(given: dict[str, Any]) -> list[str]:
     return found
 
 
-def _is_file(given: dict[str, Any], name: str) -> bool:
-    return name in given and Path(str(given[name])).exists()
-
-
 def _below(project: Path, path: Path, option: str) -> Path:
     if path.is_absolute() or not (project / path).resolve().is_relative_to(project.resolve()):
         raise ConfigError(f"{option} {path}: give a path below {project}, as it will be in the image")
@@ -325,16 +320,3 @@ def checked_name(text: str) -> str:
     if not name or not name[0].isalpha():
         raise ConfigError(f"{text!r} makes no name for a deployment: give one with --name, such as --name writer")
     return name
-
-
-def described(plan: DeployPlan) -> dict[str, object]:
-    """The plan as JSON has it."""
-    whole = json.loads(json.dumps(plan, default=_plain))
-    assert isinstance(whole, dict)
-    return whole
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Path):
-        return str(value)
-    return {name: getattr(value, name) for name in type(value).__dataclass_fields__}  # type: ignore[attr-defined]

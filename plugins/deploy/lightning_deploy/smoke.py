@@ -10,14 +10,12 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +26,12 @@ from lightning.store.places import run_id_of
 from lightning.store.url import sqlite_url
 from lightning.types import Status
 
+from lightning_deploy import processes
 from lightning_deploy.deploy_plan import DeployPlan, Places
 
 LOOK_SECONDS = 0.5
 LEASE_SECONDS = 8
 """How long a killed client's rollouts wait for another one."""
-END_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,34 +47,20 @@ class Smoked:
 
 
 class Processes:
-    """Processes with logs, each in a group of its own, so that one is ended with all that it has started."""
+    """The processes of a deployment, by their names."""
 
     def __init__(self, scripts: Path, logs: Path) -> None:
         path = os.pathsep.join((str(scripts), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
         self._env, self._logs = {**os.environ, "PATH": path}, logs
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.running: dict[str, processes.Process] = {}
 
     def start(self, name: str, command: list[str], **variables: str) -> None:
         """Start it; what it says goes to `NAME.log`."""
-        with (self._logs / f"{name}.log").open("ab") as log:
-            self.running[name] = subprocess.Popen(  # noqa: S603 — the generated command, without a shell
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**self._env, **variables},
-                start_new_session=True,
-            )
-
-    def kill(self, name: str) -> None:
-        """Kill it as a lost machine would be, with all that it has started."""
-        process = self.running.pop(name)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        self.running[name] = processes.start(command, self._logs / f"{name}.log", {**self._env, **variables})
 
     def said(self, name: str) -> str:
         """The end of what it said."""
-        return (self._logs / f"{name}.log").read_text(encoding="utf-8", errors="replace").strip()[-600:]
+        return processes.last_words(self._logs / f"{name}.log")
 
     def check(self) -> None:
         """Raises `DataError` for one that failed."""
@@ -84,28 +68,9 @@ class Processes:
             if process.poll():
                 raise DataError(f"{name} ended with exit code {process.returncode}: {self.said(name)}")
 
-    def stop(self) -> None:
-        """Tell all to end, and end those that do not."""
-        for process in self.running.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-        deadline = time.monotonic() + END_SECONDS
-        for process in self.running.values():
-            try:
-                process.wait(timeout=max(0.1, deadline - time.monotonic()))
-            except (subprocess.TimeoutExpired, KeyboardInterrupt):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
-@contextlib.contextmanager
-def _processes(scripts: Path, logs: Path) -> Iterator[Processes]:
-    found = Processes(scripts, logs)
-    try:
-        yield found
-    finally:
-        found.stop()
+    def close(self) -> None:
+        """End all."""
+        processes.end(list(self.running.values()))
 
 
 def smoke(
@@ -133,20 +98,20 @@ def smoke(
     for name in ("tokens", "admin"):
         (folder / name).mkdir(parents=True)
     deadline = time.monotonic() + seconds
-    with _processes(scripts, folder) as processes:
+    with contextlib.closing(Processes(scripts, folder)) as started:
 
         def until(reached: Callable[[], bool], what: str) -> None:
             while not reached():
-                processes.check()
+                started.check()
                 if time.monotonic() > deadline:
-                    raise DataError(f"{what} did not come in {seconds:.0f} s: {processes.said('trainer')}")
+                    raise DataError(f"{what} did not come in {seconds:.0f} s: {started.said('trainer')}")
                 time.sleep(LOOK_SECONDS)
 
-        processes.start("tokens", plan.token_command(places))
-        until(lambda: processes.running["tokens"].poll() == 0, "the tokens")
+        started.start("tokens", plan.token_command(places))
+        until(lambda: started.running["tokens"].poll() == 0, "the tokens")
         told("tokens: made")
-        processes.start("trainer", plan.trainer_command(places, "--set", "trainer.steps=1"))
-        processes.start("server", plan.server_command(places))
+        started.start("trainer", plan.trainer_command(places, "--set", "trainer.steps=1"))
+        started.start("server", plan.server_command(places))
         for url in (places.trainer, f"http://127.0.0.1:{server_port}"):
             until(lambda url=url: _healthy(url), f"{url}/api/v1/health")  # type: ignore[misc]
         told("trainer and server: healthy")
@@ -154,14 +119,14 @@ def smoke(
         client = plan.client_command(places)
         client[2:2] = ["--set", f"runner.lease_ttl={LEASE_SECONDS}"]
         # The first one is alone until it works: so what runs when it is killed is its own.
-        processes.start(names[0], client, LIGHTNING_RUNNER__CONCURRENCY=str(plan.concurrency))
+        started.start(names[0], client, LIGHTNING_RUNNER__CONCURRENCY=str(plan.concurrency))
         until(lambda: _under_way(places, plan) > 0, "a rollout")
         under_way = _under_way(places, plan)
-        processes.kill(names[0])
+        processes.kill(started.running.pop(names[0]))
         for name in [*names[1:], f"client-{plan.clients + 1}"]:
-            processes.start(name, client, LIGHTNING_RUNNER__CONCURRENCY=str(plan.concurrency))
+            started.start(name, client, LIGHTNING_RUNNER__CONCURRENCY=str(plan.concurrency))
         told(f"{names[0]}: killed with {under_way} rollouts under way, and replaced")
-        until(lambda: processes.running["trainer"].poll() == 0, "the step")
+        until(lambda: started.running["trainer"].poll() == 0, "the step")
     report = json.loads((Path(plan.out(places)) / "report.json").read_text(encoding="utf-8"))
     return Smoked(folder, report, under_way, int(report["trained_tokens"]), plan.clients + 1)
 

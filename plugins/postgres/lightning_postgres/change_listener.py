@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from lightning.asyncio_utils import end
-from lightning.store.relational.notify import Bell
+from lightning.store.threads import Bell
 
 from lightning_postgres import failures
 from lightning_postgres.connection import channel, connect

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Final, Generic, TypeVar
 
 from lightning.errors import StoreError
-from lightning.store.relational.prefix_parents import ParentCache
+from lightning.store.codec import ParentCache
 from lightning.store.relational.transaction import Again, Operation
 
 from lightning_postgres import failures

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from lightning.errors import DataError, StoreError
-from lightning.store.relational.brought import SqlPart, make_tables
-from lightning.store.relational.transaction import Operation, Transaction
+from lightning.store.relational.transaction import Operation, SqlPart, Transaction, make_tables
 from lightning.store.sqlite.connection import Settings as SqliteSettings
 from lightning.store.sqlite.connection import SqliteTransaction, refuse_foreign
 from lightning.store.sqlite.connection import connect as connect_sqlite

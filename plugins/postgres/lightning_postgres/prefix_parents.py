@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Hashable, Iterable
 
-from lightning.store.relational.prefix_parents import KnownTransition, ParentCache
+from lightning.store.codec import KnownTransition, ParentCache
 
 
 class TransactionParents:

@@ -14,10 +14,9 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from lightning.store.relational.notify import Bell
 from lightning.store.relational.store import RelationalStore
 from lightning.store.relational.transaction import Again, Operation
-from lightning.store.threads import LoopThread, check_process, closed_error
+from lightning.store.threads import Bell, LoopThread, check_process, closed_error
 
 from lightning_postgres.change_listener import EventWatch, Listener
 from lightning_postgres.connection import watched

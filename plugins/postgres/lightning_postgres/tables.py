@@ -1,4 +1,4 @@
-"""The tables of the PostgreSQL store: those of `lightning.store.relational.schema` in PostgreSQL's types.
+"""The tables of the PostgreSQL store: those of `lightning.store.schema` in PostgreSQL's types.
 
 The invariant: they are made in one transaction and under one lock; another version of them, or another program's tables, are
 refused untouched.
@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from lightning.errors import LightningError, SchemaError, StoreError
-from lightning.store.relational import schema
+from lightning.store import schema
 
 from lightning_postgres import failures
 from lightning_postgres.connection import connect, in_postgres, lock_key

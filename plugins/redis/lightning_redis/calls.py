@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from lightning.errors import DataError, StoreError
 from lightning.store import codec, rollout_state, rows
-from lightning.store.relational.prefix_parents import Fingerprint
+from lightning.store.codec import Fingerprint
 from lightning.types import Transition
 
 from lightning_redis.keys import encoded
@@ -100,12 +100,17 @@ class Decoder:
             self._resolve(found.parent, (key,))
         tokens = self._decode(found)
         rollout, attempt, seq = key
-        made = rows.transition_from_row(
-            rollout, attempt, (seq, *found.columns), tokens.prompt_ids, tokens.response_ids, tokens.logprobs
-        )
-        if rollout_state.record_digest(made, codec.stored_digest(found.blob)) != found.digest:
+        row = (seq, *found.columns)
+        if rollout_state.row_digest(rollout, attempt, row, codec.stored_digest(found.blob)) != found.digest:
             raise StoreError("it does not match the digest that was written with it")
-        return made
+        return rows.CALLS.read(
+            row,
+            rollout=rollout,
+            attempt=attempt,
+            prompt_ids=tokens.prompt_ids,
+            response_ids=tokens.response_ids,
+            logprobs=tokens.logprobs,
+        )
 
     def _resolve(self, key: CallKey, below: Iterable[CallKey] = ()) -> None:
         """Decode the chain of ancestors, oldest first: a long chain must not be a deep recursion."""

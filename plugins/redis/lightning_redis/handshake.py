@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from lightning.errors import ConfigError, LightningError, SchemaError, StoreError
-from lightning.store.schema_version import SCHEMA, refuse_other_schema
+from lightning.store.schema import SCHEMA, refuse_other_schema
 from redis.exceptions import BusyLoadingError, ReadOnlyError, ResponseError
 
 from lightning_redis.connection import Command, Reply

@@ -20,7 +20,7 @@ from typing import Any, Final
 from lightning.errors import ConfigError, StoreError
 from lightning.plugins import plugins
 from lightning.store.protocol import TRACES_RUN
-from lightning.store.schema_version import SCHEMA
+from lightning.store.schema import SCHEMA
 from lightning.store.url import redacted
 from lightning.types import Status
 from lightning_db import queries

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from lightning.store.relational.prefix_parents import CANDIDATES, Fingerprint
+from lightning.store.codec import CANDIDATES, Fingerprint
 
 CACHE_BYTES: Final = 32 << 20
 """For each event loop that uses the store: usually one."""

@@ -132,7 +132,7 @@ def _attempt(rollout: str, attempt: int, text: bytes | None) -> Attempt:
     events, rewards, states = (str(found.get(name, "[]")) if isinstance(found, Mapping) else "" for name in names)
     extras = found.get("extras", "") if isinstance(found, Mapping) else ""
     packed = _extras_from_text(extras, f"the extras of attempt {attempt} of rollout {rollout!r}")
-    return rows.attempt_of(rollout, attempt, events, rewards, states, packed)
+    return rows.ATTEMPTS.read((rollout, attempt, events, rewards, states, packed))
 
 
 # steps ----------------------------------------------------------------------------------------------------------

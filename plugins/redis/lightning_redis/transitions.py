@@ -17,7 +17,7 @@ from typing import Final
 
 from lightning.errors import ConflictError, StoreError, UnavailableError
 from lightning.store import codec, rollout_state, rows
-from lightning.store.relational.prefix_parents import LOADED_CALLS, Fingerprint, Prompt, choose
+from lightning.store.codec import LOADED_CALLS, Fingerprint, Prompt, choose
 from lightning.types import Caller, Transition
 
 from lightning_redis import calls, lua_scripts

@@ -12,8 +12,7 @@ from typing import Final, cast
 
 from lightning.errors import ConflictError, StoreError
 from lightning.store import rollout_state, rows
-from lightning.store.relational.brought import SqlPart
-from lightning.store.relational.transaction import Transaction, done_once
+from lightning.store.relational.transaction import SqlPart, Transaction, done_once
 from lightning.types import Json
 
 from lightning_resources.nouns import LATEST, Alias, Resource, ResourceUse, check_alias, uses_of_versions

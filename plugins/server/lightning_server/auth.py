@@ -20,6 +20,8 @@ from lightning.errors import ConfigError, DataError
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.types import DEFAULT_PROJECT, Scope, Token
+from starlette.datastructures import Headers
+from starlette.types import Scope as ASGIScope
 
 from lightning_server.errors import ApiError
 from lightning_server.tokens import get_token, list_tokens
@@ -120,6 +122,12 @@ def digest_of(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
+def authorization_in(scope: ASGIScope) -> str:
+    """What a request sends as `Authorization`; empty unless it does so once."""
+    given = Headers(scope=scope).getlist("authorization")
+    return given[0] if len(given) == 1 else ""
+
+
 class Authenticator:
     """Tells who sent a request. One for each server; any event loop that the store can be used from."""
 
@@ -169,11 +177,16 @@ class Authenticator:
         return token
 
 
+def is_alive(token: Token) -> bool:
+    """Whether a token still opens something."""
+    return token.revoked_at is None and (token.expires_at is None or token.expires_at > time.time())
+
+
 def _holder(token: Token) -> Principal:
     """Whose token it is. Raises `ApiError` (401) for one that opens nothing any more."""
     if token.revoked_at is not None:
         raise _refused("revoked_token", f"The token {token.id} was revoked.")
-    if token.expires_at is not None and token.expires_at <= time.time():
+    if not is_alive(token):
         raise _refused("expired_token", f"The token {token.id} has expired.")
     return Principal(token.id, token.name, token.scope, None if token.project == ALL_PROJECTS else token.project)
 
@@ -192,11 +205,8 @@ async def check_exposure(store: Store, host: str, *, place: str = "") -> None:
     that a person made and that still opens something. `place` is the store's URL, for the message."""
     if is_loopback(host):
         return
-    now = time.time()
-    for token in await list_tokens(store):
-        alive = token.revoked_at is None and (token.expires_at is None or token.expires_at > now)
-        if alive and token.name != AUTOMATIC:
-            return
+    if any(is_alive(token) and token.name != AUTOMATIC for token in await list_tokens(store)):
+        return
     where = f" --store {redacted(place)}" if place else ""
     raise ConfigError(
         f"this server will not listen on {host}, beyond this machine: nobody has made a token for it yet. Make one with "

@@ -1,4 +1,4 @@
-"""A gateway's port opened to clients: the control API on it, and the first tokens.
+"""A gateway's port opened to clients, beside a trainer or without one: the control API on it, and the first tokens.
 
 The invariant: the API is on the port before the port is open, so that no client is ever told that there is none; a token's
 plain text is written once, into a file that only its owner can read, and no file of another database's token is lost by it.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,8 +25,19 @@ from lightning.trainer.run_server import Invitation
 from lightning.types import DEFAULT_PROJECT, Run, Scope, Token
 
 from lightning_server.agents import AgentAccess
-from lightning_server.api import Api, Limits
-from lightning_server.auth import ALL_PROJECTS, AUTOMATIC, PLAIN, Authenticator, digest_of, issue_token
+from lightning_server.api.app import Api, Limits
+from lightning_server.auth import (
+    ALL_PROJECTS,
+    AUTOMATIC,
+    PLAIN,
+    Authenticator,
+    check_exposure,
+    check_project,
+    digest_of,
+    is_alive,
+    issue_token,
+)
+from lightning_server.projects import ProjectStore
 from lightning_server.tokens import get_token, list_tokens, put_token
 
 log = logging.getLogger(__name__)
@@ -94,7 +104,7 @@ async def first_admin_token(store: Store, folder: Path) -> Path | None:
 
     Raises `ConfigError` when the file cannot be written.
     """
-    if any(token.scope is Scope.ADMIN and _alive(token) for token in await list_tokens(store)):
+    if any(token.scope is Scope.ADMIN and is_alive(token) for token in await list_tokens(store)):
         return None
     return await _write_token(store, token_file(store, folder, ADMIN_FILE), Scope.ADMIN, ALL_PROJECTS)
 
@@ -113,7 +123,7 @@ async def runner_token(
         token = await get_token(store, found[1]) if found else None
         if found is None or token is None or (only and token.project != project):
             continue
-        if _alive(token) and token.digest == digest_of(found[2]):
+        if is_alive(token) and token.digest == digest_of(found[2]):
             return there, found[0]
     await _write_token(store, file, Scope.RUNNER, project)
     return file, file.read_text().strip()
@@ -180,5 +190,25 @@ def _write_private(file: Path, text: str) -> None:
         writing.write(text)
 
 
-def _alive(token: Token) -> bool:
-    return token.revoked_at is None and (token.expires_at is None or token.expires_at > time.time())
+class LightningServer:
+    """A `RunServer`, made of what `lightning serve` is made of."""
+
+    def on_port(self, config: Config) -> Config:
+        """See `RunServer.on_port`: the port of the section `server`."""
+        return on_server_port(config)
+
+    async def check_exposure(self, store: Store, host: str) -> None:
+        """See `RunServer.check_exposure`: a token that a person made is needed."""
+        await check_exposure(store, host)
+
+    def open(self, store: Store, gateway: Gateway, config: Config) -> Control:
+        """See `RunServer.open`."""
+        return Control(store, gateway, config)
+
+    def check_project(self, project: str) -> None:
+        """See `RunServer.check_project`: a project is what a token can be bound to."""
+        check_project(project, Scope.RUNNER)
+
+    def of_project(self, store: Store, project: str) -> Store:
+        """See `RunServer.of_project`."""
+        return ProjectStore(store, project)

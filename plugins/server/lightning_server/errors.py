@@ -1,12 +1,30 @@
-"""What the control API answers when it says no.
+"""What the control API answers when it says no: from errors to answers, and answers onto the wire.
 
 The invariant: an `ApiError` carries everything of its answer: the status, a machine's word for what is wrong, and a message for
-people that names the culprit and the cure.
+people that names the culprit and the cure. Whatever goes wrong has one; what the server itself got wrong is logged in full and
+told in one sentence.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+
+from lightning.errors import (
+    ConfigError,
+    ConflictError,
+    DataError,
+    LightningError,
+    SchemaError,
+    StaleAttemptError,
+    StoreError,
+    UnavailableError,
+)
+from lightning.gateway.http import RefusalError
+from starlette.types import Send
+
+from lightning_server import json_codec
+from lightning_server.messages import Failure, Problem
 
 
 class ApiError(Exception):
@@ -16,3 +34,53 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.type, self.message = status, type, message
         self.headers = dict(headers or {})
+
+
+log = logging.getLogger(__name__)
+RETRY = {"retry-after": "1"}
+KINDS: tuple[tuple[type[LightningError], int, str], ...] = (
+    (StaleAttemptError, 409, "stale_attempt"),
+    (ConflictError, 409, "conflict"),
+    (SchemaError, 503, "schema"),
+    (UnavailableError, 503, "unavailable"),
+    (StoreError, 422, "refused"),
+    (DataError, 400, "invalid_data"),
+    (ConfigError, 422, "misconfigured"),
+    (LightningError, 503, "unavailable"),
+)
+"""The first that fits; a store over HTTP makes the same errors of the words again."""
+
+
+def refusal_of(error: Exception, where: str) -> ApiError:
+    """The refusal for whatever a request raised; `where` names the request in the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RefusalError):
+        return ApiError(error.status, error.code, str(error))
+    for kind, status, word in KINDS:
+        if isinstance(error, kind):
+            return ApiError(status, word, str(error), RETRY if status == 503 else None)
+    if isinstance(error, RecursionError):
+        return ApiError(400, "invalid_data", "The request is nested too deeply: flatten it.")
+    log.error("the control API failed at %s", where, exc_info=error)
+    return ApiError(
+        500, "server_fault", "The server failed at this request; its log says why. Nothing else is affected."
+    )
+
+
+async def refuse(send: Send, refusal: ApiError) -> None:
+    """Answer with an error."""
+    body = json_codec.to_bytes(Failure(Problem(refusal.type, refusal.message)))
+    headers = dict(refusal.headers)
+    if refusal.status == 401:
+        headers["www-authenticate"] = 'Bearer realm="lightning"'
+    await answer(send, refusal.status, body, headers)
+
+
+async def answer(send: Send, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+    """Send a whole answer."""
+    fields = {"content-type": "application/json", "content-length": str(len(body)), "cache-control": "no-store"}
+    fields |= headers or {}
+    pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body})

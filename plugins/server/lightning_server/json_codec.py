@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import difflib
 import json
 import math
 import types
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from typing import Any, Final, Generic, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from lightning.config.fields import did_you_mean
 from lightning.errors import DataError
 from lightning.store import codec as arrays
 from lightning.store.protocol import Page
@@ -102,6 +102,16 @@ def _with_named_numbers(value: Json) -> Json:
     return value
 
 
+def to_bytes(value: object, hint: object = None) -> bytes:
+    """A value as JSON text, as one of the type `hint` (None: of its own). Raises `DataError` for one of another type."""
+    return write(codec_of(type(value) if hint is None else hint).encode(value))
+
+
+def from_bytes(hint: object, payload: bytes, what: str, strict: bool = False) -> Any:
+    """The value of a type in JSON text. Raises `DataError` that names `what`, or the field of it."""
+    return codec_of(hint).decode(read(payload, what), what, strict)
+
+
 # scalars --------------------------------------------------------------------------------------------------------
 
 
@@ -111,104 +121,110 @@ def _number_to_json(value: float) -> Json:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _encode_float(value: float) -> Json:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(f"{value!r} is not a number")
-    return _number_to_json(value)
+def _is_number(value: object, *kinds: type) -> bool:
+    """Whether it is of one of these kinds; true and false are no numbers."""
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _decode_float(value: object, where: str, strict: bool) -> float:
+def _double(value: object) -> float:
     if isinstance(value, str) and value in NUMBERS:
         return NUMBERS[value]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise wrong(value, where, "a number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise wrong(value, where, "a number that a double can hold") from None
+    if not _is_number(value, int, float):
+        raise ValueError
+    return float(cast("float", value))
 
 
-def _encode_int(value: int) -> Json:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise DataError(f"{value!r} is not an integer")
-    return value
-
-
-def _decode_int(value: object, where: str, strict: bool) -> int:
+def _int64(value: object) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not -INT_LIMIT <= value < INT_LIMIT:
-        raise wrong(value, where, "an integer of 64 bits")
+    if not isinstance(value, int) or isinstance(value, bool) or not -INT_LIMIT <= value < INT_LIMIT:
+        raise ValueError
     return value
 
 
-def _encode_text(value: str) -> Json:
-    if not isinstance(value, str):
-        raise DataError(f"{value!r} is not a text")
-    return str(value)
+def _from_base64(value: object) -> bytes:
+    return base64.b64decode(value if isinstance(value, str) else "?", validate=True)
 
 
-def _decode_text(value: object, where: str, strict: bool) -> str:
-    if not isinstance(value, str):
-        raise wrong(value, where, "a text")
-    return value
+def _only(kind: type) -> Callable[[object], Any]:
+    def same(value: object) -> object:
+        if not isinstance(value, kind):
+            raise TypeError
+        return value
+
+    return same
 
 
-def _encode_bool(value: bool) -> Json:
-    return bool(value)
+def _scalar(
+    expected: str,
+    schema: Schema,
+    read: Callable[[object], Any],
+    is_one: Callable[[object], bool],
+    write: Callable[[Any], Json],
+    kind: str = "",
+) -> Codec[Any]:
+    """`read` makes the value of what JSON says, which must be what is `expected`. It raises `TypeError` or `ValueError` for
+    anything else. Of a value that is written `is_one` says whether it is of this type, which an error calls `kind`."""
 
-
-def _decode_bool(value: object, where: str, strict: bool) -> bool:
-    if not isinstance(value, bool):
-        raise wrong(value, where, "true or false")
-    return value
-
-
-def _encode_bytes(value: bytes) -> Json:
-    if not isinstance(value, bytes):
-        raise DataError(f"{value!r:.80} is not bytes")
-    return base64.b64encode(value).decode()
-
-
-def _decode_bytes(value: object, where: str, strict: bool) -> bytes:
-    try:
-        return base64.b64decode(value if isinstance(value, str) else "?", validate=True)
-    except ValueError:  # binascii's own error among them
-        raise wrong(value, where, "base64") from None
-
-
-def _array(unpack: Callable[[bytes], Any], code: str, of: str) -> Codec[Any]:
     def encode(value: Any) -> Json:
-        if not isinstance(value, array) or value.typecode != code:
-            raise DataError(f"{value!r:.80} is no array({code!r}), as lightning.types.token_ids() and logprobs() build")
-        return base64.b64encode(arrays.pack(value)).decode()
+        if not is_one(value):
+            raise DataError(f"{value!r:.80} is not {kind or expected}")
+        return write(value)
 
     def decode(value: object, where: str, strict: bool) -> Any:
         try:
-            return unpack(base64.b64decode(value if isinstance(value, str) else "?", validate=True))
-        except ValueError:  # binascii's own error among them
-            raise wrong(value, where, f"base64 of little-endian {of}") from None
+            return read(value)
+        except (TypeError, ValueError, OverflowError):  # binascii's own error among them
+            raise wrong(value, where, expected) from None
 
+    return Codec(encode, decode, schema)
+
+
+def _array(unpack: Callable[[bytes], Any], code: str, of: str) -> Codec[Any]:
+    expected = f"base64 of little-endian {of}"
     schema = {
         "type": "string",
         "contentEncoding": "base64",
         "pattern": WORDS_IN_BASE64,
-        "description": f"base64 of little-endian {of}, four bytes each",
+        "description": f"{expected}, four bytes each",
     }
-    return Codec(encode, decode, schema)
+    return _scalar(
+        expected,
+        schema,
+        lambda value: unpack(_from_base64(value)),
+        lambda value: isinstance(value, array) and value.typecode == code,
+        lambda value: base64.b64encode(arrays.pack(value)).decode(),
+        f"an array({code!r}), as lightning.types.token_ids() and logprobs() build",
+    )
 
 
+TEXT: Final = _scalar("a text", {"type": "string"}, _only(str), lambda value: isinstance(value, str), str)
 _SCALARS: Final[Mapping[object, Codec[Any]]] = {
-    str: Codec(_encode_text, _decode_text, {"type": "string"}),
-    bool: Codec(_encode_bool, _decode_bool, {"type": "boolean"}),
-    int: Codec(
-        _encode_int,
-        _decode_int,
+    str: TEXT,
+    bool: _scalar("true or false", {"type": "boolean"}, _only(bool), lambda value: True, bool),
+    int: _scalar(
+        "an integer of 64 bits",
         {"type": "integer", "format": "int64", "minimum": -INT_LIMIT, "maximum": INT_LIMIT - 1},
+        _int64,
+        lambda value: _is_number(value, int),
+        lambda value: value,
+        "an integer",
     ),
-    float: Codec(_encode_float, _decode_float, {"anyOf": [{"type": "number"}, {"enum": list(NUMBERS)}]}),
-    bytes: Codec(
-        _encode_bytes, _decode_bytes, {"type": "string", "contentEncoding": "base64", "description": "base64"}
+    float: _scalar(
+        "a number that a double can hold",
+        {"anyOf": [{"type": "number"}, {"enum": list(NUMBERS)}]},
+        _double,
+        lambda value: _is_number(value, int, float),
+        _number_to_json,
+        "a number",
+    ),
+    bytes: _scalar(
+        "base64",
+        {"type": "string", "contentEncoding": "base64", "description": "base64"},
+        _from_base64,
+        lambda value: isinstance(value, bytes),
+        lambda value: base64.b64encode(value).decode(),
+        "bytes",
     ),
     _Ids: _array(arrays.unpack_ids, "i", "int32"),
     _LogProbs: _array(arrays.unpack_logprobs, "f", "float32"),
@@ -275,7 +291,7 @@ def _page(inner: Codec[Any]) -> Codec[Any]:
     def decode(value: object, where: str, strict: bool) -> Page[Any]:
         if not isinstance(value, dict):
             raise wrong(value, where, "a page")
-        cursor = _decode_text(value.get("cursor", ""), f"{where}.cursor", strict)
+        cursor = TEXT.decode(value.get("cursor", ""), f"{where}.cursor", strict)
         return Page(items.decode(value.get("items"), f"{where}.items", strict), cursor)
 
     cursor = {"type": "string", "description": "Asks for the next page; empty when this is the last."}
@@ -309,7 +325,7 @@ def _mapping(inner: Codec[Any]) -> Codec[Any]:
         return {key: inner.decode(item, f"{where}[{key[:40]!r}]", strict) for key, item in value.items()}
 
     def encode(value: Mapping[str, Any]) -> Json:
-        return {cast("str", _encode_text(key)): inner.encode(item) for key, item in value.items()}
+        return {cast("str", TEXT.encode(key)): inner.encode(item) for key, item in value.items()}
 
     return Codec(encode, decode, {"type": "object", "additionalProperties": inner.schema}, inner.uses)
 
@@ -362,16 +378,10 @@ def _fields(cls: type) -> list[tuple[dataclasses.Field[Any], Any]]:
 
 
 def _required(cls: type) -> list[str]:
-    optional = dict(_defaults(cls))
-    return [field.name for field in dataclasses.fields(cls) if field.name not in optional]
-
-
-def _defaults(cls: type) -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(cls):
-        if field.default is not dataclasses.MISSING:
-            yield field.name, field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            yield field.name, field.default_factory()
+    missing = dataclasses.MISSING
+    return [
+        field.name for field in dataclasses.fields(cls) if field.default is missing and field.default_factory is missing
+    ]
 
 
 def describe(cls: type) -> tuple[Schema, tuple[type, ...]]:
@@ -398,8 +408,7 @@ def check_names(given: Mapping[str, object], known: Mapping[str, object], where:
     """Raise `DataError` for the first name that is not known, with the nearest one that is."""
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+            hint = did_you_mean(name, known).removeprefix("; ") or f"known: {', '.join(known) or 'none'}"
             raise DataError(f"{where} has no field {name[:80]!r}: {hint}")
 
 

@@ -79,13 +79,13 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None] 
 
 
 def _server() -> RunServer:
-    from lightning_server.run_server import LightningServer
+    from lightning_server.control import LightningServer
 
     return LightningServer()
 
 
 def _fleet() -> Fleet:
-    from lightning_server.fleet.joined import ServerFleet
+    from lightning_server.fleet.member import ServerFleet
 
     return ServerFleet()
 
@@ -105,7 +105,7 @@ def _remote(agent: Agent, config: Config) -> Runner:
 def _http_store(url: str) -> Store:
     from lightning_server.http_store import HttpStore
 
-    return HttpStore.from_url(url)
+    return HttpStore(url)
 
 
 def _tokens() -> OperationGroup:

@@ -16,13 +16,14 @@ import http
 import logging
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import h11
 from lightning.addresses import is_loopback
+from lightning.bounded import Bounded
 from lightning.config import LimitsConfig
 from lightning.gateway.connections import CLIENT
 from lightning.gateway.http import JSON_TYPE, RefusalError, send_bytes
@@ -56,45 +57,27 @@ class Share:
         return 0.0 if self.allowance >= 1.0 else (1.0 - self.allowance) / rate
 
 
-class Shares:
+class Shares(Bounded[bytes, Share]):
     """The shares of those who asked lately. The one that asked longest ago is forgotten first, unless it still waits."""
 
     def __init__(self, most: float) -> None:
-        self._most = most
-        self._known: OrderedDict[bytes, Share] = OrderedDict()
-
-    def get(self, client: bytes) -> Share | None:
-        """The share of a client that is remembered."""
-        share = self._known.get(client)
-        if share is not None:
-            self._known.move_to_end(client)
-        return share
+        super().__init__(CLIENTS)
+        self._share = most
 
     def of(self, client: bytes, now: float) -> Share:
         """The share of a client."""
-        share = self.get(client)
-        if share is None:
-            share = Share(self._most, self._most, now)
-            self.keep(client, share)
-        return share
+        return self.used(client) or self.keep(client, Share(self._share, self._share, now))
 
-    def keep(self, client: bytes, share: Share) -> None:
+    def keep(self, client: bytes, share: Share) -> Share:
         """Remember a share."""
-        self._known[client] = share
-        self._known.move_to_end(client)
-        if len(self._known) > CLIENTS:
-            oldest = next(iter(self._known))
-            if self._known[oldest].in_flight:
-                self._known.move_to_end(oldest)
-            else:
-                del self._known[oldest]
-
-    def drop(self, client: bytes) -> None:
-        """Forget a share, if it is remembered."""
-        self._known.pop(client, None)
-
-    def __len__(self) -> int:
-        return len(self._known)
+        self[client] = share
+        self.move_to_end(client)
+        oldest = next(iter(self))
+        if len(self) > self.most and self[oldest].in_flight:
+            self.move_to_end(oldest)
+        elif len(self) > self.most:
+            del self[oldest]
+        return share
 
 
 class Guard:
@@ -130,7 +113,7 @@ class Guard:
         """The shares of the token and of the address. Raises `RefusalError` (429)."""
         where = (scope["client"] or ("",))[0].encode()
         client, now = scope[CLIENT], time.monotonic()
-        token = self._tokens.get(client) or self._untried.of(client or where, now)
+        token = self._tokens.used(client) or self._untried.of(client or where, now)
         address = self._strangers.of(where, now)
         limit = self._limits.concurrent_requests
         if limit and token.in_flight >= limit:
@@ -161,7 +144,7 @@ class Guard:
                     address.allowance -= 1.0
                 elif client and message["status"] < 400 and scope["path"] not in OPEN:
                     token.good = True
-                    self._untried.drop(client)
+                    self._untried.pop(client, None)
                     self._tokens.keep(client, token)
             if not refused:
                 await send(message)

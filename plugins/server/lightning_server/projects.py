@@ -3,26 +3,35 @@
 The invariant: what belongs to another project answers exactly as what was never created, whichever method is asked; a secret
 in a run's state, and what servers keep there for one another, is told to nobody. Only an id that one asks to *create* can be
 found to be taken elsewhere, since the ids of runs and rollouts are one name space.
+
+Resources and workers have no project of their own in the store, so their names there say it (`Names`): two projects can use one
+name and never mean the same thing. Which ids are a project's is remembered for a minute, so that they need not be looked up
+each time.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from lightning.bounded import Bounded
+from lightning.bounded import Aging, Bounded
 from lightning.errors import ConflictError, DataError
 from lightning.store.operation import Operation, Operations, Rule, UnseenError
 from lightning.store.protocol import Page, RunWatch, Store
 from lightning.store.rollout_state import unknown_rollout
 from lightning.types import DEFAULT_PROJECT, Lease, Rollout, Run, Span, StepRecord, Transition
+from lightning_resources.names import ProjectNames
 
-from lightning_server.names import KnownIds, Names, check_id, check_run_id, is_of_servers
 from lightning_server.operations import over_http
 
 VIEWS = 1024
+REMEMBERED = 16_384
+"""Ids that are known to be a project's; beyond, the oldest are looked up again."""
+FORGET_AFTER = 60.0
+"""Seconds until an id is looked up again."""
 NAMES = frozenset({"run", "rollout", "worker", "key"})
 """Arguments that are ids."""
 WHOLE_STORE = ""
@@ -57,7 +66,7 @@ class ProjectStore(Operations):
     def __init__(self, store: Store, project: str | None) -> None:
         self._store, self._project = store, project
         self._names = Names(project)
-        self._known = KnownIds()
+        self._known = Aging[tuple[str, str], bool](REMEMBERED)
 
     @property
     def project(self) -> str | None:
@@ -108,28 +117,37 @@ class ProjectStore(Operations):
                 )
             check_id(identity, "key of the state")
 
+    def _is_known(self, kind: str, identity: str) -> bool:
+        return bool(self._known.fresh((kind, identity), time.monotonic(), FORGET_AFTER))
+
+    def _know(self, kind: str, identities: Iterable[str]) -> None:
+        """These are of the project."""
+        now = time.monotonic()
+        for identity in identities:
+            self._known.keep((kind, identity), (True, now))
+
     async def _sees_run(self, run: str) -> bool:
         if is_of_servers(run):
             return False
         if self._project is None:
             return True
-        if self._known.has("run", run):
+        if self._is_known("run", run):
             return True
         found = await self._store.get_run(run) if run != WHOLE_STORE else None
         if found is None or found.project != self._project:
             return False
-        self._known.add("run", [run])
+        self._know("run", [run])
         return True
 
     async def _sees(self, rollout: str) -> bool:
         if self._project is None:
             return True
-        if self._known.has("rollout", rollout):
+        if self._is_known("rollout", rollout):
             return True
         found = await self._store.get_rollout(rollout)
         if found is None or not await self._sees_run(found.run):
             return False
-        self._known.add("rollout", [rollout])
+        self._know("rollout", [rollout])
         return True
 
     # names on the way in and out --------------------------------------------------------------------------------
@@ -149,7 +167,7 @@ class ProjectStore(Operations):
                 return [await self._out(item) for item in value if self._owns(item)]
             case Page():
                 if self._project is not None:
-                    self._known.add("rollout", [rollout.id for rollout in value.items])
+                    self._know("rollout", [rollout.id for rollout in value.items])
                 return replace(value, items=tuple(map(self._names.rollout_out, value.items)))
             case Rollout():
                 return self._names.rollout_out(value)
@@ -236,3 +254,65 @@ def _named_by(noun: object) -> Iterator[tuple[str, str]]:
             yield "run", noun.run
         case Transition() | Span():
             yield "rollout", noun.rollout
+
+
+LONGEST_ID = 512
+SERVERS = ("gateway/", "policy/")
+"""Begin the places in the store's state where servers keep what they tell one another: no run of anybody is called so."""
+
+
+def check_id(identity: str, what: str) -> None:
+    """Raise `DataError` for what no database and no log should get as a name: nothing, control characters, endless text."""
+    if not 0 < len(identity) <= LONGEST_ID or not identity.isprintable():
+        raise DataError(
+            f"{identity[:80]!r} cannot name a {what}: use 1 to {LONGEST_ID} printable characters; lightning.types.new_id() "
+            "makes a name"
+        )
+
+
+def is_of_servers(run: str) -> bool:
+    """Whether this names a place of the servers, whose state nobody reads or writes through a server."""
+    return run.startswith(SERVERS)
+
+
+def check_run_id(identity: str) -> None:
+    """Raise `DataError` for what cannot name a run: what no name can be, and what begins like a place of the servers."""
+    check_id(identity, "run")
+    if is_of_servers(identity):
+        raise DataError(
+            f"{identity[:80]!r} cannot name a run: {' and '.join(map(repr, SERVERS))} begin places of the servers; choose "
+            "another id"
+        )
+
+
+class Names:
+    """The names of one project; with None, which sees all projects, names are as they are stored."""
+
+    def __init__(self, project: str | None) -> None:
+        self._resources = None if project is None else ProjectNames(project)
+        self._worker = "" if project is None else f"{project}::"
+
+    def rollout_in(self, rollout: Rollout) -> Rollout:
+        """A rollout as it is stored. Raises `DataError` for a reserved name of a resource."""
+        if self._resources is None or not rollout.resources:
+            return rollout
+        return replace(rollout, resources={self._resources.stored(name): n for name, n in rollout.resources.items()})
+
+    def rollout_out(self, stored: Rollout) -> Rollout:
+        """A rollout as the project sees it."""
+        if self._resources is None or not stored.resources:
+            return stored
+        return replace(stored, resources={self._resources.seen(name): n for name, n in stored.resources.items()})
+
+    def worker_in(self, worker: str) -> str:
+        """The name under which a worker's leases are stored; an empty one stays what it is, an error of the store."""
+        return self._worker + worker if worker else worker
+
+    def lease_in(self, lease: Lease) -> Lease:
+        """A lease as the store gave it."""
+        return replace(lease, rollout=self.rollout_in(lease.rollout), worker=self.worker_in(lease.worker))
+
+    def lease_out(self, stored: Lease) -> Lease:
+        """A lease as the project sees it."""
+        worker = stored.worker.removeprefix(self._worker)
+        return replace(stored, rollout=self.rollout_out(stored.rollout), worker=worker)

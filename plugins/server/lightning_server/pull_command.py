@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 from urllib.parse import quote
 
 import aiohttp
@@ -29,6 +29,7 @@ from lightning_resources.weights import checked_weights
 from yarl import URL
 
 from lightning_server import json_codec
+from lightning_server.http_store.transport import problem_in, whole_body
 
 PIECE = 1 << 20
 LONGEST_ANSWER = 4 << 20
@@ -131,29 +132,15 @@ def _url(root: str, *parts: str) -> URL:
 
 async def _resource(reply: aiohttp.ClientResponse) -> Resource:
     """What a server says of a version. Raises `ConfigError` where it refuses, `DataError` for any other answer."""
-    body, what = bytearray(), f"the answer of {reply.url.origin()}"
-    async for piece in reply.content.iter_chunked(PIECE):
-        body += piece
-        if len(body) > LONGEST_ANSWER:
-            raise DataError(f"{what} is longer than {LONGEST_ANSWER >> 20} MiB: it is no Lightning Server's")
+    server, body = reply.url.origin(), await whole_body(reply, LONGEST_ANSWER)
     if reply.status != 200:
-        raise ConfigError(f"{reply.url.origin()} refuses: {_message(bytes(body)) or f'status {reply.status}'}")
+        problem = problem_in(body)
+        said = " ".join(problem.message.split())[:LONGEST_MESSAGE] if problem else f"status {reply.status}"
+        raise ConfigError(f"{server} refuses: {said}")
     try:
-        resource: Resource = json_codec.codec_of(Resource).decode(json_codec.read(bytes(body), what), what, False)
+        return cast("Resource", json_codec.from_bytes(Resource, body, f"the answer of {server}"))
     except DataError as error:
         raise DataError(f"{error}. Is it a Lightning Server?") from None
-    return resource
-
-
-def _message(body: bytes) -> str:
-    """What a refusal says, in one line."""
-    try:
-        said = json_codec.read(body, "a refusal")
-    except DataError:
-        return ""
-    error = said.get("error") if isinstance(said, Mapping) else None
-    message = error.get("message") if isinstance(error, Mapping) else None
-    return " ".join(message.split())[:LONGEST_MESSAGE] if isinstance(message, str) else ""
 
 
 async def _size(reply: aiohttp.ClientResponse, name: str, into: Path, most: int) -> int:

@@ -3,22 +3,25 @@ else (`serve`), and control API, gateway and span ingest over a shared database,
 
 The invariant: whoever holds a session's key can call the model, and every call is recorded under that session; nothing else
 can be reached with it. A server over a shared database has nothing of its own: any number of them answer any request of any
-client, and one that is killed costs the calls that were going through it and nothing else.
+client, and one that is killed costs the calls that were going through it and nothing else. A plugin's web application that
+cannot be made is named in the log and left out, and the server serves without it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from lightning.asyncio_utils import end
 from lightning.config import Config
-from lightning.errors import ConfigError, PluginError, PolicyServerError
+from lightning.errors import ConfigError, LightningError, PluginError, PolicyServerError
 from lightning.gateway.calls import AdminOf
 from lightning.gateway.gateway import Gateway
 from lightning.gateway.http import RefusalError
@@ -48,8 +51,7 @@ from lightning_server.control import (
 )
 from lightning_server.errors import ApiError
 from lightning_server.following import Follower
-from lightning_server.protocol import SESSION_OF, Host
-from lightning_server.web_apps import mount_web_apps
+from lightning_server.protocol import SESSION_OF, Host, WebApp
 from lightning_server.weight_files import MOUNT, WeightFiles
 
 
@@ -69,7 +71,7 @@ class RunningServer:
 
     async def open_session(self, name: str, ttl: float) -> LLM:
         """A key that is valid for `ttl` seconds; each conversation with it is recorded as a rollout of a run called `name`."""
-        return await Sessions(self.store, self.gateway, self.run.config).for_many(name, ttl)
+        return await Sessions(self.store, self.gateway, self.run.config)(name, ttl, many=True)
 
     async def wait(self, seconds: float | None = None) -> None:
         """Return after `seconds` when given; raises `PolicyServerError` when the policy server dies before, or serves no
@@ -95,15 +97,11 @@ class Sessions:
     gateway: Gateway
     config: Mapping[str, Json]
 
-    async def __call__(self, name: str, ttl: float, *, project: str = DEFAULT_PROJECT, run: str = "") -> LLM:
-        """See `OpenSession`."""
-        return await self._open(name, ttl, project, run, many=False)
-
-    async def for_many(self, name: str, ttl: float, *, project: str = DEFAULT_PROJECT, run: str = "") -> LLM:
-        """A key of many conversations, each of them a rollout of the session's run that feedback completes."""
-        return await self._open(name, ttl, project, run, many=True)
-
-    async def _open(self, name: str, ttl: float, project: str, run: str, *, many: bool) -> LLM:
+    async def __call__(
+        self, name: str, ttl: float, *, project: str = DEFAULT_PROJECT, run: str = "", many: bool = False
+    ) -> LLM:
+        """See `OpenSession`. With `many` the key is of many conversations, each of them a rollout of the session's run that
+        feedback completes."""
         about = {**self.config, SESSION_OF: run}
         session = await self.store.put_run(Run(new_id("session"), name, about, time.time(), project))
         rollout = Rollout(f"{session.id}/0", session.id, Task(input=name), session.id, split=SERVED, max_attempts=1)
@@ -251,3 +249,26 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
         if admin is not None or file.is_file():
             file, _ = await runner_token(store, folder, project)
         yield Server(control.url, store, admin, file if file.is_file() else None, tuple(web_apps))
+
+
+logger = logging.getLogger(__name__)
+
+
+def mount_web_apps(resources: AsyncExitStack, gateway: Gateway, host: Host) -> list[str]:
+    """Mount each of them before the gateway starts; `resources` closes them. Returns their paths."""
+    mounted = []
+    for name in plugins().names("web_apps"):
+        path = f"/{name}"
+        try:
+            make = cast("Callable[[Host], WebApp]", plugins().get("web_apps", name))
+            app = make(replace(host, path=path))
+            resources.push_async_callback(app.close)
+            gateway.mount(app, name)
+        except LightningError as error:
+            logger.warning("nothing answers at %s: %s", path, error)
+            continue
+        except Exception:  # a plugin's fault
+            logger.exception("nothing answers at %s", path)
+            continue
+        mounted.append(path)
+    return mounted

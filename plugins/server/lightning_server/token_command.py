@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-import time
 from datetime import datetime
 from typing import Annotated, Final
 
@@ -21,7 +20,7 @@ from lightning.store.places import existing_store
 from lightning.store.protocol import Store
 from lightning.types import DEFAULT_PROJECT, Scope, Token
 
-from lightning_server.auth import issue_token
+from lightning_server.auth import is_alive, issue_token
 from lightning_server.tokens import list_tokens, put_token, revoke_token
 
 app = typer.Typer(no_args_is_help=True)
@@ -129,7 +128,7 @@ def seconds(text: str) -> float:
 def _state(token: Token) -> str:
     if token.revoked_at is not None:
         return "revoked"
-    return "expired" if token.expires_at is not None and token.expires_at <= time.time() else "valid"
+    return "valid" if is_alive(token) else "expired"
 
 
 def _described(token: Token) -> dict[str, object]:

@@ -10,8 +10,7 @@ from typing import Final
 
 from lightning.errors import ConflictError, StoreError
 from lightning.store import rollout_state, rows
-from lightning.store.relational.brought import SqlPart
-from lightning.store.relational.transaction import Transaction, done_once
+from lightning.store.relational.transaction import SqlPart, Transaction, done_once
 from lightning.types import Token
 
 TABLE: Final = """CREATE TABLE tokens (

@@ -29,9 +29,8 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from lightning_server import json_codec
-from lightning_server.api.answers import answer, refusal_of, refuse
-from lightning_server.auth import Authenticator
-from lightning_server.errors import ApiError
+from lightning_server.auth import Authenticator, authorization_in
+from lightning_server.errors import ApiError, answer, refusal_of, refuse
 from lightning_server.projects import Projects
 
 MOUNT: Final = "weights"
@@ -68,7 +67,7 @@ class WeightFiles:
                 )
             resource = await self._resource(scope, parts[0])
             if len(parts) == 1:
-                await answer(send, 200, json_codec.write(json_codec.codec_of(Resource).encode(resource)))
+                await answer(send, 200, json_codec.to_bytes(resource))
                 return
             file = await while_listening(receive, self._opened(resource, parts[1]))
             if file is None:
@@ -85,8 +84,7 @@ class WeightFiles:
                 os.close(file)
 
     async def _resource(self, scope: Scope, named: str) -> Resource:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        principal = await self._authenticator.principal(given[0].decode("latin-1") if len(given) == 1 else "")
+        principal = await self._authenticator.principal(authorization_in(scope))
         principal.require(TokenScope.VIEWER, TokenScope.TRAINER)
         reference = parse_reference(named)
         found = None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from lightning.errors import DataError, SchemaError, StoreError, UnavailableError
-from lightning.store.schema_version import SCHEMA
+from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite.connection import Settings, translate
 from lightning.types import Caller, Outcome, Rollout, Run, Task, Transition

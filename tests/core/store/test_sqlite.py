@@ -23,10 +23,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import StoreError, UnavailableError
 from lightning.store import codec
-from lightning.store.relational import transitions as transition_ops
-from lightning.store.relational.prefix_parents import Fingerprint, KnownTransition, ParentCache, Prompt, choose
+from lightning.store.codec import Fingerprint, KnownTransition, ParentCache, Prompt, choose
+from lightning.store.relational import rollouts as rollout_ops
 from lightning.store.relational.transaction import Operation, Transaction
-from lightning.store.sqlite import SqliteStore, place
+from lightning.store.sqlite import SqliteStore
+from lightning.store.sqlite import connection as sqlite_connection
 from lightning.types import Fault, Outcome, Rollout, Run, Transition, token_ids
 
 from tests.servers.stores import BranchedIn
@@ -187,7 +188,7 @@ async def test_a_failed_append_leaves_no_parent_behind(sqlite: SqliteStore, roll
     await sqlite.lease("run", "w", ttl=3600)
 
     async def append_and_fail(tx: Transaction) -> None:
-        await transition_ops.append(tx, [transition_ops.prepare(call(0, range(100)))])
+        await rollout_ops.append(tx, [rollout_ops.prepare(call(0, range(100)))])
         await fail(tx)
 
     with pytest.raises(Exception, match="mine"):
@@ -600,7 +601,7 @@ async def test_a_file_that_other_machines_may_have_is_told(
         f"42 27 0:52 / {point}/other rw - nfs server:/other rw\n"
         "\n43 27 a line of another kernel\n"
     )
-    monkeypatch.setattr(place, "MOUNTS", mounts)
+    monkeypatch.setattr(sqlite_connection, "MOUNTS", mounts)
     for path in (folder / "run" / "lightning.db", tmp_path / "local.db"):
         store = SqliteStore(path)
         await store.open()
@@ -610,5 +611,5 @@ async def test_a_file_that_other_machines_may_have_is_told(
     assert not told or (
         f"run/lightning.db is on a file system of the type {kind}" in said[0] and "PostgreSQL" in said[0]
     )
-    monkeypatch.setattr(place, "MOUNTS", tmp_path / "nowhere")
-    assert place.shared_file_system(str(folder)) == ""
+    monkeypatch.setattr(sqlite_connection, "MOUNTS", tmp_path / "nowhere")
+    assert sqlite_connection.shared_file_system(str(folder)) == ""

@@ -28,12 +28,12 @@ from lightning.plugins import plugins
 from lightning.policy_server.protocol import Probe, Update, Usage
 from lightning.policy_server.weights import WeightsFolder
 from lightning.runner.inline import InlineRunner
-from lightning.store.epochs import keep_epochs
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.beginning import Beginning
+from lightning.trainer.epochs import keep_epochs
 from lightning.trainer.loop import Loop
 from lightning.trainer.replay import optimizer_of
 from lightning.trainer.runs import check_run, describe_algorithm, name_folder

@@ -13,9 +13,9 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
-from lightning.store.epochs import read_epochs
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.context import NUMERIC
+from lightning.trainer.epochs import read_epochs
 from lightning.trainer.runs import changes_of
 from lightning.types import StepRecord
 

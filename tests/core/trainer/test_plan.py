@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError
-from lightning.store.epochs import Epoch
 from lightning.trainer.beginning import warn_of_tasks
+from lightning.trainer.epochs import Epoch
 from lightning.trainer.plan import (
     Place,
     as_tasks,

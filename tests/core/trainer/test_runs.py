@@ -22,13 +22,13 @@ from lightning.credit.protocol import GroupAdvantage
 from lightning.errors import ConfigError
 from lightning.losses.protocol import TokenBatch
 from lightning.plugins import plugins
-from lightning.store.epochs import Epoch, epoch_at, keep_epochs, read_epochs
 from lightning.store.memory import MemoryStore
 from lightning.store.places import existing_store, run_id_of, store_in
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
 from lightning.trainer import Trainer
 from lightning.trainer.context import base_digest
+from lightning.trainer.epochs import Epoch, epoch_at, keep_epochs, read_epochs
 from lightning.trainer.replay import algorithm_of
 from lightning.trainer.runs import (
     changes_of,

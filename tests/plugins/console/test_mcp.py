@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from lightning.errors import ConfigError, DataError
-from lightning.store.epochs import mark_over
 from lightning.store.memory import MemoryStore
+from lightning.trainer.epochs import mark_over
 from lightning.types import Run
 from lightning_console import answers, mcp_server, router
 from lightning_console.answers import BUDGET, MORE, Cut, answer, compact

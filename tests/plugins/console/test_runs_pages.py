@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from lightning.plugins import plugins
-from lightning.store.epochs import Epoch, keep_epochs, mark_over
 from lightning.store.url import sqlite_url
+from lightning.trainer.epochs import Epoch, keep_epochs, mark_over
 from lightning.types import Run
 from lightning_console.address import Address
 from lightning_console.places import Places, key_of

@@ -7,7 +7,7 @@ import time
 from lightning.store.protocol import TRACES_RUN, Store
 from lightning.types import Json, Rollout, Run, Task
 from lightning_db import keeper_of
-from lightning_server.fleet.records import Notice, Stance, alive_key, notice_key, seat_key
+from lightning_server.fleet.records import Notice, Stance, alive_key, notice_key, seat_key, to_json
 
 
 async def check_state_of_gateways(store: Store, url: str) -> None:
@@ -15,7 +15,7 @@ async def check_state_of_gateways(store: Store, url: str) -> None:
     run that stays, seats that nobody can take go. The store is closed for that, as `prune` does."""
     later = time.time() + 3600
     keys = [(run, key) for run in ("gone", "gone-2") for key in (notice_key(run), alive_key(run), seat_key(run, 12))]
-    notice = Notice("owner", 1, Stance.OPEN, 0, 1, (), first=12).to_json()
+    notice = to_json(Notice("owner", 1, Stance.OPEN, 0, 1, (), first=12))
     empty = [seat_key("gone-2", 0), seat_key("gone-2", 11), seat_key("gone-3", 0), notice_key("gone-3")]
     traces: dict[str, list[Json]] = {
         "gone": ["gone-r", 1, later],

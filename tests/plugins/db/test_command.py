@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from lightning.errors import ConfigError
-from lightning.store.schema_version import SCHEMA
+from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Rollout, Run
 from lightning_db.command import seconds_of

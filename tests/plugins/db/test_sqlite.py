@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from lightning.errors import ConfigError, PluginError, SchemaError, StoreError
 from lightning.plugins import Plugins
-from lightning.store.schema_version import SCHEMA
+from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.types import Outcome, Rollout, Run, Task, Transition, logprobs, token_ids

@@ -19,9 +19,9 @@ from lightning.cli.app import main
 from lightning.cli.locate import locate, with_store
 from lightning.errors import ConfigError
 from lightning.store import exchanges
-from lightning.store.epochs import Epoch
 from lightning.store.exchanges import TEXTS
 from lightning.testing import Reply, ToolCall, rollout
+from lightning.trainer.epochs import Epoch
 from lightning.trainer.runs import describe_algorithm
 from lightning.types import Fault, Rollout, Status, StepRecord, Task, Transition, logprobs, token_ids
 from lightning_debug import transcript

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from lightning.errors import ConfigError
-from lightning_deploy.cluster_check import check_cluster
+from lightning_deploy.validators import check_cluster
 
 KUBECTL = """#!/bin/sh
 [ "$1" = get ] || exit 9

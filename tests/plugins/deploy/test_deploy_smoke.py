@@ -12,8 +12,7 @@ from lightning.errors import DataError
 from lightning.types import Status
 from lightning_deploy.deploy_command import _smoke
 from lightning_deploy.deploy_plan import Options, make_plan
-from lightning_deploy.files import write
-from lightning_deploy.render import render
+from lightning_deploy.render import render, write
 from lightning_deploy.smoke import smoke
 from lightning_examples import raw_python, word_problems
 

@@ -19,9 +19,8 @@ from lightning.installation import Origin
 from lightning_deploy import deploy_command, validators
 from lightning_deploy import render as rendering
 from lightning_deploy.deploy_plan import Options, make_plan
-from lightning_deploy.files import write
 from lightning_deploy.locked import lock
-from lightning_deploy.render import TARGETS, Cloud, render
+from lightning_deploy.render import TARGETS, Cloud, render, write
 from lightning_deploy.validators import check
 from lightning_server.port import OPEN
 

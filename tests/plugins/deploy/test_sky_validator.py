@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from lightning_deploy.deploy_plan import Options, make_plan, sweep_plans
-from lightning_deploy.files import write
-from lightning_deploy.render import Cloud, render, render_sweep
+from lightning_deploy.render import Cloud, render, render_sweep, write
 from lightning_deploy.validators import check
 
 from tests.plugins.deploy.conftest import TRAIN

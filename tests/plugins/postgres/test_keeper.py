@@ -16,8 +16,8 @@ from lightning.cli.locate import with_store
 from lightning.errors import DataError, SchemaError, StoreError
 from lightning.store import sql
 from lightning.store.protocol import TRACES_RUN, Store
-from lightning.store.relational.brought import KEEP_VERSION
-from lightning.store.schema_version import SCHEMA
+from lightning.store.relational.transaction import KEEP_VERSION
+from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Outcome, Rollout, Run, Scope, Task, Token
 from lightning_db import Weight, keeper_of, queries

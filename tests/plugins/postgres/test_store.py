@@ -21,10 +21,10 @@ import pytest
 from lightning.errors import ConflictError, DataError, SchemaError, StoreError, UnavailableError
 from lightning.gateway.identity import TokenSigner
 from lightning.store import rollout_state
-from lightning.store.relational import rollouts, transitions
-from lightning.store.relational.notify import Bell
-from lightning.store.schema_version import SCHEMA
+from lightning.store.relational import rollouts
+from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
+from lightning.store.threads import Bell
 from lightning.types import Outcome, Rollout, Run, Scope, Status, Task, Token, Transition, logprobs, token_ids
 from lightning_db import keeper_of
 from lightning_otel.traces.book import TraceBook
@@ -37,7 +37,7 @@ from lightning_resources import Resource, alias_history, put_resource, roll_back
 from lightning_server import tokens_sql
 from lightning_server.fleet.member import Member
 from lightning_server.fleet.owner import Owner
-from lightning_server.fleet.records import Seat, seat_key
+from lightning_server.fleet.records import Seat, from_json, seat_key
 from lightning_server.tokens import list_tokens, put_token
 
 from tests.servers.postgres import USER, PostgresServer
@@ -261,7 +261,7 @@ async def test_signs_of_life_leave_no_answers(store: PostgresStore) -> None:
     signer.issue("a", 1, 60.0)
     await book.close()
     assert await store._read(lambda tx: tx.one("SELECT count(*) FROM answers")) == before == (1,), "the notice's"
-    seat = Seat.from_json(await store.get_state("", seat_key("run", 0)))
+    seat = from_json(Seat, await store.get_state("", seat_key("run", 0)))
     assert seat is not None
     assert seat.beat == 2
     await member.leave()
@@ -657,7 +657,7 @@ async def test_a_failed_operation_leaves_no_parent_behind(
     await store.lease("run", "w", ttl=3600)
 
     async def fail(tx: Any) -> None:
-        await transitions.append(tx, [transitions.prepare(call(0, range(100)))])
+        await rollouts.append(tx, [rollouts.prepare(call(0, range(100)))])
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):

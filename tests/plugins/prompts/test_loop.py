@@ -22,12 +22,12 @@ from lightning.errors import ConfigError, DataError, OptimizerError, PolicyServe
 from lightning.instrument import components
 from lightning.plugins import plugins
 from lightning.store import Store
-from lightning.store.epochs import is_over
 from lightning.store.url import sqlite_url
 from lightning.testing.chat_server import ChatRequest, ChatServer
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer import Trainer, stack
+from lightning.trainer.epochs import is_over
 from lightning.types import LLM, Rollout, Task
 from lightning_prompts import Bench, PromptAlgorithm, Trial, loop
 from lightning_prompts.apo import APO

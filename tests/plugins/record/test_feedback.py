@@ -18,7 +18,7 @@ CONVERSATION = "X-Lightning-Conversation"
 
 
 async def opened(house, name: str = "shell", project: str = "default") -> LLM:
-    return await Sessions(house.store, house.gateway, {}).for_many(name, 3600, project=project)
+    return await Sessions(house.store, house.gateway, {})(name, 3600, project=project, many=True)
 
 
 async def ask(http: httpx.AsyncClient, conversation: str = "", **more: object) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lightning.cli.locate import with_store
 from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
-from lightning.store.schema_version import SCHEMA
+from lightning.store.schema import SCHEMA
 from lightning.types import Outcome, Rollout, Scope, Task, Token, Transition
 from lightning_db import Weight, keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan

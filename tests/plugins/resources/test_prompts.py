@@ -12,7 +12,7 @@ import pytest
 from lightning.errors import ConfigError, SchemaError, StoreError
 from lightning.store import Store
 from lightning.store.memory import MemoryStore
-from lightning.store.schema_version import SCHEMA
+from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.types import Rollout, Run, Task

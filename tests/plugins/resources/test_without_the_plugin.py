@@ -52,9 +52,10 @@ def test_a_prompt_by_its_resource_is_refused_before_anything_is_started(begin: s
 @pytest.mark.usefixtures("without")
 async def test_texts_need_no_plugin(tmp_path: Path) -> None:
     store = MemoryStore()
-    prompts = await run_stages.prompts_of(store, RUN, with_settings(Config(), {"runner.prompts": {"writer": "Write."}}))
+    line = run_stages.run_line(Config())
+    prompts = await line.prompts(store, RUN, {"writer": "Write."})
     assert prompts.of(Rollout("a", "run", Task("a"), "g")) == {"writer": "Write."}
-    await run_stages.tell_exported(store, RUN, Config(), tmp_path, {})
+    await line.exported(store, RUN, tmp_path, {})
 
 
 @pytest.mark.usefixtures("without")
@@ -91,17 +92,17 @@ async def test_a_stage_that_fails_ends_the_run_by_its_plugins_name(
     with pytest.raises(
         PluginError, match=r"the stage 'late' of the plugin 'odd' failed \(exported: OSError: no disk\)"
     ):
-        await run_stages.tell_exported(MemoryStore(), RUN, Config(), tmp_path, {})
+        await run_stages.run_line(Config()).exported(MemoryStore(), RUN, tmp_path, {})
 
 
 def test_two_stages_that_find_prompts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "plugins", lambda: Known(late=ResourcesOfRun(), early=ResourcesOfRun()))
     with pytest.raises(PluginError, match=r"'early' of the plugin 'odd' and 'late' .* both find the prompts of runs"):
-        run_stages.run_stages(Config())
+        run_stages.run_line(Config())
 
 
 def test_a_stage_for_another_contract_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     other = type("Other", (RunStage,), {"api": 2})
     monkeypatch.setattr(stages, "plugins", lambda: Known(late=other()))
     with pytest.raises(PluginError, match=r"'late' .* was written for API 2; this trainer has API 1"):
-        run_stages.run_stages(Config())
+        run_stages.run_line(Config())

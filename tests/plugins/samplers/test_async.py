@@ -16,8 +16,8 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
 from lightning.config.sections import TrainerConfig
 from lightning.errors import AuditError, RunnerError
-from lightning.store.epochs import Epoch
 from lightning.testing.fake_vllm import Reply
+from lightning.trainer.epochs import Epoch
 from lightning.trainer.plan import tasks_from
 from lightning.trainer.summary import summarize
 from lightning.trainer.training_data import all_rollouts

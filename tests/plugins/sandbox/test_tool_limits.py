@@ -21,7 +21,7 @@ from lightning.runner.inline import InlineRunner
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
 from lightning.types import LLM, Fault, Lease, Outcome, Task, ToolEvent
-from lightning_sandbox.tool_limits import ENOUGH, LimitWatch, limits_for, make_slots
+from lightning_sandbox.tool_limits import ENOUGH, LimitStage, limits_for, make_slots
 from lightning_sandbox.tool_slots import ToolLimits
 
 NOWHERE = LLM("http://127.0.0.1:1/v1", "key", "policy")
@@ -215,20 +215,20 @@ async def test_limits_that_bound_nothing_are_named(
 
 
 def test_nothing_is_said_where_nothing_ran_or_nothing_is_limited(warnings_of: Callable[[], list[str]]) -> None:
-    LimitWatch({"browser": 1}).close()
+    LimitStage({"browser": 1}).closed()
     assert limits_for(RunnerConfig()) is None
-    ran = LimitWatch({"browser": 1})
-    ran.heard(Outcome(reward=1.0, tool_events=(ToolEvent("browser", "ok"),)))
-    ran.close()
+    ran = LimitStage({"browser": 1})
+    ran.heard(Outcome(reward=1.0, tool_events=(ToolEvent("browser", "ok"),)), None)
+    ran.closed()
     assert warnings_of() == []
 
 
 def test_a_tool_that_does_not_run_is_named_before_a_long_run_ends(warnings_of: Callable[[], list[str]]) -> None:
-    watch = LimitWatch({"browser": 1})
+    watch = LimitStage({"browser": 1})
     for _ in range(ENOUGH):
         assert warnings_of() == []
-        watch.heard(Outcome(reward=1.0))
-    watch.close()
+        watch.heard(Outcome(reward=1.0), None)
+    watch.closed()
     (said,) = warnings_of()
     assert said == "runner.tool_limits has 'browser', and no tool of that name ran in 64 rollouts (there ran: none)"
 

@@ -60,7 +60,7 @@ def register_operations(register):
 
 SQL = """
 from lab_NAME import Verdict
-from lightning.store.relational.brought import SqlPart
+from lightning.store.relational.transaction import SqlPart
 from lightning.store.relational.transaction import done_once
 from lightning.store.rollout_state import known_as
 

@@ -12,7 +12,7 @@ import pytest
 from lightning.errors import DataError, PluginError, SchemaError, StoreError
 from lightning.store import Store
 from lightning.store.memory import MemoryStore
-from lightning.store.relational.brought import SqlPart
+from lightning.store.relational.transaction import SqlPart
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Rollout, Run, Scope, Task
 from lightning_server.api import app

@@ -124,7 +124,7 @@ async def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         await gateway.start()
         stack.push_async_callback(gateway.close)
         gateway.parts.resource = WEIGHTS_NAME
-        llm = await Sessions(store, gateway, {}).for_many("clients", 3600)
+        llm = await Sessions(store, gateway, {})("clients", 3600, many=True)
         made = Served(None, policy, gateway, store, llm, tmp_path)  # type: ignore[arg-type]
         first = await made.put("one", probe=-0.5)
         await made.promote(first.version)

@@ -33,11 +33,10 @@ from lightning.types import (
     token_ids,
 )
 from lightning_resources import Resource, alias_history, put_resource, roll_back_alias, set_alias
-from lightning_server import messages
-from lightning_server.api import answers
+from lightning_server import errors, messages
 from lightning_server.auth import issue_token
-from lightning_server.http_store import HttpStore, long_poll, transport
-from lightning_server.http_store.long_poll import HttpWatch
+from lightning_server.http_store import HttpStore, transport
+from lightning_server.http_store.store import HttpWatch
 from lightning_server.operations import OPERATIONS
 from lightning_server.tokens import list_tokens, put_token
 from yarl import URL
@@ -423,7 +422,7 @@ async def finish_some(store: HttpStore, count: int) -> None:
 
 
 def test_an_error_is_the_same_on_both_sides() -> None:
-    for kind, status, word in answers.KINDS:
+    for kind, status, word in errors.KINDS:
         if issubclass(kind, StoreError | DataError) and status != 503:
             assert transport.KINDS.get(word, StoreError) is kind
     assert transport.KINDS["schema"] is SchemaError  # 503 too, and no reason to ask again
@@ -600,7 +599,7 @@ async def test_a_wrong_token_is_said_at_once(control: ControlServer, caplog: pyt
 async def test_long_lists_travel_in_pieces(control: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_server.http_store.store.BODY_BYTES", 4000)
     monkeypatch.setattr("lightning_server.http_store.store.PAGE", 7)
-    monkeypatch.setattr("lightning_server.api.paging.PAGE_BYTES", 3000)
+    monkeypatch.setattr("lightning_server.api.store_routes.PAGE_BYTES", 3000)
     url, token = control.add(MemoryStore())
     store = HttpStore(url, token=token)
     await store.open()
@@ -714,7 +713,7 @@ async def test_a_watch_asks_servers_that_take_turns_with_pauses(monkeypatch: pyt
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(long_poll, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("lightning_server.http_store.store.asyncio", SimpleNamespace(sleep=sleep))
     async with HttpWatch(ask) as watch:
         for told in (["b.0.0"], ["a.0.0", "b.0.0", "a.0.1"], ["a.0.2"], ["b.0.1"]):
             before = len(asked)

@@ -15,7 +15,7 @@ from lightning_server.api import app
 from lightning_server.api.openapi import describe
 from lightning_server.api.store_routes import route_of
 from lightning_server.http_store import HttpStore
-from lightning_server.operations import HttpTable, over_http
+from lightning_server.operations import LINES, over_http
 
 from tests.servers.control import ControlServer
 
@@ -97,7 +97,7 @@ async def test_a_line_in_the_table_is_a_route_a_call_a_description_and_a_refusal
 
 def test_each_operation_of_the_store_has_a_line_and_no_line_is_of_nothing() -> None:
     own = [operation.name for operation in operations_of(Operations)]
-    assert own == [operation.name for operation in operations_of(HttpTable)]
+    assert own == list(LINES)
 
 
 def test_parameters_of_a_query_must_be_explained() -> None:

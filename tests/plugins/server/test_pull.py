@@ -248,15 +248,15 @@ GZIP = [("content-encoding", "gzip")]
             (of_a_file(name), 200, [], "is no plain name")
             for name in ("a\x00b", "a\x1b[2Jb", "a\nb", "\ud800", "../a", "..", "")
         ),
-        (b" " * (5 << 20), 200, [], "longer than 4 MiB"),
+        (b" " * (5 << 20), 200, [], "more than 4 MiB"),
         (b"", 302, [("location", "http://127.0.0.1:9/")], "refuses: status 302"),
         (
-            json.dumps({"error": {"message": "no\n\nerror: yes " + 5000 * "y"}}).encode(),
+            json.dumps({"error": {"type": "forbidden", "message": "no\n\nerror: yes " + 5000 * "y"}}).encode(),
             403,
             [],
             "refuses: no error: yes y+$",
         ),
-        (json.dumps({"error": {"message": [1]}}).encode(), 500, [], "refuses: status 500"),
+        (json.dumps({"error": {"type": "forbidden", "message": [1]}}).encode(), 500, [], "refuses: status 500"),
     ],
 )
 def test_a_hostile_answer_is_one_line_of_error(

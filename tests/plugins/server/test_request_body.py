@@ -32,7 +32,7 @@ async def test_every_other_route_reads_them_too(build):  # noqa: F811 — the fi
         llm = await house.llm()
         http = await house.http(llm)
         raters = await house.http(
-            await Sessions(house.store, house.gateway, {}).for_many("shell", 3600, project="default")
+            await Sessions(house.store, house.gateway, {})("shell", 3600, project="default", many=True)
         )
 
         async def post(path: str, said: dict, http: httpx.AsyncClient = http) -> int:

@@ -17,12 +17,11 @@ from lightning.gateway.upstream.servers import Upstream
 from lightning.store.memory import MemoryStore
 from lightning.testing import FakeVLLM
 from lightning.types import Run, Scope
-from lightning_server import web_apps
 from lightning_server.auth import Authenticator, issue_token
 from lightning_server.errors import ApiError
 from lightning_server.fleet.owner import Owner
 from lightning_server.protocol import Host
-from lightning_server.serving import Sessions
+from lightning_server.serving import Sessions, mount_web_apps
 from lightning_server.tokens import put_token, revoke_token
 from starlette.responses import PlainTextResponse
 
@@ -72,13 +71,13 @@ async def test_an_application_answers_below_its_name_and_the_gateway_everything_
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     installed = Installed()
-    monkeypatch.setattr(web_apps, "plugins", lambda: installed)
+    monkeypatch.setattr("lightning_server.serving.plugins", lambda: installed)
     gateway = Gateway(store, [], GatewayConfig(), secret=b"0123456789abcdef", shared=True)
     sessions = Sessions(store, gateway, {})
     async with AsyncExitStack() as stack:
         host = Host("", "https://here", store, Authenticator(store), sessions, gateway.served)
         with caplog.at_level(logging.WARNING):
-            assert web_apps.mount_web_apps(stack, gateway, host) == ["/pages"]
+            assert mount_web_apps(stack, gateway, host) == ["/pages"]
         assert "nothing answers at /broken: it has no settings" in caplog.text
         assert "nothing can be mounted at /v1" in caplog.text
         with pytest.raises(GatewayError, match="something answers there already"):

@@ -10,9 +10,8 @@ from typing import Final
 
 from lightning.errors import StoreError
 from lightning.store import rows
-from lightning.store.relational.brought import SqlPart
 from lightning.store.relational.rollouts import held_standing, standing
-from lightning.store.relational.transaction import Transaction
+from lightning.store.relational.transaction import SqlPart, Transaction
 from lightning.types import Span
 
 from lightning_otel.traces.store import MAX_SPANS

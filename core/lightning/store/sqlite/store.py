@@ -19,12 +19,10 @@ from typing import Final, TypeVar
 
 from lightning.errors import ConfigError
 from lightning.store.protocol import RunWatch
-from lightning.store.relational.notify import Bell
 from lightning.store.relational.store import RelationalStore
 from lightning.store.relational.transaction import Again, Operation, Transaction
-from lightning.store.sqlite.connection import MEMORY, Settings, SqliteTransaction, connect, drive, translate
-from lightning.store.sqlite.writer import Writer
-from lightning.store.threads import check_process, closed_error
+from lightning.store.sqlite.connection import MEMORY, Settings, SqliteTransaction, Writer, connect, drive, translate
+from lightning.store.threads import Bell, check_process, closed_error
 from lightning.store.url import StoreURL, parse
 
 SELECT_REVISION: Final = "SELECT n FROM revisions WHERE run = ?"

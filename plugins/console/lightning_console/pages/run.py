@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from lightning.errors import UnavailableError
-from lightning.store.epochs import is_over
 from lightning.store.protocol import PRUNED
+from lightning.trainer.epochs import is_over
 from lightning.trainer.summary import POLICY_FAULT
 
 from lightning_console.address import Address

@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 from lightning.batch import is_prefix
 from lightning.batch.branches import CHANGES, prefix_of, recorded_rollout
 from lightning.errors import ConfigError, DataError, LightningError, StoreError, UnavailableError
-from lightning.store.epochs import is_over
 from lightning.store.exchanges import packed_in
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Attempt, Store
+from lightning.trainer.epochs import is_over
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.stack import why_not_served
 from lightning.types import BRANCH_VOID, Json, Rollout, Run, Transition

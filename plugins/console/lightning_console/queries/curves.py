@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Final, Literal
 
 import numpy as np
-from lightning.store.epochs import read_epochs
 from lightning.store.protocol import Store
+from lightning.trainer.epochs import read_epochs
 from lightning.trainer.runs import changes_of
 from lightning.trainer.summary import Evaluation, evaluations
 from lightning.types import Json, Run

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Final
 
 from lightning.errors import DataError
-from lightning.store.epochs import is_over
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import PRUNED, Store
+from lightning.trainer.epochs import is_over
 from lightning.types import Rollout, StepRecord
 
 from lightning_console.places import Located

@@ -14,8 +14,8 @@ from typing import Any, Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from lightning.bounded import Bounded
-from lightning.store.epochs import is_over
 from lightning.store.protocol import Store
+from lightning.trainer.epochs import is_over
 
 T = TypeVar("T")
 SHARE: Final = 20.0

@@ -20,8 +20,8 @@ from lightning.batch import Group, Sample, TokenSpan, Trajectory
 from lightning.credit import call_rewards
 from lightning.credit.protocol import rollout_return
 from lightning.errors import DataError, LightningError
-from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import PRUNED, Store
+from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.own_loop import changed_by_loop
 from lightning.trainer.replay import policy_fault_of, train_agents_of
 from lightning.trainer.runs import rebuild_algorithm

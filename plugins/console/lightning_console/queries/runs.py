@@ -19,8 +19,8 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from lightning.errors import LightningError, UnavailableError
-from lightning.store.epochs import is_over
 from lightning.store.protocol import PRUNED, Store
+from lightning.trainer.epochs import is_over
 from lightning.trainer.summary import Evaluation
 from lightning.types import Json, Run, Status
 from lightning_debug.advise import Alarm, Recorded, read_course, settings_of, urgency

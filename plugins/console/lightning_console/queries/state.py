@@ -41,7 +41,7 @@ class State:
 
 async def state_of(store: Store, run: Run, url: str, *, over: bool, steps: Sequence[tuple[int, float]]) -> State:
     """The state of a run, which has its configuration. `steps` are number and time (Unix seconds) of its newest committed ones,
-    in order; `over` is what the store says of its end (`lightning.store.epochs.is_over`)."""
+    in order; `over` is what the store says of its end (`lightning.trainer.epochs.is_over`)."""
     if SESSION_OF in run.config:
         return State("session", "calls of a model that was served; nothing was trained")
     if over:

@@ -16,8 +16,8 @@ import numpy as np
 from lightning.algorithms.protocol import Batch
 from lightning.batch import Group
 from lightning.errors import ConfigError, LightningError
-from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
+from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.metrics import REASONS
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.reasons import reason

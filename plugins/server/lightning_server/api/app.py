@@ -8,6 +8,8 @@ of it. A handler sees the store of its caller's project.
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -23,29 +25,30 @@ from lightning.store.operation import Operation
 from lightning.store.protocol import Store
 from lightning.types import Json
 from lightning.types import Scope as TokenScope
+from starlette.datastructures import Headers
+from starlette.responses import StreamingResponse
+from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from lightning_server import json_codec
-from lightning_server.api import handlers, meta
-from lightning_server.api.answers import RETRY, answer, refusal_of, refuse
-from lightning_server.api.change_waiters import Watchers
-from lightning_server.api.events import stream
+from lightning_server.api import handlers
+from lightning_server.api.change_waiters import Watchers, events
 from lightning_server.api.openapi import describe
 from lightning_server.api.store_routes import route_of
 from lightning_server.api.table import PREFIX, ApiCall, Finish, LlmFor, Route, Served, Services, query_of
-from lightning_server.auth import Authenticator, Principal
-from lightning_server.errors import ApiError
+from lightning_server.auth import Authenticator, Principal, authorization_in
+from lightning_server.errors import RETRY, ApiError, answer, refusal_of, refuse
 from lightning_server.messages import ONCE_HEADER, Changed
 from lightning_server.operations import OPERATIONS, over_http
 from lightning_server.projects import Projects
 
 ROUTES: tuple[Route, ...] = (
-    *meta.ROUTES,
-    *(route_of(operation, handlers.HANDLERS.get(operation.name)) for operation in OPERATIONS),
     *handlers.ROUTES,
+    *(route_of(operation, handlers.HANDLERS.get(operation.name)) for operation in OPERATIONS),
 )
 """Those of the store and of the server itself."""
 LONGEST_ONCE = 255
+EVENTS = {"content-type": "text/event-stream", "cache-control": "no-store", "x-accel-buffering": "no"}
 LONG = 65_536
 """Bytes of a body that is read beside the event loop."""
 T = TypeVar("T")
@@ -89,7 +92,7 @@ def _brought(operations: tuple[Operation, ...]) -> tuple[Route, ...]:
 
 def _shape(route: Route) -> tuple[str, ...]:
     """Equal for routes that answer the same requests, whatever they call the parts of the path."""
-    return (route.method, *("{}" if part.startswith("{") else part for part in route.segments))
+    return route.method, re.sub(r"{\w+}", "{}", route.path)
 
 
 def description() -> Mapping[str, Json]:
@@ -131,7 +134,7 @@ class Api:
         self._services = Services(Watchers(), finish, llm_for, served, description)
         self._routes = _Routes(routes())
         self._stopped = asyncio.Event()
-        self._requests = self._watches = 0
+        self._serving = Counter[bool]()  # requests, by whether they only wait
         self._asking: dict[str, _Turns] = {}
 
     async def close(self) -> None:
@@ -162,7 +165,7 @@ class Api:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         route, path = self._routes.find(scope)
-        authorization = _authorization(scope)
+        authorization = authorization_in(scope)
         principal = NOBODY if route.scopes is None else await self._authenticator.principal(authorization)
         if route.scopes is not None:
             principal.require(*route.scopes)
@@ -170,18 +173,26 @@ class Api:
             query, once = query_of(route, _query(scope)), _once(scope, principal) if route.once else ""
             payload = b"" if route.body is None else await read_body(scope, receive, self._limits.body_bytes)
             with self._room(route):
-                body = None if route.body is None else await _beside(len(payload) > LONG, _read, route, payload)
+                body = (
+                    None
+                    if route.body is None
+                    else await _beside(
+                        len(payload) > LONG, json_codec.from_bytes, route.body, payload, "the body", True
+                    )
+                )
                 call = ApiCall(principal, self._projects.of(principal.project), self._services, path, query, body, once)
-                if route is handlers.WATCH and _wants_events(scope):
-                    await self._stream(call, authorization, receive, send)
+                if route is handlers.WATCH and "text/event-stream" in ",".join(Headers(scope=scope).getlist("accept")):
+                    await self._stream(call, authorization, scope, receive, send)
                     return
                 answered = await route.handler(call)
                 if route is handlers.WATCH:
                     await self._authenticator.principal(authorization)  # it may have been revoked during the wait
-                written = await _beside(route.heavy, _written, route, answered)
+                written = await _beside(route.heavy, json_codec.to_bytes, answered, route.answer)
         await answer(send, 200, written)
 
-    async def _stream(self, call: ApiCall[Any, None], authorization: str, receive: Receive, send: Send) -> None:
+    async def _stream(
+        self, call: ApiCall[Any, None], authorization: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         asked = call.query
 
         async def wait(since: str, timeout: float) -> Changed:
@@ -189,7 +200,9 @@ class Api:
             await self._authenticator.principal(authorization)  # a token that was revoked meanwhile hears no more
             return changed
 
-        await stream(send, receive, wait, asked.since, self._stopped)
+        first = await wait(asked.since, 0)
+        answered = events(first, wait, self._stopped)
+        await StreamingResponse(answered, headers=EVENTS)(scope, receive, send)
 
     @asynccontextmanager
     async def _share(self, route: Route, principal: Principal) -> AsyncIterator[None]:
@@ -228,20 +241,14 @@ class Api:
             yield
             return
         waits = route is handlers.WATCH
-        count, most = (self._watches, self._limits.watches) if waits else (self._requests, self._limits.requests)
-        if count >= most:
+        if self._serving[waits] >= (self._limits.watches if waits else self._limits.requests):
             what = "wait for changes" if waits else "are in flight"
-            raise _busy(f"{count} requests {what}, and this server takes no more")
-        change = (1, 0) if waits else (0, 1)
-        self._count(*change)
+            raise _busy(f"{self._serving[waits]} requests {what}, and this server takes no more")
+        self._serving[waits] += 1
         try:
             yield
         finally:
-            self._count(*(-n for n in change))
-
-    def _count(self, watches: int, requests: int) -> None:
-        self._watches += watches
-        self._requests += requests
+            self._serving[waits] -= 1
 
 
 def _busy(why: str) -> ApiError:
@@ -249,49 +256,33 @@ def _busy(why: str) -> ApiError:
 
 
 class _Routes:
-    """Finds the route of a request by the parts of its path, as they were sent: an id may have a `/`, sent as `%2F`."""
+    """Finds the route of a request by its path as it was sent: an id may have a `/`, sent as `%2F`."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
-        self._patterns: dict[int, list[tuple[tuple[str, ...], dict[str, Route]]]] = {}
+        self._methods: dict[str, dict[str, Route]] = {}
         for route in routes:
-            patterns = self._patterns.setdefault(len(route.segments), [])
-            for pattern, methods in patterns:
-                if pattern == route.segments:
-                    methods[route.method] = route
-                    break
-            else:
-                patterns.append((route.segments, {route.method: route}))
+            self._methods.setdefault(PREFIX + route.path, {})[route.method] = route
+        self._patterns = {path: compile_path(path)[0] for path in self._methods}
 
     def find(self, scope: Scope) -> tuple[Route, dict[str, str]]:
         """The route and the path's parameters. Raises `ApiError` (404, 405)."""
         raw: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
-        parts = [_unquoted(part) for part in raw.partition(b"?")[0].split(b"/")[1:]]
-        for pattern, methods in self._patterns.get(len(parts), ()):
-            found = _matched(pattern, parts)
-            if found is not None:
-                route = methods.get(scope["method"])
-                if route is None:
-                    allowed = ", ".join(methods)
-                    message = f"{scope['method']} is not one of {allowed}, which {'/'.join(('', *pattern))} knows."
-                    raise ApiError(405, "method_not_allowed", message, {"allow": allowed})
-                return route, found
-        path = "/".join(("", *parts))[:200]
-        raise ApiError(404, "unknown_route", f"There is no {path!r}: GET {PREFIX}/openapi.json says what there is.")
+        sent = raw.partition(b"?")[0].decode("latin-1")
+        for path, pattern in self._patterns.items():
+            if (found := pattern.fullmatch(sent)) is None:
+                continue
+            methods = self._methods[path]
+            if (route := methods.get(scope["method"])) is None:
+                allowed = ", ".join(methods)
+                message = f"{scope['method']} is not one of {allowed}, which {path} knows."
+                raise ApiError(405, "method_not_allowed", message, {"allow": allowed})
+            return route, {name: _unquoted(part) for name, part in found.groupdict().items()}
+        raise ApiError(
+            404, "unknown_route", f"There is no {sent[:200]!r}: GET {PREFIX}/openapi.json says what there is."
+        )
 
 
-def _matched(pattern: tuple[str, ...], parts: list[str]) -> dict[str, str] | None:
-    found = {}
-    for expected, part in zip(pattern, parts, strict=True):
-        if expected.startswith("{"):
-            if not part:
-                return None
-            found[expected[1:-1]] = part
-        elif expected != part:
-            return None
-    return found
-
-
-def _unquoted(part: bytes) -> str:
+def _unquoted(part: str) -> str:
     try:
         return unquote_to_bytes(part).decode()
     except UnicodeDecodeError:
@@ -306,34 +297,17 @@ def _query(scope: Scope) -> list[tuple[str, str]]:
         raise DataError(f"the query is not name=value&..., percent-encoded: {error}") from None
 
 
-def _authorization(scope: Scope) -> str:
-    given = [value for name, value in scope["headers"] if name == b"authorization"]
-    return given[0].decode("latin-1") if len(given) == 1 else ""
-
-
 def _once(scope: Scope, principal: Principal) -> str:
     """The caller's id for the request, which is another one with another token: nobody gets what somebody else was answered.
 
     Raises `DataError` for several, and for what is too long or not printable.
     """
-    given = [value.decode("latin-1") for name, value in scope["headers"] if name == ONCE_HEADER.encode()]
+    given = Headers(scope=scope).getlist(ONCE_HEADER)
     if len(given) > 1 or any(not 0 < len(one) <= LONGEST_ONCE or not one.isprintable() for one in given):
         raise DataError(f"the header {ONCE_HEADER} must have one id of at most {LONGEST_ONCE} printable characters")
     return f"{principal.id}/{given[0]}" if given else ""
 
 
-def _wants_events(scope: Scope) -> bool:
-    return any(name == b"accept" and b"text/event-stream" in value for name, value in scope["headers"])
-
-
 async def _beside(long: bool, work: Callable[..., T], *arguments: Any) -> T:
     """Do something that may take long in a thread, so that others are served meanwhile."""
     return await asyncio.to_thread(work, *arguments) if long else work(*arguments)
-
-
-def _read(route: Route, payload: bytes) -> Any:
-    return json_codec.codec_of(route.body).decode(json_codec.read(payload, "the body"), "the body", True)
-
-
-def _written(route: Route, answered: Any) -> bytes:
-    return json_codec.write(json_codec.codec_of(route.answer).encode(answered))

@@ -1,7 +1,8 @@
 """Waiting for changes over HTTP: any number of clients wait for one run, and one watch of the store serves them all.
 
 The invariant: a client that sends the `since` it was given last hears of every change after it, from whichever server it asks:
-a server that does not know a `since` says that something may have changed.
+a server that does not know a `since` says that something may have changed. A stream of events ends when its client goes, when
+the server stops, or when the next wait fails (the store is away, the token was revoked).
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 
 from lightning.errors import LightningError, UnavailableError
+from lightning.gateway.http import event_of
 from lightning.store.protocol import Store
 
+from lightning_server import json_codec
+from lightning_server.errors import ApiError
 from lightning_server.messages import Changed
 
 log = logging.getLogger(__name__)
@@ -126,3 +130,27 @@ class Watchers:
         async with topic.news:
             topic.changes += 1
             topic.news.notify_all()
+
+
+PING = 15.0
+"""Seconds without a change until a comment is sent, which keeps proxies from cutting the stream."""
+
+
+async def events(
+    first: Changed, wait: Callable[[str, float], Awaitable[Changed]], stopped: asyncio.Event
+) -> AsyncIterator[bytes]:
+    """An event for each change, from `first` on; `wait(since, timeout)` waits for the next."""
+    yield _event(first)
+    since = first.since
+    while not stopped.is_set():
+        try:
+            changed = await wait(since, PING)
+        except (ApiError, LightningError) as fault:
+            log.info("a stream of changes ends: %s", fault)
+            return
+        since = changed.since
+        yield _event(changed) if changed.changed else b": nothing new\n\n"
+
+
+def _event(changed: Changed) -> bytes:
+    return event_of(json_codec.to_bytes(changed), "changed")

@@ -1,8 +1,9 @@
 """What a server does beyond asking the store: leases with access to the model, judged outcomes, parts of what an attempt was
-completed with, and word of a run's changes.
+completed with, word of a run's changes; and what it says of itself.
 
 The invariant: whoever runs agents can end the attempts it leased and can write no call: calls come from gateways. Changes of
-what belongs to the whole store are for admins alone.
+what belongs to the whole store are for admins alone. What needs no token says nothing of what the server holds, where it is, or
+which release it runs.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from lightning import __version__
 from lightning.errors import DataError, LightningError
 from lightning.plugins.stages import StageError
-from lightning.store.epochs import is_over
 from lightning.store.operation import ANY, LOOK
-from lightning.store.protocol import Page
+from lightning.store.protocol import Attempt, Page
 from lightning.store.rollout_state import unknown_rollout
-from lightning.types import Fault, Lease, Outcome, Rollout, StepReward, StepState, ToolEvent
+from lightning.trainer.epochs import is_over
+from lightning.types import Fault, Json, Lease, Outcome, Rollout, StepReward, StepState, ToolEvent
 
-from lightning_server import messages
+from lightning_server import json_codec, messages
 from lightning_server.api.change_waiters import LONGEST_WAIT
-from lightning_server.api.paging import page_of_attempt
+from lightning_server.api.store_routes import page_of_attempt
 from lightning_server.api.table import ApiCall, NoQuery, Paging, Route, nothing_there
+from lightning_server.auth import ALL_PROJECTS
 from lightning_server.http_operation import QUERY
 from lightning_server.operations import RUNS
 
@@ -119,31 +122,17 @@ async def complete(call: ApiCall[NoQuery, Any]) -> Rollout:
     return await call.services.finish(call.store, call.path["rollout"], call.attempt, call.body.outcome)
 
 
-async def tool_events(call: ApiCall[OfAttempt, None]) -> Page[ToolEvent]:
-    """The tool events that an attempt was completed with."""
+def _of_attempt(told: Callable[[Attempt], Sequence[Any]], name: str, noun: Any, doc: str) -> Route:
+    """The route of a list that an attempt was completed with."""
 
-    async def read(rollout: str, attempt: int | None) -> Sequence[ToolEvent]:
-        return (await call.store.attempts_of([(rollout, attempt)]))[0].tool_events
+    async def handle(call: ApiCall[OfAttempt, None]) -> Page[Any]:
+        async def read(rollout: str, attempt: int | None) -> Sequence[Any]:
+            return told((await call.store.attempts_of([(rollout, attempt)]))[0])
 
-    return await page_of_attempt(call, read)
+        return await page_of_attempt(call, read)
 
-
-async def step_rewards(call: ApiCall[OfAttempt, None]) -> Page[StepReward]:
-    """The step rewards that an attempt was completed with."""
-
-    async def read(rollout: str, attempt: int | None) -> Sequence[StepReward]:
-        return (await call.store.attempts_of([(rollout, attempt)]))[0].step_rewards
-
-    return await page_of_attempt(call, read)
-
-
-async def step_states(call: ApiCall[OfAttempt, None]) -> Page[StepState]:
-    """The states that an attempt was completed with."""
-
-    async def read(rollout: str, attempt: int | None) -> Sequence[StepState]:
-        return (await call.store.attempts_of([(rollout, attempt)]))[0].step_states
-
-    return await page_of_attempt(call, read)
+    handle.__name__, handle.__doc__ = name, doc
+    return Route("GET", f"/rollouts/{{rollout}}/{name}", handle, LOOK, Page[noun], query=OfAttempt, heavy=True)
 
 
 async def watch(call: ApiCall[WatchQuery, None]) -> messages.Changed:
@@ -157,6 +146,24 @@ async def watch(call: ApiCall[WatchQuery, None]) -> messages.Changed:
     return await call.services.watchers.wait(call.store, key, asked.run, asked.since, asked.timeout)
 
 
+async def health(call: ApiCall[NoQuery, None]) -> messages.Health:
+    """200 while the store answers, else 503."""
+    await call.store.get_run("health")
+    return messages.Health("ok")
+
+
+async def version(call: ApiCall[NoQuery, None]) -> messages.Version:
+    """The release of the server, and what the token that asks may do."""
+    asking = call.principal
+    project = ALL_PROJECTS if asking.project is None else asking.project
+    return messages.Version(__version__, "v1", asking.scope.value, project)
+
+
+async def openapi(call: ApiCall[NoQuery, None]) -> Json:
+    """This description."""
+    return call.services.describe()
+
+
 HANDLERS: Final[Mapping[str, Callable[[ApiCall[Any, Any]], Awaitable[Any]]]] = {
     "lease": lease,
     "renew": renew,
@@ -165,8 +172,20 @@ HANDLERS: Final[Mapping[str, Callable[[ApiCall[Any, Any]], Awaitable[Any]]]] = {
 """What serves an operation where that is more than asking the store."""
 WATCH = Route("GET", "/watch", watch, ANY, messages.Changed, query=WatchQuery)
 ROUTES = (
-    Route("GET", "/rollouts/{rollout}/tool_events", tool_events, LOOK, Page[ToolEvent], query=OfAttempt, heavy=True),
-    Route("GET", "/rollouts/{rollout}/step_rewards", step_rewards, LOOK, Page[StepReward], query=OfAttempt),
-    Route("GET", "/rollouts/{rollout}/step_states", step_states, LOOK, Page[StepState], query=OfAttempt, heavy=True),
+    Route("GET", "/health", health, None, messages.Health),
+    Route("GET", "/version", version, ANY, messages.Version),
+    Route("GET", "/openapi.json", openapi, None, json_codec.AnyJson),
+    _of_attempt(
+        lambda told: told.tool_events, "tool_events", ToolEvent, "The tool events that an attempt was completed with."
+    ),
+    _of_attempt(
+        lambda told: told.step_rewards,
+        "step_rewards",
+        StepReward,
+        "The step rewards that an attempt was completed with.",
+    ),
+    _of_attempt(
+        lambda told: told.step_states, "step_states", StepState, "The states that an attempt was completed with."
+    ),
     WATCH,
 )

@@ -5,6 +5,7 @@ The invariant: it describes every route, and nothing else; it has no word of its
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, get_type_hints
 
@@ -100,7 +101,6 @@ def _statuses(route: Route) -> Sequence[str]:
 
 
 def _path_parameters(route: Route) -> list[Schema]:
-    names = [part[1:-1] for part in route.segments if part.startswith("{")]
     return [
         {
             "name": name,
@@ -108,7 +108,7 @@ def _path_parameters(route: Route) -> list[Schema]:
             "required": True,
             "schema": json_codec.codec_of(int).schema if name == "attempt" else {"type": "string", "minLength": 1},
         }
-        for name in names
+        for name in re.findall(r"{(\w+)}", route.path)
     ]
 
 

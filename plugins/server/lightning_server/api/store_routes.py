@@ -1,26 +1,26 @@
 """The routes of operations, made from the table in `lightning_server.operations` and from those of plugins.
 
 The invariant: an operation is served as its line in the table says, with its project's store; what is stored is redacted and
-checked first, by its type, whichever operation stores it.
+checked first, by its type, whichever operation stores it. Whoever follows the cursors of a list sees each item that was there
+from the first page to the last exactly once, also when others are added before, between or behind them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import field, make_dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from lightning.errors import DataError, StoreError
 from lightning.redaction import redacted, redacted_span, storable
 from lightning.store.conversation import CONVERSATION, conversation_in
-from lightning.store.protocol import Page
+from lightning.store.protocol import Attempt, Page
 from lightning.store.rollout_state import no_cursor
-from lightning.types import Span, Token, Transition
+from lightning.types import Span, StepRecord, Token, Transition
 
-from lightning_server.api import paging
-from lightning_server.api.paging import page, page_of_attempt, size_of
 from lightning_server.api.table import ApiCall, NoQuery, Paging, Route, nothing_there, parsed
 from lightning_server.auth import check_token
 from lightning_server.http_operation import REQUIRED, Argument, HttpOperation
@@ -149,7 +149,7 @@ async def _first_of(
     for start in range(0, len(arguments[name]), READ_AT_ONCE):
         for item in await ask(**{**arguments, name: arguments[name][start : start + READ_AT_ONCE]}):
             used += size_of(item)
-            if found and used > paging.PAGE_BYTES:
+            if found and used > PAGE_BYTES:
                 return found
             found.append(item)
     return found
@@ -189,3 +189,89 @@ def _checked(token: Token) -> Token:
 
 REDACT: Final[Mapping[type, Callable[[Any], Any]]] = {Transition: _storable, Span: redacted_span}
 """What takes secrets out of what agents said."""
+
+
+T = TypeVar("T")
+PAGE_BYTES = 16 * 1024 * 1024
+"""Bytes of one answer, about; an attempt, a call or an event that is longer comes alone."""
+ATTEMPT_CURSOR = re.compile(r"([0-9]{1,18})\.(.+)")
+"""The attempt of a page whose request names none, and the cursor within it."""
+
+
+def page(items: Sequence[T], asked: Paging, identity: Callable[[T], str] | None = None) -> Page[T]:
+    """The part of `items` that was asked for. The cursor is the `identity` of the last item given, which no other has;
+    without one, its number, for lists that only grow at their end. A page ends when its items exceed `PAGE_BYTES` in sum; it
+    has at least one.
+
+    Raises `DataError` for a cursor that belongs to no item.
+    """
+    start = _start(items, asked.cursor, identity)
+    end = _fitting(items, start, min(start + asked.limit, len(items)))
+    chosen = tuple(items[start:end])
+    if end == len(items) or not chosen:
+        return Page(chosen)
+    return Page(chosen, str(end) if identity is None else identity(chosen[-1]))
+
+
+def _start(items: Sequence[T], cursor: str, identity: Callable[[T], str] | None) -> int:
+    if not cursor:
+        return 0
+    if identity is None:
+        if cursor.isascii() and cursor.isdecimal() and len(cursor) < 10:
+            return min(int(cursor), len(items))
+    else:
+        for number, item in enumerate(items):
+            if identity(item) == cursor:
+                return number + 1
+    raise no_cursor(cursor)
+
+
+def _fitting(items: Sequence[T], start: int, end: int) -> int:
+    used = 0
+    for number in range(start, end):
+        used += size_of(items[number])
+        if used > PAGE_BYTES and number > start:
+            return number
+    return end
+
+
+def size_of(item: object) -> int:
+    """Bytes of an item of a list, about; what agents tell may be long anywhere."""
+    if isinstance(item, (Attempt, StepRecord)):
+        return _size(item.extras) + len(repr(replace(item, extras={})))
+    if isinstance(item, Transition):
+        numbers = len(item.prompt_ids) + len(item.response_ids) + len(item.logprobs)
+        return 4 * numbers + 500 + _size(item.extras) + len(item.error)
+    return sum(map(size_of, item)) if isinstance(item, list) else len(repr(item))
+
+
+def _size(extras: Mapping[str, bytes]) -> int:
+    return sum(map(len, extras.values()))
+
+
+async def page_of_attempt(
+    call: ApiCall[Any, None],
+    read: Callable[[str, int | None], Awaitable[Sequence[T]]],
+    identity: Callable[[T], str] | None = None,
+) -> Page[T]:
+    """A page of what an attempt has. Where none was named its cursors name it: the next attempt may begin between two pages."""
+    asked, rollout = call.query, call.path["rollout"]
+    if asked.attempt is not None:
+        return page(await read(rollout, asked.attempt), asked, identity)
+    attempt, cursor = await _place(call)
+    found = page(await read(rollout, attempt), Paging(cursor, asked.limit), identity)
+    return replace(found, cursor=f"{attempt}.{found.cursor}") if found.cursor else found
+
+
+async def _place(call: ApiCall[Any, None]) -> tuple[int | None, str]:
+    """The attempt whose pages are asked for, and the cursor within it. Raises `DataError` for a cursor of something else.
+
+    The attempt is None for a rollout that is not there: reading from it says so.
+    """
+    if not call.query.cursor:
+        rollout = await call.store.get_rollout(call.path["rollout"])
+        return (None if rollout is None else rollout.attempt), ""
+    said = ATTEMPT_CURSOR.fullmatch(call.query.cursor)
+    if said is None:
+        raise no_cursor(call.query.cursor)
+    return int(said[1]), said[2]

@@ -112,11 +112,6 @@ class Route:
         """What the operation does: its handler's docstring, in one line."""
         return " ".join((self.handler.__doc__ or "").split())
 
-    @property
-    def segments(self) -> tuple[str, ...]:
-        """The path in parts, `PREFIX` included; a part in braces takes any text."""
-        return tuple((PREFIX + self.path).split("/")[1:])
-
 
 def query_of(route: Route, given: list[tuple[str, str]]) -> Any:
     """The query of a request as the route's own type. Raises `DataError` for unknown, repeated and impossible parameters."""

@@ -88,7 +88,7 @@ class ServerDelivery:
                     run, self.worker, limit=limit - len(found), ttl=self.ttl
                 )
             except UnavailableError as error:
-                self._away(error)
+                self.presence.away(WORK, error)
                 self.runs.unanswered()
                 break
             except TokenRefusedError:
@@ -96,7 +96,7 @@ class ServerDelivery:
             except LightningError as error:
                 self.runs.drop(run, error)
                 continue
-            self._back()
+            self.presence.back(WORK)
             self.runs.answered(run, over)
             if leased:
                 self.runs.gave_work(run)
@@ -111,7 +111,7 @@ class ServerDelivery:
         try:
             await self.store.renew(lease, ttl=self.ttl)
         except UnavailableError as error:
-            self._away(error)
+            self.presence.away(WORK, error)
         except StaleAttemptError:
             self._used.pop((lease.rollout.id, lease.attempt), None)
             raise
@@ -120,7 +120,7 @@ class ServerDelivery:
         except LightningError as error:
             logger.warning("%s: its lease was not prolonged, and its agent goes on: %s", _named(lease), error)
         else:
-            self._back()
+            self.presence.back(WORK)
 
     async def report(self, lease: Lease, outcome: Outcome) -> Rollout | None:
         """See `Delivery.report`. Waits as long as it takes; what stays refused is told with less in it, at last as a fault."""
@@ -215,7 +215,7 @@ class ServerDelivery:
                 raise
             except LightningError as error:
                 if isinstance(error, UnavailableError) and not (isinstance(error, PageError) and await self._answers()):
-                    self._away(error)
+                    self.presence.away(WORK, error)
                 else:
                     if isinstance(error, DataError) or left <= 0:
                         return error
@@ -226,7 +226,7 @@ class ServerDelivery:
                     wait = min(wait, left)
                     left -= wait
             else:
-                self._back()
+                self.presence.back(WORK)
                 return rollout
             await asyncio.sleep(wait)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -252,12 +252,6 @@ class ServerDelivery:
             return outcome
         message = f"the server at {url} went away while the agent ran, then the agent failed: {outcome.error}"
         return replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
-
-    def _away(self, error: UnavailableError) -> None:
-        self.presence.away(WORK, error)
-
-    def _back(self) -> None:
-        self.presence.back(WORK)
 
 
 def _less_and_less(outcome: Outcome) -> list[Outcome]:

@@ -1,8 +1,9 @@
-"""A gateway's seat among those that serve one run: it follows the owner's notice, and stops in time when it cannot.
+"""A gateway's seat among those that serve one run: it follows the owner's notice, and stops in time when it cannot. And the
+runs of elsewhere that one gateway serves.
 
 The invariant: a call is dispatched only while the seat is held and the notice, read since, says so; a call that was in flight
 across an update which this gateway did not acknowledge, or while it had lost its seat, is unsure. `fleet.records` says why that
-is enough.
+is enough. A run is joined when its first key comes, and left when none has come for a while.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from lightning.addresses import Allowed
+from lightning.asyncio_utils import end
 from lightning.errors import GatewayError, StoreError
 from lightning.gateway.policy import UNKNOWN, UPDATING, Policy
 from lightning.gateway.upstream.servers import Upstream
@@ -20,6 +23,7 @@ from lightning.policy_server.protocol import Update
 from lightning.store.protocol import RunWatch, Store
 from lightning.types import new_id
 
+from lightning_server.fleet.owner import Owner
 from lightning_server.fleet.records import (
     BEAT,
     GONE,
@@ -28,9 +32,11 @@ from lightning_server.fleet.records import (
     Seat,
     Stance,
     alive_key,
-    notice_key,
+    from_json,
+    notice_of,
     now,
     seat_key,
+    to_json,
 )
 
 log = logging.getLogger(__name__)
@@ -95,7 +101,7 @@ class Member:
         if seated:
             try:
                 await self._store.put_state(
-                    "", seat_key(self._run, self._number), replace(self._seat, left=True).to_json()
+                    "", seat_key(self._run, self._number), to_json(replace(self._seat, left=True))
                 )
             except StoreError as error:
                 log.info("the seat %d of run %s will be noticed to be empty: %s", self._number, self._run, error)
@@ -122,13 +128,13 @@ class Member:
 
     # the seat ---------------------------------------------------------------------------------------------------
     async def _take_seat(self) -> None:
-        notice = await self._notice()
+        notice = await notice_of(self._store, self._run)
         self._number = notice.first if notice else 0
         self._seat = Seat(new_id("gateway"))
         while True:
             began = self._clock()
-            kept = await self._store.keep_state("", seat_key(self._run, self._number), self._seat.to_json())
-            found = Seat.from_json(kept)
+            kept = await self._store.keep_state("", seat_key(self._run, self._number), to_json(self._seat))
+            found = from_json(Seat, kept)
             if found is not None and found.id == self._seat.id:
                 break
             self._number += 1
@@ -142,7 +148,7 @@ class Member:
         """Follow until the seat is lost. A store that refuses is asked again while there is time."""
         while self._seated:
             try:
-                notice = await self._notice()
+                notice = await notice_of(self._store, self._run)
                 self.check()
                 if self._seated:
                     await self._heed(notice)
@@ -159,7 +165,7 @@ class Member:
         began = self._clock()
         seat = replace(self._seat, beat=self._seat.beat + 1)
         self._seat = seat
-        await self._store.put_state("", seat_key(self._run, self._number), seat.to_json(), once=None)
+        await self._store.put_state("", seat_key(self._run, self._number), to_json(seat), once=None)
         self._renewed(began)
         self._due = began + BEAT
 
@@ -183,9 +189,6 @@ class Member:
             self._ring_later()
 
     # the notice -------------------------------------------------------------------------------------------------
-    async def _notice(self) -> Notice | None:
-        return Notice.from_json(await self._store.get_state("", notice_key(self._run)))
-
     async def _heed(self, notice: Notice | None) -> None:
         """Do as the notice says."""
         if notice is None:  # no trainer has begun: calls wait for a server as they do when one restarts
@@ -275,3 +278,88 @@ class Member:
             lost = self.policy.lose() if notice.stance is Stance.HELD else 0
             log.warning("the trainer of run %s fell silent while it held calls; %d are not trained on", self._run, lost)
             self._serve(None)
+
+
+IDLE = 300.0
+"""Seconds without a call after which a run of somebody else's is left."""
+
+
+class ServerFleet:
+    """A `Fleet` whose gateways and trainers meet in the store."""
+
+    def owner(self, store: Store, run: str, seed: int | None) -> Owner:
+        """See `Fleet.owner`."""
+        return Owner(store, run, seed=seed)
+
+    def others(self, store: Store, hold_timeout: float, allowed: Allowed) -> JoinedRuns:
+        """See `Fleet.others`."""
+        return JoinedRuns(store, hold_timeout, allowed)
+
+    async def served_version(self, store: Store, run: str) -> int | None:
+        """See `Fleet.served_version`."""
+        notice = await notice_of(store, run)
+        return notice.version if notice is not None and notice.servers and notice.version != UNKNOWN else None
+
+
+class JoinedRuns:
+    """The `OtherPolicies` of one gateway."""
+
+    def __init__(self, store: Store, hold_timeout: float, allowed: Allowed) -> None:
+        self._store, self._hold_timeout, self._allowed = store, hold_timeout, allowed
+        self._joined: dict[str, Member] = {}
+        self._staying: set[asyncio.Task[None]] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    @property
+    def known(self) -> list[Policy]:
+        """See `OtherPolicies.known`."""
+        return [member.policy for member in self._joined.values()]
+
+    def of(self, run: str) -> Policy:
+        """See `OtherPolicies.of`."""
+        member = self._joined[run] if run in self._joined else self._join(run)
+        member.policy.used = asyncio.get_running_loop().time()
+        return member.policy
+
+    def _join(self, run: str) -> Member:
+        member = Member(self._store, run, self._hold_timeout, allowed=self._allowed)
+        self._joined[run] = member
+        task = asyncio.create_task(self._stay(run, member), name=f"lightning-gateway-{run}")
+        self._staying.add(task)
+        task.add_done_callback(partial(self._ended, run, member))
+        return member
+
+    async def _stay(self, run: str, member: Member) -> None:
+        """Follow while calls come; then leave."""
+        following = asyncio.create_task(member.follow())
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await asyncio.wait({following}, timeout=IDLE / 10)
+                if following.done():
+                    following.result()
+                if loop.time() - member.policy.used > IDLE and not member.policy.calls:
+                    return
+        finally:
+            self._forget(run, member)  # a call that comes while it leaves joins anew
+            await end(following)
+
+    def _ended(self, run: str, member: Member, task: asyncio.Task[None]) -> None:
+        """Let go of a run: idle, closed, or failed in a way that nobody has thought of; its next call joins it anew."""
+        self._staying.discard(task)
+        self._forget(run, member)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the gateway stopped to follow run %s", run, exc_info=error)
+        leaving = asyncio.ensure_future(member.leave())
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+    def _forget(self, run: str, member: Member) -> None:
+        if self._joined.get(run) is member:
+            del self._joined[run]
+
+    async def close(self) -> None:
+        """See `OtherPolicies.close`."""
+        await end(*self._staying)
+        await asyncio.sleep(0)  # the callbacks of the tasks run now
+        await asyncio.gather(*self._leaving, return_exceptions=True)

@@ -27,9 +27,12 @@ from lightning_server.fleet.records import (
     Seat,
     Stance,
     alive_key,
+    from_json,
     notice_key,
+    notice_of,
     now,
     seat_key,
+    to_json,
 )
 
 log = logging.getLogger(__name__)
@@ -62,7 +65,7 @@ class Owner(PolicyOwner):
 
     async def open(self, servers: Sequence[Upstream], version: int) -> None:
         """See `PolicyOwner.open`."""
-        before = Notice.from_json(await self._store.get_state("", notice_key(self._run)))
+        before = await notice_of(self._store, self._run)
         epoch, self._first = (before.epoch + 1, before.first) if before else (1, 0)
         self._notice = replace(
             self._notice,
@@ -171,10 +174,10 @@ class Owner(PolicyOwner):
             self._gone.discard(self._first)
             self._first += 1
         self._notice = replace(self._notice, first=self._first)
-        await self._store.put_state("", notice_key(self._run), self._notice.to_json())
+        await self._store.put_state("", notice_key(self._run), to_json(self._notice))
 
     async def _check_owner(self) -> None:
-        kept = Notice.from_json(await self._store.get_state("", notice_key(self._run)))
+        kept = await notice_of(self._store, self._run)
         if kept is None or kept.owner != self._notice.owner:
             raise ConflictError(
                 f"another trainer has taken over run {self._run!r} in this store: end one of the two, and resume the other"
@@ -206,7 +209,7 @@ class Owner(PolicyOwner):
             if number in self._gone:
                 continue
             asked = self._clock()
-            seat = Seat.from_json(await self._store.get_state("", seat_key(self._run, number)))
+            seat = from_json(Seat, await self._store.get_state("", seat_key(self._run, number)))
             if seat is None:
                 return
             seen = self._seen.get(number)

@@ -25,12 +25,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, cast
+from typing import TypeVar, cast
 
 from lightning.gateway.upstream.servers import Upstream
+from lightning.store.protocol import Store
 from lightning.types import Json
+
+from lightning_server.json_codec import codec_of
 
 BEAT = 1.0
 """Seconds between two heartbeats."""
@@ -85,29 +88,6 @@ class Notice:
         """The version of the weights that each server has."""
         return dict(zip(self.servers, self.versions or (self.version,) * len(self.servers), strict=True))
 
-    def to_json(self) -> Json:
-        """For the store."""
-        said = {item.name: getattr(self, item.name) for item in fields(self)}
-        servers = [[server.url, server.model, server.claim] for server in self.servers]
-        return {
-            **said,
-            "stance": self.stance.value,
-            "servers": servers,
-            "counts": {**self.counts},
-            "taken": [*self.taken],
-            "versions": [*self.versions],
-        }
-
-    @classmethod
-    def from_json(cls, kept: Json) -> Notice | None:
-        """What `to_json` wrote; None when nothing was kept."""
-        if kept is None:
-            return None
-        said = _fields_of(cls, kept)
-        servers = tuple(Upstream(*server) for server in said["servers"])
-        lists = {name: tuple(said[name]) for name in ("taken", "versions")}
-        return cls(**{**said, "stance": Stance(said["stance"]), "servers": servers, **lists})
-
 
 @dataclass(frozen=True, slots=True)
 class Seat:
@@ -120,23 +100,23 @@ class Seat:
     keys: tuple[str, ...] = ()
     left: bool = False
 
-    def to_json(self) -> Json:
-        """For the store."""
-        return {"id": self.id, "beat": self.beat, "ack": self.ack, "keys": list(self.keys), "left": self.left}
 
-    @classmethod
-    def from_json(cls, kept: Json) -> Seat | None:
-        """What `to_json` wrote; None when nothing was kept."""
-        if kept is None:
-            return None
-        said = _fields_of(cls, kept)
-        return cls(**{**said, "keys": tuple(said["keys"])})
+Word = TypeVar("Word", Notice, Seat)
 
 
-def _fields_of(kind: type[Notice | Seat], kept: Json) -> dict[str, Any]:
-    """What was kept of each field; others, of a newer version, are left aside."""
-    said = cast("dict[str, Any]", kept)
-    return {item.name: said[item.name] for item in fields(kind)}
+def to_json(said: Notice | Seat) -> Json:
+    """For the store."""
+    return codec_of(type(said)).encode(said)
+
+
+def from_json(kind: type[Word], kept: Json) -> Word | None:
+    """What `to_json` wrote; None when nothing was kept. Fields of a newer version are left aside."""
+    return None if kept is None else cast("Word", codec_of(kind).decode(kept, "what a fleet has kept", False))
+
+
+async def notice_of(store: Store, run: str) -> Notice | None:
+    """What the owner of a run's policy says; None where there is none yet."""
+    return from_json(Notice, await store.get_state("", notice_key(run)))
 
 
 def notice_key(run: str) -> str:

@@ -1,23 +1,25 @@
 """Asking servers: what every method of `HttpStore` does with its path, its body and the answer. Leases whose answer was
-lost are asked for again.
+lost are asked for again. And where the servers are: `http://a:8000`, `https://a,b/prefix?patience=600`, and `LIGHTNING_TOKEN`.
 
-The invariant: an answer is read as the type that was expected, or it is an error that names the request.
+The invariant: an answer is read as the type that was expected, or it is an error that names the request. A token is never
+part of a URL, so that nothing that shows a URL shows a token.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self, cast
-from urllib.parse import quote
+from typing import Any, Final, cast
+from urllib.parse import quote, urlsplit
 
 from lightning.errors import ConfigError, DataError, StoreError
+from lightning.store.url import parse
 
 from lightning_server import json_codec, messages
-from lightning_server.http_store.address import split_urls, token_or_complain
 from lightning_server.http_store.transport import NotFoundError, StoreRequest, Transport
 from lightning_server.messages import LeaseRequest
 
@@ -76,11 +78,6 @@ class Asking:
         self._transport: Transport | None = None
         self._project: str | None = None
 
-    @classmethod
-    def from_url(cls, url: str) -> Self:
-        """`http://host:port` or `https://...`, several with commas; `?patience=SECONDS`."""
-        return cls(url)
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._urls)})"
 
@@ -116,9 +113,12 @@ class Asking:
     @property
     def answering(self) -> str:
         """The URL of the server that answered last. Raises `StoreError` before `open`."""
+        return self._opened().answering
+
+    def _opened(self) -> Transport:
         if self._transport is None:
             raise StoreError(f"the store at {', '.join(self._urls)} is not open: await store.open() first")
-        return self._transport.answering
+        return self._transport
 
     @property
     def project(self) -> str | None:
@@ -140,10 +140,7 @@ class Asking:
         **how: Any,
     ) -> Any:
         """Ask, and read the answer as an `answer`. `how` are further fields of the `StoreRequest`, and `patience`."""
-        transport = self._transport
-        if transport is None:
-            raise StoreError(f"the store at {', '.join(self._urls)} is not open: await store.open() first")
-        patience = how.pop("patience", None)
+        transport, patience = self._opened(), how.pop("patience", None)
         if not all(path):
             raise DataError(f"an id or a name in {method} /{'/'.join(path)} is empty")
         asked = {name: _quoted(str(value)) for name, value in (query or {}).items() if value is not None}
@@ -151,13 +148,15 @@ class Asking:
         body = await transport.send(request, patience)
         what = f"the answer to {method} {request.path}"
         try:
-            return json_codec.codec_of(answer).decode(json_codec.read(body, what), what, False)
+            return json_codec.from_bytes(answer, body, what)
         except DataError as error:
             raise StoreError(f"{error}. Is it a Lightning Server that answers at {', '.join(self._urls)}?") from error
 
-    async def _ask(self, method: str, path: Sequence[str], answer: Any, body: object = None, **how: Any) -> Any:
+    async def _ask(
+        self, method: str, path: Sequence[str], answer: Any, payload: bytes | None = None, **how: Any
+    ) -> Any:
         try:
-            return await self._send(method, path, answer, None if body is None else written(body), **how)
+            return await self._send(method, path, answer, payload, **how)
         except NotFoundError as error:
             raise StoreError(str(error)) from error
 
@@ -168,11 +167,6 @@ class Asking:
             return await self._send("GET", path, answer, query=query)
         except NotFoundError:
             return None
-
-
-def written(body: object) -> bytes:
-    """The JSON of a request's body."""
-    return json_codec.write(json_codec.codec_of(type(body)).encode(body))
 
 
 def _quoted(part: str) -> str:
@@ -191,3 +185,61 @@ def _seconds(text: str) -> float:
     if not 0 <= value < math.inf:
         raise ConfigError(f"patience={text!r} is not a number of seconds: write ?patience=600")
     return value
+
+
+TOKEN_VARIABLE: Final = "LIGHTNING_TOKEN"  # noqa: S105 — the name of a variable
+SCHEMES: Final = ("http", "https")
+EXAMPLE: Final = "write http://host:port, several as http://host-a:port,host-b:port"
+
+
+def split_urls(given: str | Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The URLs of the servers, without a slash at the end, and the options behind `?`. Raises `ConfigError`."""
+    texts = [given] if isinstance(given, str) else list(given)
+    found: list[str] = []
+    options: dict[str, str] = {}
+    for text in texts:
+        if "@" in text.partition("?")[0]:
+            raise ConfigError(
+                f"a server's URL takes no user and no token: set the variable {TOKEN_VARIABLE}, and {EXAMPLE}"
+            )
+        where = parse(text)
+        options |= where.options
+        where.check_options(("patience",))
+        bare = text.partition("?")[0]
+        parts = [part.strip() for part in bare.split(",")]
+        found += [_checked(part if "://" in part else f"{where.scheme}://{part}") for part in parts]
+    if not found:
+        raise ConfigError(f"there is no URL of a server: {EXAMPLE}")
+    return tuple(dict.fromkeys(found)), options
+
+
+def _checked(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        port_is_possible = parts.port is None or parts.port > 0
+    except ValueError:
+        port_is_possible = False
+    if not port_is_possible or parts.scheme not in SCHEMES or not parts.hostname or parts.fragment:
+        raise ConfigError(f"{url!r} is not the URL of a server: {EXAMPLE}")
+    return url.rstrip("/")
+
+
+def token_or_complain(given: str | Path | None) -> str:
+    """The token that was given, that of a file, or the environment's. Raises `ConfigError`, which shows no part of it."""
+    where = str(given) if isinstance(given, Path) else TOKEN_VARIABLE
+    try:
+        text = given.read_text(encoding="utf-8") if isinstance(given, Path) else given
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token in {where} cannot be read: {error}") from error
+    token = (os.environ.get(TOKEN_VARIABLE, "") if text is None else text).strip()
+    if not token and isinstance(given, Path):
+        raise ConfigError(f"there is no token in {where}: write one there that `lightning token create` made")
+    if not token:
+        raise ConfigError(
+            f"a server asks for a token: set the variable {TOKEN_VARIABLE} to one that `lightning token create` made"
+        )
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(
+            f"the token (in {where}) is none: it is one word, lt_..., as `lightning token create` printed it"
+        )
+    return token

@@ -2,16 +2,22 @@
 
 The invariant: it promises what the store behind the servers promises, through whichever of them answers; errors are the same
 classes with the same words. A request is sent until it is answered, and what must not be done twice is sent under an id.
+
+Changes are heard of by requests that a server answers when there is news (`HttpWatch`). Each says what the last one told, so a
+change between two of them is told by the next, whichever server answers it. Servers that take turns behind one URL are asked
+now and then, not without end: each answers at once what it did not tell itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import Any, Final, cast
+from types import TracebackType
+from typing import Any, Final, Self, cast
 
 from lightning.errors import DataError, StoreError, UnavailableError
 from lightning.store import extras, rollout_state, rows
@@ -21,9 +27,9 @@ from lightning.types import LLM, Lease, Rollout, Span, Transition
 
 from lightning_server import json_codec, messages
 from lightning_server.http_operation import REQUIRED, HttpOperation
-from lightning_server.http_store.long_poll import HttpWatch
-from lightning_server.http_store.requests import PAGE, Asking, written
+from lightning_server.http_store.requests import PAGE, Asking
 from lightning_server.http_store.transport import NotFoundError, UnknownRouteError
+from lightning_server.messages import Changed
 from lightning_server.operations import LEASE_ANSWER, over_http
 
 BODY_BYTES: Final = 8 * 1024 * 1024
@@ -66,22 +72,21 @@ class HttpStore(Operations, Asking):
         if operation.is_in_parts:
             found = [
                 await self._told(operation, path, body, how)
-                for body in _bodies(operation.body[0].name, _items(arguments[operation.body[0].name]))
+                for body in _bodies(
+                    operation.body[0].name, [_item(value) for value in arguments[operation.body[0].name]]
+                )
             ]
             return sum(found)
         if operation.is_read_in_parts:
             return await self._in_parts(operation, path, arguments[operation.body[0].name], how)
         body = _body(operation, arguments)
-        return await self._told(operation, path, None if body is None else written(body), how)
+        return await self._told(operation, path, None if body is None else json_codec.to_bytes(body), how)
 
     async def _told(
         self, operation: HttpOperation, path: Sequence[str], payload: bytes | None, how: Mapping[str, Any]
     ) -> Any:
         """What a server answers to one request."""
-        try:
-            answer = await self._send(operation.method, path, operation.answered, payload, **how)
-        except NotFoundError as error:
-            raise StoreError(str(error)) from error
+        answer = await self._ask(operation.method, path, operation.answered, payload, **how)
         if operation.result is type(None):
             return None
         return getattr(answer, operation.field) if operation.field else answer
@@ -114,7 +119,7 @@ class HttpStore(Operations, Asking):
         found: list[Any] = []
         while len(found) < len(asked):
             body = _body(operation, {operation.body[0].name: tuple(asked[len(found) : len(found) + PAGE])})
-            some = await self._told(operation, path, written(body), how)
+            some = await self._told(operation, path, json_codec.to_bytes(body), how)
             if not some:
                 raise StoreError(f"the server at {self._urls[0]} gave nothing of {asked[len(found)]}: update it")
             found += some
@@ -161,7 +166,8 @@ class HttpStore(Operations, Asking):
         how: dict[str, Any] = {"answer_seconds": _within(ttl), "once": name}
         try:
             return cast(
-                "messages.Leases", await self._send("POST", ("leases",), messages.Leases, written(asked), **how)
+                "messages.Leases",
+                await self._send("POST", ("leases",), messages.Leases, json_codec.to_bytes(asked), **how),
             )
         except NotFoundError:  # a run that is not there yet has nothing to lease, as in every other store
             return messages.Leases(())
@@ -173,7 +179,11 @@ class HttpStore(Operations, Asking):
         """See `Store.renew`."""
         path = ("rollouts", lease.rollout.id, "attempts", str(lease.attempt), "renew")
         found = await self._ask(
-            "POST", path, messages.Expiry, messages.Renewal(lease.worker, ttl), answer_seconds=_within(ttl)
+            "POST",
+            path,
+            messages.Expiry,
+            json_codec.to_bytes(messages.Renewal(lease.worker, ttl)),
+            answer_seconds=_within(ttl),
         )
         return replace(lease, expires_at=found.expires_at)
 
@@ -228,16 +238,12 @@ def _body(operation: HttpOperation, arguments: Mapping[str, Any]) -> Any:
     return operation.sent(**{part.name: arguments[part.name] for part in operation.body})
 
 
-def _items(values: Sequence[Any]) -> list[bytes]:
-    """Nouns as JSON."""
-    return [_item(value) for value in values]
-
-
 def _item(value: Any) -> bytes:
+    """A noun as JSON."""
     if isinstance(value, Transition):  # refused before any part of the list is sent
         extras.pack(value.extras, f"the extras of transition {value.key}")
     try:
-        return json_codec.write(json_codec.codec_of(type(value)).encode(value))
+        return json_codec.to_bytes(value)
     except DataError:
         CHECKS.get(type(value), lambda unchecked: None)(value)
         raise
@@ -256,3 +262,53 @@ def _bodies(field: str, items: Sequence[bytes]) -> Iterator[bytes]:
 
 def _list(field: str, items: Sequence[bytes]) -> bytes:
     return b'{"' + field.encode() + b'":[' + b",".join(items) + b"]}"
+
+
+ROUND: Final = 25.0
+"""Seconds of one request; proxies cut off longer ones."""
+FIRST_PAUSE: Final = 1.0
+LONGEST_PAUSE: Final = 4.0
+"""Seconds until the next question when another server answered than the one that told the last."""
+
+
+class HttpWatch:
+    """A `RunWatch`. `ask(since, timeout)` asks a server; None means that none could say in that time."""
+
+    def __init__(self, ask: Callable[[str, float], Awaitable[Changed | None]]) -> None:
+        self._ask = ask
+        self._since, self._pause = "", 0.0
+        self._told: dict[str, str] = {}  # what each server told last, by what it calls its watch
+
+    async def __aenter__(self) -> Self:
+        first = await self._ask("", 0.0)
+        assert first is not None, "without a `since` the store raises"
+        self._heard(first)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is held between requests."""
+
+    async def wait(self, timeout: float) -> bool:
+        """See `RunWatch.wait`. True also when no server could be asked in that time: something may have changed."""
+        deadline = time.monotonic() + timeout
+        while True:
+            await asyncio.sleep(min(self._pause, max(deadline - time.monotonic(), 0.0)))
+            left = max(deadline - time.monotonic(), 0.0)
+            changed = await self._ask(self._since, min(left, ROUND))
+            if changed is None or self._heard(changed):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+
+    def _heard(self, changed: Changed) -> bool:
+        """Whether there is news in an answer. None in that of another server which has told the same before."""
+        watch = changed.since.rpartition(".")[0]
+        if watch == self._since.rpartition(".")[0]:
+            self._pause = 0.0
+        elif self._since:
+            self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE)
+        news = changed.changed and self._told.get(watch) != changed.since
+        self._since = self._told[watch] = changed.since
+        return news

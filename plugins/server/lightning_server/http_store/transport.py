@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import aiohttp
 from lightning.errors import (
@@ -131,11 +131,6 @@ class Transport:
 
     def __repr__(self) -> str:
         return f"Transport({', '.join(self._urls)})"
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """The servers."""
-        return self._urls
 
     @property
     def answering(self) -> str:
@@ -268,7 +263,7 @@ class Transport:
             async with session.request(
                 request.method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
-                body = await _whole(response)
+                body = await whole_body(response, LONGEST_ANSWER)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise _AwayError(f"{base} cannot be reached ({error})") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -281,7 +276,7 @@ class Transport:
         raise self._refusal(base, request, response.status, response.headers.get("retry-after", ""), body)
 
     def _refusal(self, base: str, request: StoreRequest, status: int, retry_after: str, body: bytes) -> Exception:
-        problem = _problem(body)
+        problem = problem_in(body)
         asked = _asked(request)
         self._met = self._met or problem is not None
         pause = min(float(retry_after), LONGEST_DELAY) if retry_after.isdecimal() else 0.0
@@ -320,14 +315,14 @@ class _AwayError(Exception):
         self.pause, self.cut, self.page = pause, cut, page
 
 
-async def _whole(response: aiohttp.ClientResponse) -> bytes:
-    """The body of an answer. Raises `StoreError` for one without end."""
+async def whole_body(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body of an answer. Raises `StoreError` for one of more than `most` bytes."""
     body = bytearray()
     async for piece in response.content.iter_any():
         body += piece
-        if len(body) > LONGEST_ANSWER:
+        if len(body) > most:
             raise StoreError(
-                f"{response.url.origin()} answered with more than {LONGEST_ANSWER >> 20} MiB: it is no Lightning Server. Give "
+                f"{response.url.origin()} answered with more than {most >> 20} MiB: it is no Lightning Server. Give "
                 "the URL that `lightning serve` printed"
             )
     return bytes(body)
@@ -349,10 +344,9 @@ def _hung_up(base: str, request: StoreRequest) -> str:
     )
 
 
-def _problem(body: bytes) -> Problem | None:
+def problem_in(body: bytes) -> Problem | None:
     """What a server says is wrong; None when the answer is not a server's of ours."""
     try:
-        failure: Failure = json_codec.codec_of(Failure).decode(json_codec.read(body, "the answer"), "the answer", False)
+        return cast("Failure", json_codec.from_bytes(Failure, body, "the answer")).error
     except DataError:
         return None
-    return failure.error

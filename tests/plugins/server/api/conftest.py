@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import pytest
 from lightning.store.memory import MemoryStore
 from lightning.types import LLM, Lease, Rollout, Run, Scope, Task
-from lightning_server.api import Api, Limits
+from lightning_server.api.app import Api, Limits
 from lightning_server.auth import ALL_PROJECTS, Authenticator, issue_token
 from lightning_server.tokens import put_token
 

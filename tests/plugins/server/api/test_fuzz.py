@@ -12,8 +12,8 @@ from lightning.store.memory import MemoryStore
 from lightning.types import Outcome, Rollout, Run, Task
 from lightning_resources import Resource, put_resource, set_alias
 from lightning_server import json_codec, messages
-from lightning_server.api import PREFIX, description, routes
-from lightning_server.api.table import Route
+from lightning_server.api.app import description, routes
+from lightning_server.api.table import PREFIX, Route
 
 from tests.servers.control import ControlServer
 

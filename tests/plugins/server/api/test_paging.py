@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError
-from lightning_server.api.paging import page, size_of
+from lightning_server.api.store_routes import page, size_of
 from lightning_server.api.table import Paging
 
 NUMBERS = st.lists(st.integers(0, 999), unique=True, max_size=30).map(sorted)
@@ -33,7 +33,7 @@ def test_what_stays_is_seen_once(numbers: list[int], limit: int, data: st.DataOb
 def test_a_page_is_as_large_as_it_may_be_and_never_empty(sizes: list[int], most: int) -> None:
     texts = ["x" * size for size in sizes]
     seen, cursor = [], ""
-    with patch("lightning_server.api.paging.PAGE_BYTES", most):
+    with patch("lightning_server.api.store_routes.PAGE_BYTES", most):
         while True:
             found = page(texts, Paging(cursor, 1000))
             assert sum(map(size_of, found.items)) <= most or len(found.items) == 1

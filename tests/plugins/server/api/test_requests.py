@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lightning.errors import StoreError, UnavailableError
 from lightning.store.rollout_state import EXCUSED
 from lightning.types import LLM, Fault, Outcome, Rollout, Status, Task, Transition, logprobs, token_ids
-from lightning_server.api import Api, routes
+from lightning_server.api.app import Api, routes
 from lightning_server.auth import Authenticator
 
 from .conftest import World, connection, make_world, receiver

@@ -16,7 +16,7 @@ from lightning.gateway import Upstream
 from lightning.gateway.identity import seconds_left
 from lightning.instrument import emit
 from lightning.runner.attempt_completion import NEVER_CALLED, OUTLIVED
-from lightning.store.epochs import mark_over
+from lightning.trainer.epochs import mark_over
 from lightning.trainer.how_to_call import HowToCall
 from lightning.types import LLM, Fault, Outcome, Rollout, Run, Scope, Status, Task, ToolEvent
 from lightning_resources import Resource, put_resource

@@ -161,7 +161,7 @@ async def test_news_is_heard_from_servers_that_take_turns(
     proxy.to.append((await site.start()).url)
     monkeypatch.setattr("lightning.runner.lease_loop.LOOK_SECONDS", 300.0)
     for name in ("FIRST_PAUSE", "LONGEST_PAUSE"):
-        monkeypatch.setattr(f"lightning_server.http_store.long_poll.{name}", 0.02)
+        monkeypatch.setattr(f"lightning_server.http_store.store.{name}", 0.02)
     await site.begin(count=1)
     working = asyncio.create_task(client_of(site, proxy, runs=(RUN,), rollouts=2).work())
     while (await site.rollouts())[f"{RUN}/0"].status is not Status.SUCCEEDED:

@@ -13,7 +13,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lightning.errors import ConflictError
 from lightning.gateway.upstream.servers import GRACE, Upstream
 from lightning_db.queries import empty_seats
-from lightning_server.fleet.records import BEAT, GONE, LAPSE, Notice, Seat, Stance, notice_key, seat_key
+from lightning_server.fleet.records import (
+    BEAT,
+    GONE,
+    LAPSE,
+    Notice,
+    Seat,
+    Stance,
+    from_json,
+    notice_key,
+    seat_key,
+    to_json,
+)
 
 from tests.plugins.server.fleet.fleet_world import RUN, Call, Gateway, World
 
@@ -231,9 +242,9 @@ def test_who_comes_late_for_a_seat_that_was_pruned_takes_another(world: World) -
 
 def test_what_is_written_is_read() -> None:
     notice = Notice("o", 3, Stance.HELD, 7, 2, (Upstream("http://a:1", "m"),), {"x": 4}, (0, 2), 1, 5, (4,))
-    assert Notice.from_json(json.loads(json.dumps(notice.to_json()))) == notice
+    assert from_json(Notice, json.loads(json.dumps(to_json(notice)))) == notice
     seat = Seat("g", 9, 3, ("x", "1_y"), True)
-    assert Seat.from_json(json.loads(json.dumps(seat.to_json()))) == seat
+    assert from_json(Seat, json.loads(json.dumps(to_json(seat)))) == seat
 
 
 def test_a_gateway_takes_itself_for_out_before_others_do() -> None:

@@ -344,7 +344,7 @@ async def test_seeds_follow_from_the_place_in_the_run(fleet, open_server):
 
 
 async def test_a_run_from_which_nothing_is_heard_is_left_and_joined_again(fleet, monkeypatch):
-    monkeypatch.setattr("lightning_server.fleet.joined.IDLE", 0.2)
+    monkeypatch.setattr("lightning_server.fleet.member.IDLE", 0.2)
     server = fleet.servers[0]
     llm = await fleet.llm(server)
     await fleet.ask(llm)
@@ -358,7 +358,7 @@ async def test_a_run_from_which_nothing_is_heard_is_left_and_joined_again(fleet,
 
 
 async def test_a_call_that_comes_while_a_run_is_left_joins_it_anew(fleet, monkeypatch):
-    monkeypatch.setattr("lightning_server.fleet.joined.IDLE", 0.2)
+    monkeypatch.setattr("lightning_server.fleet.member.IDLE", 0.2)
     server = fleet.servers[0]
     llm = await fleet.llm(server)
     before, asked = server._policies.of("run"), []
@@ -369,9 +369,9 @@ async def test_a_call_that_comes_while_a_run_is_left_joins_it_anew(fleet, monkey
             await fleet.until(lambda: server._policies.known)
         await end(*tasks)
 
-    monkeypatch.setattr("lightning_server.fleet.joined.end", ends_late)
+    monkeypatch.setattr("lightning_server.fleet.member.end", ends_late)
     await fleet.until(lambda: asked)
-    monkeypatch.setattr("lightning_server.fleet.joined.IDLE", 300.0)
+    monkeypatch.setattr("lightning_server.fleet.member.IDLE", 300.0)
     async with asyncio.timeout(120):
         assert (await asked[0]).status_code == 200
     await fleet.until(lambda: len(server._policies.others._staying) == 1 and not server._policies.others._leaving)

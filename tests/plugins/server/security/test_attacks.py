@@ -19,7 +19,7 @@ import zstandard
 from lightning.gateway.identity import TokenSigner
 from lightning.types import EXPIRED, Scope
 from lightning_server import auth
-from lightning_server.api import routes
+from lightning_server.api.app import routes
 from lightning_server.auth import digest_of
 from lightning_server.tokens import revoke_token
 

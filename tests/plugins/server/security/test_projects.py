@@ -295,7 +295,7 @@ async def test_an_id_that_changed_hands_is_looked_up_again(store: Store, monkeyp
     await fill(store, "theirs", THEIRS)
     theirs = Projects(store).of("theirs")
     assert await theirs.steps(THEIRS.run)
-    monkeypatch.setattr("lightning_server.names.FORGET_AFTER", -1.0)
+    monkeypatch.setattr("lightning_server.projects.FORGET_AFTER", -1.0)
 
     async def pruned(run: str) -> Run:
         return Run(run, "somebody else's now", project="mine")

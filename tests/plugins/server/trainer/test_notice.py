@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from lightning.errors import PolicyServerError
 from lightning.gateway.policy import UNKNOWN
-from lightning_server.fleet.records import Notice, Stance, notice_key
+from lightning_server.fleet.records import Notice, Stance, notice_of
 
 
 async def notice(house: Any) -> Notice:
-    found = Notice.from_json(await house.store.get_state("", notice_key("run")))
+    found = await notice_of(house.store, "run")
     assert found is not None
     return found
 

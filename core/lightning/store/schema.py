@@ -1,7 +1,8 @@
-"""The tables of the stores in SQL databases.
+"""The schema of every store: which one this is, what is said of a database that has another, and the tables in SQL databases.
 
-They are written for SQLite, whose types another database translates. A change of them, or of what is in them, is another
-`schema_version.SCHEMA`.
+The invariant: there is one schema. A database of another one is refused, untouched, in the same words whichever database it is.
+The tables are written for SQLite, whose types another database translates. A change of them, or of what is in them, is another
+`SCHEMA`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from lightning.store.schema_version import SCHEMA, refuse_other_schema
+from lightning.errors import SchemaError
+from lightning.installation import other_format
+
+SCHEMA: Final = 5
+"""What stores keep, and how: the tables and columns, or keys, and what is in them."""
+
+
+def refuse_other_schema(where: str, found: object) -> None:
+    """Raise `SchemaError` unless this is the schema that a database has. `where` names the database."""
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise SchemaError(f"{where} has a damaged schema version ({found!r}): restore it from a backup")
+    if found != SCHEMA:
+        raise SchemaError(other_format(f"{where} has schema {found}", f"schema {SCHEMA}"))
+
 
 VERSION: Final = "SELECT version FROM schema_version"
 REVISIONS: Final = "CREATE TABLE revisions (run TEXT PRIMARY KEY, n INTEGER NOT NULL)"
