@@ -16,6 +16,7 @@ import secrets
 import shlex
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
@@ -68,14 +69,10 @@ class LocalSender:
         """See `Sender.listen`."""
         self.leave()
         with self._doing(f"listening for vLLM at the address that {towards} reaches"):
-            if backend == "nccl":
-                from lightning_attach.links import NcclLink
+            from lightning_attach.links import GlooLink, NcclLink
 
-                self._link = NcclLink(self._device, towards, world, seconds)
-            else:
-                from lightning_attach.links import GlooLink
-
-                self._link = GlooLink(towards, world, seconds)
+            own = partial(NcclLink, self._device) if backend == "nccl" else GlooLink
+            self._link = own(towards, world, seconds)
             return self._link.meeting
 
     def join(self, group: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from lightning_resources.weights import checked_weights
 from yarl import URL
 
 from lightning_server import json_codec
+from lightning_server.http_store.requests import token_or_complain
 from lightning_server.http_store.transport import problem_in, whole_body
 
 PIECE = 1 << 20
@@ -104,9 +104,7 @@ def _copy(url: str, reference: ResourceReference, into: Path) -> str:
 async def _download(reference: ResourceReference, into: Path, most: int) -> str:
     """Raises `UnavailableError` for a server that does not answer, `ConfigError` for what it refuses and for more than `most`
     bytes, `DataError` for a file that came otherwise than it was made, and for an answer that is none of a server of ours."""
-    token = os.environ.get("LIGHTNING_TOKEN", "")
-    if not token:
-        raise ConfigError("a server gives weights to tokens only: set LIGHTNING_TOKEN (lightning token create viewer)")
+    token = token_or_complain(None)
     root = f"{reference.place.rstrip('/')}/weights/"
     headers = {"authorization": f"Bearer {token}", "accept-encoding": "identity"}
     try:

@@ -33,7 +33,7 @@ from lightning_prompts import Bench, PromptAlgorithm, Trial, loop
 from lightning_prompts.apo import APO
 from lightning_prompts.loop import PromptBench, component_of
 from lightning_resources import Resource, ResourceKind, list_aliases, list_resources, put_resource, set_alias
-from lightning_server.agents import AgentAccess
+from lightning_server.control import AgentAccess
 
 START = "Greet {name}."
 BETTER = "Greet {name} with politeness."

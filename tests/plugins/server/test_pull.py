@@ -345,7 +345,7 @@ def test_a_record_that_names_no_folder_is_one_line_of_error(tmp_path: Path) -> N
 
 def test_without_a_token_or_a_server_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LIGHTNING_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match="set LIGHTNING_TOKEN"):
+    with pytest.raises(ConfigError, match="set the variable LIGHTNING_TOKEN"):
         pull(f"http://127.0.0.1:1#{LIVE}", tmp_path / "there")
     monkeypatch.setenv("LIGHTNING_TOKEN", "lt_x")
     with pytest.raises(UnavailableError, match="did not give the weights"):

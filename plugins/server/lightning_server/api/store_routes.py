@@ -23,7 +23,7 @@ from lightning.types import Span, StepRecord, Token, Transition
 
 from lightning_server.api.table import ApiCall, NoQuery, Paging, Route, nothing_there, parsed
 from lightning_server.auth import check_token
-from lightning_server.http_operation import REQUIRED, Argument, HttpOperation
+from lightning_server.http_operation import REQUIRED, HttpOperation
 
 READ_AT_ONCE = 16
 """Attempts read from the store at once: what does not fit into the answer was read for nothing."""
@@ -57,16 +57,21 @@ def _query(operation: HttpOperation) -> type:
         return base
     return make_dataclass(
         f"{operation.name}_query",
-        [(part.name, part.hint, _parameter(operation, part)) for part in operation.query],
+        [
+            (
+                part.name,
+                part.hint,
+                field(
+                    default="" if part.default is REQUIRED else part.default,
+                    metadata={"doc": operation.told[part.name]},
+                ),
+            )
+            for part in operation.query
+        ],
         bases=(base,),
         frozen=True,
         slots=True,
     )
-
-
-def _parameter(operation: HttpOperation, part: Argument) -> Any:
-    default = "" if part.default is REQUIRED else part.default
-    return field(default=default, metadata={"doc": operation.told[part.name]})
 
 
 async def _serve(call: ApiCall[Any, Any], operation: HttpOperation) -> Any:

@@ -2,6 +2,11 @@
 
 The invariant: what is leased is reported or given back before `run` returns; a server that is away is waited for, one that
 refuses something is asked again. A refused token ends it with an error that says why, and so do named runs that stay refused.
+
+A server that is away ends no agent. Leases wait, renewals are missed, and an outcome is told until a server has taken it or
+says that the attempt was given to another. It is told with less in it only when servers refuse it for what it is or how long it
+is, or have refused it for as long as a lease lasts while they answered other things. What is refused about one attempt costs
+that attempt alone.
 """
 
 from __future__ import annotations
@@ -11,33 +16,38 @@ import contextlib
 import logging
 import math
 import os
+import random
 import signal
 import socket
+import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning import asyncio_utils
 from lightning.asyncio_utils import until_told
 from lightning.config import Config, load_config, with_settings
-from lightning.errors import ConfigError, UnavailableError
+from lightning.errors import ConfigError, DataError, LightningError, StaleAttemptError, UnavailableError
+from lightning.gateway.identity import seconds_left
 from lightning.plugins import plugins
 from lightning.runner.lease_loop import deliver
+from lightning.runner.outcomes import encode_outcome, failed, without_arguments
 from lightning.runner.protocol import Agent
-from lightning.types import new_id
+from lightning.store.protocol import RunWatch
+from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Status, new_id
 from lightning.types.values import as_texts
 
-from lightning_server.client.delivery import AttemptCounts, ServerDelivery
 from lightning_server.client.run_discovery import Runs
 from lightning_server.client.server_presence import Presence, Servers
 from lightning_server.http_store import HttpStore
+from lightning_server.http_store.transport import PageError, TokenRefusedError, TooLongError
 
 logger = logging.getLogger(__name__)
 
 PATIENCE = 5.0
 """Seconds a single request asks again; the client itself goes on asking without end."""
 STARTING_PAUSE = 2.0
-
-__all__ = ["AttemptCounts", "Client"]
 
 
 def _with_token(config: Config, token: str | Path | None) -> tuple[str, ...] | None:
@@ -149,3 +159,252 @@ class Client:
     async def _until_told(self) -> AttemptCounts:
         stop = asyncio.Event()
         return await until_told(self.work(stop), signal.SIGTERM, signal.SIGINT, gently=stop)
+
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
+"""Seconds between two attempts to tell an outcome."""
+LONG_ENOUGH = 0.95
+"""The part of `runner.timeout` for which a key must be good: it was issued a moment ago, by a machine with its own clock."""
+WORK = "leases and outcomes"
+"""What a delivery asks servers, as `Presence` knows it."""
+
+
+@dataclass(slots=True)
+class AttemptCounts:
+    """What a client has done: attempts it leased, and how they ended (`lost`: they were given to others meanwhile, or
+    no server took their outcome)."""
+
+    leased: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    retried: int = 0
+    lost: int = 0
+
+
+@dataclass(slots=True)
+class ServerDelivery:
+    """The `Delivery` of one client. It hands out `rollouts` attempts at most, and ends after `idle` seconds without work.
+
+    An agent may run for `timeout` seconds.
+    """
+
+    store: HttpStore
+    servers: Servers
+    runs: Runs
+    worker: str
+    ttl: float
+    rollouts: int | None = None
+    idle: float | None = None
+    presence: Presence = field(default_factory=Presence)
+    timeout: float = 0.0
+    tally: AttemptCounts = field(default_factory=AttemptCounts)
+    _used: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)  # the server of an attempt, its process
+    _busy_at: float = field(default_factory=time.monotonic)
+    _told_of_keys: bool = False
+    _asked: bool = False  # from then on there may be leases, also such as this client has not heard of
+
+    def watch(self) -> AbstractAsyncContextManager[RunWatch]:
+        """See `Delivery.watch`."""
+        return self.runs.watching()
+
+    async def lease(self, limit: int) -> list[tuple[Lease, LLM]]:
+        """See `Delivery.lease`. Nothing while no server answers, or refuses."""
+        if self.rollouts is not None:
+            limit = min(limit, self.rollouts - self.tally.leased)
+        found: list[tuple[Lease, LLM]] = []
+        self._asked = True
+        for run in self.runs.in_turn():
+            if len(found) >= limit:
+                break
+            try:
+                leased, over = await self.store.lease_for_agents(
+                    run, self.worker, limit=limit - len(found), ttl=self.ttl
+                )
+            except UnavailableError as error:
+                self.presence.away(WORK, error)
+                self.runs.unanswered()
+                break
+            except TokenRefusedError:
+                raise
+            except LightningError as error:
+                self.runs.drop(run, error)
+                continue
+            self.presence.back(WORK)
+            self.runs.answered(run, over)
+            if leased:
+                self.runs.gave_work(run)
+                found += await self._at_server(leased)
+        if found:
+            self.tally.leased += len(found)
+            self._busy_at = time.monotonic()
+        return found
+
+    async def renew(self, lease: Lease) -> None:
+        """See `Delivery.renew`. While no server answers, or one refuses, the agent goes on: its report says how it stands."""
+        try:
+            await self.store.renew(lease, ttl=self.ttl)
+        except UnavailableError as error:
+            self.presence.away(WORK, error)
+        except StaleAttemptError:
+            self._used.pop((lease.rollout.id, lease.attempt), None)
+            raise
+        except TokenRefusedError:
+            raise
+        except LightningError as error:
+            logger.warning("%s: its lease was not prolonged, and its agent goes on: %s", _named(lease), error)
+        else:
+            self.presence.back(WORK)
+
+    async def report(self, lease: Lease, outcome: Outcome) -> Rollout | None:
+        """See `Delivery.report`. Waits as long as it takes; what stays refused is told with less in it, at last as a fault."""
+        outcome = await self._fair(lease, outcome)
+        try:
+            rollout = await self._tell(lease, outcome)
+        except StaleAttemptError:
+            self.tally.lost += 1
+            raise
+        finally:
+            self._used.pop((lease.rollout.id, lease.attempt), None)
+        self._busy_at = time.monotonic()
+        if rollout is None:
+            self.tally.lost += 1
+            return None
+        self.tally.succeeded += rollout.status is Status.SUCCEEDED
+        self.tally.failed += rollout.status is Status.FAILED
+        self.tally.retried += rollout.status is Status.PENDING
+        return rollout
+
+    async def release(self) -> None:
+        """See `Delivery.release`. When no server answers, leases expire by themselves."""
+        if not self._asked:
+            return
+        try:
+            await self.store.release(self.worker)
+        except UnavailableError as error:
+            logger.warning("leases were not given back and will expire: %s", error)
+
+    async def unfinished(self) -> bool:
+        """See `Delivery.unfinished`."""
+        if self.rollouts is not None and self.tally.leased >= self.rollouts:
+            return False
+        if self.runs.are_over:
+            logger.warning("the runs that this client was started for are over: it ends")
+            return False
+        return self.idle is None or time.monotonic() - self._busy_at < self.idle
+
+    # inside -----------------------------------------------------------------------------------------------------
+    async def _at_server(self, leased: list[tuple[Lease, LLM]]) -> list[tuple[Lease, LLM]]:
+        """The leases with the model at the very server that has just answered: its address is known to work from here."""
+        url = self.store.answering
+        process = await self.servers.process_at(url)
+        for lease, llm in leased:
+            self._used[lease.rollout.id, lease.attempt] = (url, process)
+            self._check_lifetime(llm, url)
+        return [(lease, replace(llm, base_url=f"{url}/v1")) for lease, llm in leased]
+
+    def _check_lifetime(self, llm: LLM, url: str) -> None:
+        """Say once that agents may run longer than their keys are valid: the server does not know this client's settings."""
+        left = seconds_left(llm.api_key)
+        if self._told_of_keys or left >= LONG_ENOUGH * self.timeout:
+            return
+        self._told_of_keys = True
+        logger.warning(
+            "runner.timeout is %g s and the server at %s gives agents keys for %.0f s (by this machine's clock): the attempt "
+            "of one that runs longer fails. Raise gateway.token_ttl of the server, or lower runner.timeout",
+            self.timeout,
+            url,
+            max(0.0, left),
+        )
+
+    async def _tell(self, lease: Lease, outcome: Outcome) -> Rollout | None:
+        """The rollout as an outcome left it, or as little of that outcome as servers take; None when they take nothing."""
+        refused: LightningError | None = None
+        for told in _less_and_less(outcome):
+            taken = await self._try_to_tell(lease, told)
+            if isinstance(taken, Rollout):
+                return taken
+            refused = taken
+            logger.warning("%s: its outcome is refused, less of it is told now: %s", _named(lease), refused)
+        fault = failed(Fault.INFRASTRUCTURE, _why(outcome, refused), seconds=outcome.seconds)
+        taken = await self._try_to_tell(lease, fault)
+        if isinstance(taken, Rollout):
+            return taken
+        logger.error("%s is lost, its lease runs out: servers take no word of how it ended: %s", _named(lease), taken)
+        return None
+
+    async def _try_to_tell(self, lease: Lease, outcome: Outcome) -> Rollout | LightningError:
+        """What servers made of an outcome: the rollout, or what they refused it with.
+
+        Asks until one answers. A refusal that is not about the outcome itself may pass (the error page of a proxy where servers
+        answer something else, which may be about it as well): the same is told again until pauses between such refusals have
+        taken `ttl` seconds.
+        """
+        pause, left = FIRST_PAUSE, self.ttl
+        while True:
+            wait = pause * random.uniform(0.5, 1.0)  # noqa: S311 — so that clients do not come back as one
+            try:
+                rollout = await self.store.complete(lease.rollout.id, lease.attempt, outcome)
+            except (StaleAttemptError, TokenRefusedError):
+                raise
+            except LightningError as error:
+                if isinstance(error, UnavailableError) and not (isinstance(error, PageError) and await self._answers()):
+                    self.presence.away(WORK, error)
+                else:
+                    if isinstance(error, DataError) or left <= 0:
+                        return error
+                    if left == self.ttl:
+                        logger.warning(
+                            "%s: its outcome is refused, and told again for %g s: %s", _named(lease), left, error
+                        )
+                    wait = min(wait, left)
+                    left -= wait
+            else:
+                self.presence.back(WORK)
+                return rollout
+            await asyncio.sleep(wait)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _answers(self) -> bool:
+        """Whether a server answers what is about no outcome. A page that stands in the place of that too is about none."""
+        try:
+            await self.store.version()
+        except UnavailableError:
+            return False
+        except TokenRefusedError:
+            raise
+        except LightningError as error:
+            logger.debug("servers answer, though not which release they are of: %s", error)
+        return True
+
+    async def _fair(self, lease: Lease, outcome: Outcome) -> Outcome:
+        """No agent is at fault whose server is gone: the attempt may be made again."""
+        url, process = self._used.get((lease.rollout.id, lease.attempt), ("", ""))
+        if outcome.fault not in (Fault.AGENT, Fault.POLICY, Fault.TIMEOUT):
+            return outcome
+        if not await self.servers.is_gone(url, process):
+            return outcome
+        message = f"the server at {url} went away while the agent ran, then the agent failed: {outcome.error}"
+        return replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
+
+
+def _less_and_less(outcome: Outcome) -> list[Outcome]:
+    """An outcome, and what is left of it when it is refused: its reward or fault, step rewards and labels always."""
+    told = [outcome]
+    for less in (without_arguments(outcome), replace(outcome, tool_events=())):
+        if less != told[-1]:
+            told.append(less)
+    return told
+
+
+def _why(outcome: Outcome, refused: LightningError | None) -> str:
+    """What the fault says that stands for an outcome of which servers refuse all; `refused` is what they said of the least."""
+    if not isinstance(refused, TooLongError):
+        return f"servers refused the outcome, also without what its tools did: {refused}"
+    return (
+        f"the outcome is too long, of {len(encode_outcome(outcome))} bytes, also without what its tools did; let the agent "
+        f"report less, or do what its refusal says: {refused}"
+    )
+
+
+def _named(lease: Lease) -> str:
+    return f"rollout {lease.rollout.id}, attempt {lease.attempt}"

@@ -31,6 +31,7 @@ from lightning.errors import (
     StoreError,
     UnavailableError,
 )
+from lightning.memory_budget import bounded
 from lightning.store.threads import LoopThread, check_process, closed_error
 from yarl import URL
 
@@ -317,15 +318,13 @@ class _AwayError(Exception):
 
 async def whole_body(response: aiohttp.ClientResponse, most: int) -> bytes:
     """The body of an answer. Raises `StoreError` for one of more than `most` bytes."""
-    body = bytearray()
-    async for piece in response.content.iter_any():
-        body += piece
-        if len(body) > most:
-            raise StoreError(
-                f"{response.url.origin()} answered with more than {most >> 20} MiB: it is no Lightning Server. Give "
-                "the URL that `lightning serve` printed"
-            )
-    return bytes(body)
+    body = await bounded(response.content.iter_any(), most)
+    if body is None:
+        raise StoreError(
+            f"{response.url.origin()} answered with more than {most >> 20} MiB: it is no Lightning Server. Give the URL that "
+            "`lightning serve` printed"
+        )
+    return body
 
 
 def _asked(request: StoreRequest) -> str:

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 from lightning.errors import DataError, SchemaError, StoreError, UnavailableError
 from lightning.types import Fault, Lease, Outcome, Rollout, Status, Task, ToolEvent
-from lightning_server.client import delivery
-from lightning_server.client.delivery import ServerDelivery
+from lightning_server.client import client as delivery
+from lightning_server.client.client import ServerDelivery
 from lightning_server.http_store.transport import PageError, TooLongError
 
 ROLLOUT = Rollout("rollout", "run", Task(1), "group", attempt=1)
