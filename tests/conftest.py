@@ -242,7 +242,7 @@ class RealVLLM:
 
     def __init__(self, root: Path) -> None:
         from lightning.config.sections import PolicyServerConfig
-        from lightning.policy_server import OwnedVLLM
+        from lightning.policy_server.vllm_server import OwnedVLLM
         from lightning.testing.tiny_models import make_tiny_model
 
         self.first = make_tiny_model(root / "first", seed=0)

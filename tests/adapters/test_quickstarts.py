@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lightning.config import GatewayConfig, RunnerConfig
 from lightning.gateway import Gateway, Upstream
-from lightning.policy_server import OwnedVLLM
+from lightning.policy_server.vllm_server import OwnedVLLM
 from lightning.runner.lease_loop import work
 from lightning.runner.process import ProcessRunner
 from lightning.store.memory import MemoryStore

@@ -455,7 +455,8 @@ def recording(names: list[str]) -> None:
 async def control_routes() -> None:
     """A real vLLM, without our middleware and with it: a stranger pauses it."""
     from lightning.config.sections import PolicyServerConfig
-    from lightning.policy_server import OwnedVLLM, profiles
+    from lightning.policy_server import profiles
+    from lightning.policy_server.vllm_server import OwnedVLLM
     from lightning.testing.tiny_models import make_tiny_model
 
     folder = Path(tempfile.mkdtemp())

@@ -19,8 +19,8 @@ from unittest.mock import patch
 
 import httpx
 from lightning.config.sections import PolicyServerConfig
-from lightning.policy_server import OwnedVLLM
 from lightning.policy_server.launch import COPIED
+from lightning.policy_server.vllm_server import OwnedVLLM
 from lightning.testing.tiny_models import make_tiny_model
 
 KINDS = {"forked": "", "spawned": "spawn"}

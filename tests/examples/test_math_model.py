@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.config import Config, with_settings
 from lightning.config.sections import PolicyServerConfig
-from lightning.policy_server import OwnedVLLM
+from lightning.policy_server.vllm_server import OwnedVLLM
 from lightning.types import LLM, Task
 from lightning_examples.math_autogen import MODEL, train
 from lightning_examples.math_autogen.agent import _http, agent

@@ -18,7 +18,7 @@ from lightning.algorithms.protocol import Algorithm
 from lightning.config import Config, with_settings
 from lightning.config.sections import GatewayConfig, PolicyServerConfig
 from lightning.gateway import Gateway, Upstream
-from lightning.policy_server import OwnedVLLM
+from lightning.policy_server.vllm_server import OwnedVLLM
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
 from lightning.types import Rollout, Run, Task, Transition

@@ -7,19 +7,20 @@ the user's `TracerProvider` sends them, and nowhere without one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import lightning
-from lightning.instrument import check_supported, hold_slots
+from lightning.instrument import Installations, check_supported, hold_slots
 
 try:
-    import opentelemetry.sdk.trace  # noqa: F401 — AutoGen itself only brings the API
+    from opentelemetry.sdk.trace import SpanProcessor  # AutoGen itself only brings the API
 except ImportError as error:
     raise lightning.MissingExtraError("autogen", "opentelemetry.sdk") from error
 from lightning.plugins.importing import on_import
 from lightning_otel.tracer_provider import ProviderWatch
 
 from lightning_autogen.direct import DirectCalls
-from lightning_autogen.handler import Installed, LightningHandler, caller_here, receivers
+from lightning_autogen.handler import AutoGenReporter, LightningHandler, caller_here
 from lightning_autogen.results import results
 
 __all__ = ["SUPPORTED", "LightningHandler", "lightning_identify", "lightning_install"]
@@ -31,34 +32,39 @@ SUPPORTED = {
 }
 """Distribution -> (first version this works with, first that it does not); what is not installed does not matter."""
 
-_watch = ProviderWatch(Installed)
+
+def _reporter() -> SpanProcessor:
+    return AutoGenReporter(installations.tell)
+
+
+_watch = ProviderWatch(_reporter)
 _direct = DirectCalls(lambda: caller.path if (caller := caller_here()) else ())
+
+
+def _attach() -> Callable[[], None]:
+    undos = ExitStack()
+    _watch.start()
+    undos.callback(_watch.stop)
+    results.start()
+    undos.callback(results.stop)
+    undos.callback(_direct.replaced.put_back)
+    # A program may import `autogen_agentchat.agents` first: it has begun by now, and the module of its class has not.
+    agents, tools = "autogen_agentchat.agents", "autogen_core.tools._base"
+    for name in (agents, f"{agents}._base_chat_agent"):
+        undos.callback(on_import(name, _direct.start))
+    undos.callback(hold_slots(tools, "BaseTool", ("run_json",)))
+    undos.callback(hold_slots(tools, "BaseStreamTool", ("run_json_stream",)))
+    return undos.close
+
+
+installations = Installations(_attach)
 
 
 @lightning.hookimpl
 def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
     """Watch AutoGen's spans and events. Raises `PluginError` for versions out of range."""
     check_supported(SUPPORTED)
-    _watch.start()
-    results.start()
-    receivers.append(emit)
-    # A program may import `autogen_agentchat.agents` first: it has begun by now, and the module of its class has not.
-    agents = "autogen_agentchat.agents"
-    stop_waiting = [on_import(name, _direct.start) for name in (agents, f"{agents}._base_chat_agent")]
-    tools = "autogen_core.tools._base"
-    stop_waiting.append(hold_slots(tools, "BaseTool", ("run_json",)))
-    stop_waiting.append(hold_slots(tools, "BaseStreamTool", ("run_json_stream",)))
-
-    def undo() -> None:
-        for stop in stop_waiting:
-            stop()
-        receivers.remove(emit)
-        if not receivers:
-            _direct.stop()
-            results.stop()
-            _watch.stop()
-
-    return undo
+    return installations.add(emit)
 
 
 @lightning.hookimpl(tryfirst=True)

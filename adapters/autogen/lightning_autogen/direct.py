@@ -6,7 +6,6 @@ for a stream only while its next item is made.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,6 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from lightning.instrument import ReplacedMethods
 from opentelemetry import trace
 
 
@@ -35,42 +35,21 @@ class DirectCalls:
 
     def __init__(self, path_here: Callable[[], tuple[str, ...]]) -> None:
         self._path_here = path_here
-        self._undo: list[Callable[[], None]] = []
+        self.replaced = ReplacedMethods()
 
     def start(self, module: ModuleType) -> None:
         """Watch `BaseChatAgent` of a module, and what derives from it, now or later."""
-        base = module.BaseChatAgent
-        if self._undo:
-            return
-        self._replace(base, "__init__", self._wrap_init)
-        kinds = [base]
+        self.replaced.replace(module.BaseChatAgent, "__init__", self._wrap_init)
+        kinds = [module.BaseChatAgent]
         while kinds:
             kind = kinds.pop()
             self._wrap_kind(kind)
             kinds += kind.__subclasses__()
 
-    def stop(self) -> None:
-        """Put the methods back."""
-        while self._undo:
-            self._undo.pop()()
-
     def _wrap_kind(self, kind: type) -> None:
         for name, wrap in (("on_messages", self._wrap_call), ("on_messages_stream", self._wrap_stream)):
-            method = vars(kind).get(name)
-            if callable(method) and not hasattr(method, "_lightning"):
-                self._replace(kind, name, wrap)
-
-    def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        original = vars(owner)[name]
-        ours: Any = functools.wraps(original)(wrap(original))
-        ours._lightning = True  # noqa: SLF001 — our own mark on our own function
-        setattr(owner, name, ours)
-
-        def undo() -> None:
-            if vars(owner)[name] is ours:  # else somebody else stands before it now
-                setattr(owner, name, original)
-
-        self._undo.append(undo)
+            if callable(vars(kind).get(name)):
+                self.replaced.replace(kind, name, wrap)
 
     def _wrap_init(self, original: Any) -> Callable[..., None]:
         def init(agent: Any, *args: Any, **more: Any) -> None:

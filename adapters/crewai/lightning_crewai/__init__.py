@@ -5,22 +5,17 @@ The invariant: it only listens, in the place of CrewAI's own methods; the undo p
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import lightning
 from lightning.instrument import by_type, check_supported
 
-from lightning_crewai.methods import caller_now, methods
-from lightning_crewai.tools import receivers
+from lightning_crewai.methods import caller_now, installations
 
 __all__ = ["SUPPORTED", "lightning_identify", "lightning_install", "lightning_policy_fault"]
 
 SUPPORTED = {"crewai": ("1.15.10", "2")}
 """Distribution -> (first version this works with, first that it does not)."""
-
-QUIET = {"CREWAI_DISABLE_TELEMETRY": "true", "CREWAI_TRACING_ENABLED": "false"}
-"""What CrewAI looks at before it reports to its makers, and before it asks at its first run whether traces may be shared."""
 
 POLICY_FAULTS = {
     "crewai.OutputParserError": "malformed_output",
@@ -36,28 +31,12 @@ FAULTS_BY_TEXT = (
 )
 """How the texts of errors begin that tell of an answer which is not what was asked for; their classes are Python's own."""
 
-_set: list[str] = []
-"""The variables that were set here; what the user has set stays."""
-
 
 @lightning.hookimpl
 def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
     """Stand before the methods that run agents, tasks, flows and tools. Raises `PluginError` for versions out of range."""
     check_supported(SUPPORTED)
-    methods.start()
-    receivers.append(emit)
-    if len(receivers) == 1:
-        _set.extend(name for name in QUIET if name not in os.environ)
-        os.environ.update({name: QUIET[name] for name in _set})
-
-    def undo() -> None:
-        receivers.remove(emit)
-        if not receivers:
-            methods.stop()
-            while _set:
-                os.environ.pop(_set.pop(), None)
-
-    return undo
+    return installations.add(emit)
 
 
 @lightning.hookimpl(tryfirst=True)  # before the spans of whoever instruments the framework as well

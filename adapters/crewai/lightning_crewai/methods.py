@@ -1,4 +1,5 @@
-"""The methods of CrewAI that run agents, tasks, flows and tools, replaced while the adapter is installed.
+"""The methods of CrewAI that run agents, tasks, flows and tools, replaced while the adapter is installed, and its telemetry,
+which is off meanwhile.
 
 The invariant: a method does what it did, with the arguments that it got.
 """
@@ -10,6 +11,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,12 +26,14 @@ from crewai.tools.tool_usage import ToolUsage
 from crewai.utilities.agent_utils import extract_tool_call_info
 from crewai.utilities.string_utils import sanitize_tool_name
 from lightning.errors import PluginError
-from lightning.instrument import Scopes, replace_method
+from lightning.instrument import Installations, ReplacedMethods, Scopes
 
-from lightning_crewai.tools import ToolRequest, hear_of_model, is_end
+from lightning_crewai.tools import ToolRequest, is_end
 
 EXECUTOR = Agent.model_fields["executor_class"].default
 """The class of the flow that runs an agent; its module differs between releases."""
+QUIET = {"CREWAI_DISABLE_TELEMETRY": "true", "CREWAI_TRACING_ENABLED": "false"}
+"""What CrewAI looks at before it reports to its makers, and before it asks at its first run whether traces may be shared."""
 OLD = (
     ("crewai.agents.crew_agent_executor", "CrewAgentExecutor", "_execute_single_native_tool_call"),
     ("crewai.lite_agent", "LiteAgent", "kickoff"),
@@ -40,53 +44,53 @@ scopes = Scopes("crewai")
 """The subject of an agent's scope is the model call that it runs in, if any; that of a tool's is its `ToolRequest`."""
 
 
-class CrewMethods:
-    """Which methods have been replaced."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-
-    def start(self) -> None:
-        """Replace them. Again: does nothing. Raises `PluginError` where this release of CrewAI lacks one."""
-        if self._undo:
-            return
-        try:
-            for name in ("execute_task", "aexecute_task", "kickoff", "kickoff_async"):
-                self._replace(Agent, name, _agent)
-            for name in ("_execute_core", "_aexecute_core"):
-                self._replace(Task, name, _task)
-            for name in ("use", "ause"):
-                self._replace(ToolUsage, name, _text_tool)
-            self._replace(Flow, "_execute_method", _flow)
-            self._replace(EXECUTOR, "_execute_single_native_tool_call", _native_tool)
-            self._replace(step_executor, "execute_single_native_tool_call", _native_tool)
-            for module, kind, name in OLD:
-                with contextlib.suppress(ImportError):
-                    owner = getattr(importlib.import_module(module), kind)
-                    self._replace(owner, name, _agent if name == "kickoff" else _native_tool)
-            self._undo.append(replace_method(type(crewai_event_bus), "emit", _heard))
-        except PluginError:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        """Put them back."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _replace(self, owner: Any, name: str, enter: Callable[..., Any]) -> None:
-        places = owner.__mro__ if isinstance(owner, type) else (owner,)
-        found = next((place for place in places if name in vars(place)), None)
-        if found is None:
-            version = importlib.metadata.version("crewai")
-            raise PluginError(
-                f"crewai {version} has no {owner.__name__}.{name}, which this adapter watches. Run: pip install "
-                "'crewai==1.15.30', or a newer lightning"
-            )
-        self._undo.append(replace_method(found, name, functools.partial(_inside, enter)))
+replaced = ReplacedMethods()
 
 
-methods = CrewMethods()
+def _attach() -> Callable[[], None]:
+    """Raises `PluginError` where this release of CrewAI lacks a method."""
+    try:
+        for name in ("execute_task", "aexecute_task", "kickoff", "kickoff_async"):
+            _replace(Agent, name, _agent)
+        for name in ("_execute_core", "_aexecute_core"):
+            _replace(Task, name, _task)
+        for name in ("use", "ause"):
+            _replace(ToolUsage, name, _text_tool)
+        _replace(Flow, "_execute_method", _flow)
+        _replace(EXECUTOR, "_execute_single_native_tool_call", _native_tool)
+        _replace(step_executor, "execute_single_native_tool_call", _native_tool)
+        for module, kind, name in OLD:
+            with contextlib.suppress(ImportError):
+                owner = getattr(importlib.import_module(module), kind)
+                _replace(owner, name, _agent if name == "kickoff" else _native_tool)
+    except PluginError:
+        replaced.put_back()
+        raise
+    replaced.replace(type(crewai_event_bus), "emit", _heard)
+    ours = [name for name in QUIET if name not in os.environ]  # what the user has set stays
+    os.environ.update({name: QUIET[name] for name in ours})
+
+    def detach() -> None:
+        replaced.put_back()
+        for name in ours:
+            os.environ.pop(name, None)
+
+    return detach
+
+
+def _replace(owner: Any, name: str, enter: Callable[..., Any]) -> None:
+    places = owner.__mro__ if isinstance(owner, type) else (owner,)
+    found = next((place for place in places if name in vars(place)), None)
+    if found is None:
+        version = importlib.metadata.version("crewai")
+        raise PluginError(
+            f"crewai {version} has no {owner.__name__}.{name}, which this adapter watches. Run: pip install "
+            "'crewai==1.15.30', or a newer lightning"
+        )
+    replaced.replace(found, name, functools.partial(_inside, enter))
+
+
+installations = Installations(_attach)
 
 
 def caller_now() -> lightning.Caller | None:
@@ -106,14 +110,12 @@ def _inside(enter: Callable[..., Any], original: Callable[..., Any]) -> Callable
     """The method, run in the scopes that `enter` opens for its arguments."""
     if inspect.iscoroutinefunction(original):
 
-        @functools.wraps(original)
         async def run_async(*args: Any, **more: Any) -> Any:
             with enter(*args, **more):
                 return await original(*args, **more)
 
         return run_async
 
-    @functools.wraps(original)
     def run(*args: Any, **more: Any) -> Any:
         with enter(*args, **more):
             return original(*args, **more)
@@ -180,16 +182,22 @@ def _use(name: str, call_id: str = "", source: object = None) -> Iterator[None]:
         with scopes.inside("tool", name, use):
             yield
     finally:
-        use.report()
+        _report(use)
+
+
+def _report(use: ToolRequest) -> None:
+    if use.run is not None:
+        installations.tell(use.run)
 
 
 def _heard(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def emit(bus: Any, source: Any, event: Any, *args: Any, **more: Any) -> Any:
         if is_end(event):
             here = scopes.here()
-            if isinstance(source, BaseLLM):
-                hear_of_model(event, caller_now())
+            if isinstance(source, BaseLLM):  # it has made the run itself, of the functions that it was given
+                use = ToolRequest(sanitize_tool_name(event.tool_name), "", caller_now())
+                use.hear(event)
+                _report(use)
             elif here is not None and isinstance(here.subject, ToolRequest):
                 here.subject.hear(event)
         return original(bus, source, event, *args, **more)

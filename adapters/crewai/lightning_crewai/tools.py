@@ -6,22 +6,17 @@ The invariant: one request of the model's for a tool is one `ToolEvent`, however
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import lightning
 from crewai.events import ToolUsageErrorEvent, ToolUsageFinishedEvent
 from crewai.tools.tool_failure import ToolFailureReason
-from crewai.utilities.string_utils import sanitize_tool_name
 
 BLOCKED = "Tool execution blocked by hook"
 """How the text begins that a tool has returned which a hook of the user's did not let run."""
 PLAN = "create_reasoning_plan"
 """The function by which an agent's model answers with a plan; it is no tool of the user's."""
-
-receivers: list[Callable[[lightning.ToolEvent], None]] = []
-"""Of the installations, oldest first; the newest hears of the tools, so that each run is reported once."""
 
 
 class ToolRequest:
@@ -47,17 +42,10 @@ class ToolRequest:
             return  # the model has invented it: nothing ran
         self._event, self._heard = _ended(self._event, event, failure), True
 
-    def report(self) -> None:
-        """It has been carried out."""
-        if self._heard and receivers and self._event.name != PLAN:
-            receivers[-1](self._event)
-
-
-def hear_of_model(event: Any, caller: lightning.Caller | None) -> None:
-    """A run has ended that an LLM made by itself, of the functions that it was given."""
-    use = ToolRequest(sanitize_tool_name(event.tool_name), "", caller)
-    use.hear(event)
-    use.report()
+    @property
+    def run(self) -> lightning.ToolEvent | None:
+        """What is to be reported once it has been carried out, if anything is."""
+        return self._event if self._heard and self._event.name != PLAN else None
 
 
 def is_end(event: object) -> bool:

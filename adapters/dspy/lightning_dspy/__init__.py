@@ -12,7 +12,7 @@ from collections.abc import Callable
 import lightning
 from lightning.instrument import by_type, check_supported
 
-from lightning_dspy.methods import receivers, replaced, scopes
+from lightning_dspy.methods import installations, scopes
 
 __all__ = ["SUPPORTED", "lightning_identify", "lightning_install", "lightning_policy_fault"]
 
@@ -30,15 +30,7 @@ POLICY_FAULTS = {
 def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
     """Stand before the methods that run modules, LMs and tools. Raises `PluginError` for versions out of range."""
     check_supported(SUPPORTED)
-    replaced.start()
-    receivers.append(emit)
-
-    def undo() -> None:
-        receivers.remove(emit)
-        if not receivers:
-            replaced.stop()
-
-    return undo
+    return installations.add(emit)
 
 
 @lightning.hookimpl(tryfirst=True)  # before the spans of whoever instruments the framework as well

@@ -6,21 +6,18 @@ LiteLLM are tapped as all others.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 from dspy._vendor.lm15.transports import StdlibAsyncTransport, StdlibTransport
-from lightning.instrument import MarkedRequest, mark_request, replace_method
+from lightning.instrument import MarkedRequest, ReplacedMethods, mark_request
 
 
-def watch_client() -> list[Callable[[], None]]:
-    """Stand before the client's methods; returns the undos."""
-    return [
-        replace_method(StdlibTransport, "stream", _stream),
-        replace_method(StdlibAsyncTransport, "_do_stream", _do_stream),
-    ]
+def watch_client(replaced: ReplacedMethods) -> None:
+    """Stand before the client's methods."""
+    replaced.replace(StdlibTransport, "stream", _stream)
+    replaced.replace(StdlibAsyncTransport, "_do_stream", _do_stream)
 
 
 def _marked(request: Any) -> tuple[MarkedRequest, Any]:
@@ -30,7 +27,6 @@ def _marked(request: Any) -> tuple[MarkedRequest, Any]:
 
 
 def _stream(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def stream(transport: Any, request: Any) -> Any:
         marked, request = _marked(request)
         reply = original(transport, request)
@@ -41,7 +37,6 @@ def _stream(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _do_stream(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    @functools.wraps(original)
     async def do_stream(transport: Any, request: Any) -> Any:
         marked, request = _marked(request)
         reply = await original(transport, request)

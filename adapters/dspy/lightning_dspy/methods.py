@@ -10,7 +10,6 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -18,15 +17,13 @@ import dspy
 import lightning
 from dspy.clients.cache import Cache
 from dspy.predict import react, react_v2
-from lightning.instrument import Scopes, ToolSlot, current_attempt, replace_method, tool_slot
+from lightning.instrument import Installations, ReplacedMethods, Scopes, ToolSlot, current_attempt, tool_slot
 
 from lightning_dspy.client import watch_client
 from lightning_dspy.names import name_of, own_name
 
 logger = logging.getLogger(__name__)
 
-receivers: list[Callable[[lightning.ToolEvent], None]] = []
-"""Of the installations, oldest first; the newest hears of the tools, so that each run is reported once."""
 scopes = Scopes("dspy")
 
 OWN_TOOLS = "dspy.predict."
@@ -35,31 +32,21 @@ LM_CALLS = "dspy.clients.lm"
 """How DSPy's cache calls what it keeps of language models; it also keeps embeddings."""
 
 
-class Methods:
-    """Which methods have been replaced."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-
-    def start(self) -> None:
-        """Replace them. Again: does nothing."""
-        if self._undo:
-            return
-        for kind, around in ((dspy.Module, _in_module), (dspy.BaseLM, _in_lm), (dspy.Tool, _in_tool)):
-            self._undo.append(replace_method(kind, "__call__", functools.partial(_around, around)))
-            self._undo.append(replace_method(kind, "acall", functools.partial(_around_async, around)))
-        self._undo.append(replace_method(Cache, "get", _get))
-        for module in (react, react_v2):
-            self._undo.append(replace_method(module, "format_error_for_lm", _format_error))
-        self._undo += watch_client()
-
-    def stop(self) -> None:
-        """Put the methods back."""
-        while self._undo:
-            self._undo.pop()()
+replaced = ReplacedMethods()
 
 
-replaced = Methods()
+def _attach() -> Callable[[], None]:
+    for kind, around in ((dspy.Module, _in_module), (dspy.BaseLM, _in_lm), (dspy.Tool, _in_tool)):
+        replaced.replace(kind, "__call__", functools.partial(_around, around))
+        replaced.replace(kind, "acall", functools.partial(_around_async, around))
+    replaced.replace(Cache, "get", _get)
+    for module in (react, react_v2):
+        replaced.replace(module, "format_error_for_lm", _format_error)
+    watch_client(replaced)
+    return replaced.put_back
+
+
+installations = Installations(_attach)
 
 Ended = Callable[[object], object]
 """Told the result of what ran inside."""
@@ -68,7 +55,6 @@ Inside = Callable[[Any, dict[str, Any]], AbstractContextManager[Ended]]
 
 
 def _around(inside: Inside, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def call(subject: Any, *args: Any, **more: Any) -> Any:
         with _slot(subject), inside(subject, more) as ended:
             result = original(subject, *args, **more)
@@ -79,7 +65,6 @@ def _around(inside: Inside, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _around_async(inside: Inside, original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    @functools.wraps(original)
     async def acall(subject: Any, *args: Any, **more: Any) -> Any:
         async with _slot(subject):
             with inside(subject, more) as ended:
@@ -124,29 +109,12 @@ def _in_tool(tool: Any, arguments: dict[str, Any]) -> Iterator[Ended]:
     if scopes.here() is None or str(getattr(tool.func, "__module__", "")).startswith(OWN_TOOLS):
         yield _ignore
         return
-    event = lightning.ToolEvent(tool.name, "unknown", arguments=arguments, caller=scopes.caller())
-    results: list[object] = []
-    try:
-        with scopes.inside("tool", tool.name, tool):
-            yield results.append
-        event = replace(event, status="ok", output=_text(results[0]))
-    except Exception as error:
-        event = replace(event, status="error", error=repr(error))
-        raise
-    finally:
-        if receivers:
-            receivers[-1](event)
-
-
-def _text(value: object) -> str:
-    try:
-        return str(value)
-    except Exception:  # noqa: BLE001 — isolates the user's class
-        return type(value).__name__
+    run = lightning.ToolEvent(tool.name, "unknown", arguments=arguments, caller=scopes.caller())
+    with installations.reported(run) as ended, scopes.inside("tool", tool.name, tool):
+        yield ended
 
 
 def _get(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def get(cache: Any, request: dict[str, Any], *args: Any, **more: Any) -> Any:
         found = original(cache, request, *args, **more)
         is_lms = str(request.get("_fn_identifier", "")).startswith(LM_CALLS)
@@ -166,7 +134,6 @@ def _warn_of_cache() -> None:
 
 
 def _format_error(original: Callable[..., str]) -> Callable[..., str]:
-    @functools.wraps(original)
     def format_error_for_lm(error: BaseException, **more: Any) -> str:
         _leave_tracebacks(error)
         return original(error, **more)

@@ -10,14 +10,16 @@ import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, cast
 from uuid import UUID
 
 import lightning
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import BaseMessage, ToolMessage
 from langchain_core.runnables.config import ensure_config
-from lightning.instrument import ask, component_path
+from langchain_core.tracers.context import register_configure_hook
+from lightning.instrument import Installations, ask, component_path, hold_slots
 from lightning.instrument import emit as to_rollout
 
 CREATE_AGENT = ("langchain_create_agent", "deepagents")
@@ -49,8 +51,6 @@ class _Run(NamedTuple):
     tool: lightning.ToolEvent | None = None
 
 
-receivers: list[Callable[[lightning.ToolEvent | lightning.StepState], None]] = []
-"""Who gets the tool events and states: the last one; without any, the rollout that the code runs for."""
 _runs: dict[UUID, _Run] = {}
 _lock = threading.Lock()
 _model_call: ContextVar[UUID | None] = ContextVar("lightning_langchain_model_call", default=None)
@@ -85,7 +85,7 @@ def _close(run_id: UUID, status: str = "unknown", output: str = "", error: str =
     for one in ended:
         if one.tool:
             event = replace(one.tool, status=status if one is run else "unknown", output=output, error=error)
-            (receivers[-1] if receivers else to_rollout)(event)
+            installations.tell(event)
 
 
 def _rename(run_id: UUID, run: _Run, last: tuple[str, ...]) -> None:
@@ -128,7 +128,7 @@ def caller_now() -> lightning.Caller | None:
 
 
 def _caller_by_hand() -> lightning.Caller | None:
-    return None if receivers else caller_now()
+    return None if installations else caller_now()
 
 
 def _message(output: Any, call_id: str) -> Any:
@@ -184,7 +184,7 @@ class LightningCallback(BaseCallbackHandler):
         node = said.get("langgraph_node")
         if new and node and run.get("name") == node and (values := _state(inputs)):
             path = "/".join(_path(_runs.get(run["run_id"]))) or str(node)
-            (receivers[-1] if receivers else to_rollout)(lightning.StepState(values, path))
+            installations.tell(lightning.StepState(values, path))
 
     def on_chat_model_start(self, serialized: Any, messages: Any, **run: Any) -> None:
         """The next request from here is this call's, and so are its retries. A link that has the class's name has none."""
@@ -227,3 +227,37 @@ class LightningCallback(BaseCallbackHandler):
     on_chain_error = on_llm_end = on_llm_error = on_chain_end  # type: ignore[assignment]  # what came out is not looked at
     on_retriever_end = on_retriever_error = on_chain_end  # type: ignore[assignment]
     on_llm_start = on_chat_model_start  # type: ignore[assignment]  # nor what went in
+
+
+class _Always:
+    """Stands where LangChain expects a context variable, and answers alike in every thread and task."""
+
+    handler: LightningCallback | None = None
+
+    def get(self) -> LightningCallback | None:
+        return self.handler
+
+
+_always = _Always()
+
+
+@cache
+def _register() -> None:
+    """LangChain has no way to take a hook back: it stays, and says None while the adapter is not installed."""
+    register_configure_hook(cast("ContextVar[Any]", _always), inheritable=True, handle_class=LightningCallback)
+
+
+def _attach() -> Callable[[], None]:
+    _register()
+    _always.handler = LightningCallback()
+    free_tools = hold_slots("langchain_core.tools.base", "BaseTool", ("run", "arun"))
+
+    def detach() -> None:
+        free_tools()
+        _always.handler = None
+
+    return detach
+
+
+installations = Installations(_attach, otherwise=to_rollout)
+"""Who hears of tools and states; without any, the rollout that the code runs for."""

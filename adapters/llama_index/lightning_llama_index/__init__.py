@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 import lightning
 from lightning.instrument import by_type, check_supported
-from llama_index_instrumentation import root_dispatcher
 
-from lightning_llama_index.spans import SpanListener, receivers
+from lightning_llama_index.spans import installations
 from lightning_llama_index.steps import steps
 
 __all__ = ["SUPPORTED", "lightning_identify", "lightning_install", "lightning_policy_fault"]
@@ -29,23 +28,12 @@ FAULTS_BY_TEXT = {
 }
 """The same of classes that tell of other faults too, by how the error's text begins."""
 
-_handler = SpanListener()
-
 
 @lightning.hookimpl
 def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
     """Hear of every span of LlamaIndex from now on. Raises `PluginError` for versions out of range."""
     check_supported(SUPPORTED)
-    receivers.append(emit)
-    if _handler not in root_dispatcher.span_handlers:
-        root_dispatcher.add_span_handler(_handler)
-
-    def undo() -> None:
-        receivers.remove(emit)
-        if not receivers and _handler in root_dispatcher.span_handlers:  # else the user has set a list of his own since
-            root_dispatcher.span_handlers.remove(_handler)
-
-    return undo
+    return installations.add(emit)
 
 
 @lightning.hookimpl(tryfirst=True)  # before the spans of whoever instruments the framework as well

@@ -12,7 +12,7 @@ from inspect import BoundArguments
 from typing import Any
 
 import lightning
-from lightning.instrument import ActiveScope
+from lightning.instrument import ActiveScope, Installations
 from llama_index.core.agent.workflow import AgentOutput, AgentWorkflow, BaseWorkflowAgent, ToolCall, ToolCallResult
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -26,6 +26,7 @@ from llama_index.core.response_synthesizers.base import BaseSynthesizer
 from llama_index.core.schema import TransformComponent
 from llama_index.core.tools import BaseTool, ToolOutput
 from llama_index.core.workflow import Workflow
+from llama_index_instrumentation import root_dispatcher
 from llama_index_instrumentation.span_handlers import NullSpanHandler
 
 from lightning_llama_index.steps import SpanScope, WorkflowScope, steps
@@ -44,10 +45,6 @@ COMPONENTS = (
 """Parts of a query engine, a chat engine or an ingestion that may ask a model."""
 UUID = 37
 """Characters of a span's id behind the name of its function."""
-
-
-receivers: list[Callable[[lightning.ToolEvent], None]] = []
-"""Who gets the tool events: the last one."""
 
 
 class SpanListener(NullSpanHandler):  # type: ignore[misc]  # LlamaIndex is not there when types are checked
@@ -80,8 +77,7 @@ class SpanListener(NullSpanHandler):  # type: ignore[misc]  # LlamaIndex is not 
 
 
 def _report(tool: lightning.ToolEvent, status: str, output: str, error: str) -> None:
-    if receivers:
-        receivers[-1](replace(tool, status=status, output=output, error=error))
+    installations.tell(replace(tool, status=status, output=output, error=error))
 
 
 def _outcome(result: Any) -> tuple[str, str, str]:
@@ -153,3 +149,19 @@ def _asked(message: Any) -> frozenset[str]:
     calls = message.additional_kwargs.get("tool_calls") or ()
     older = [call.get("id") if isinstance(call, dict) else getattr(call, "id", None) for call in calls]
     return frozenset(found for found in (*blocks, *older) if found)
+
+
+_handler = SpanListener()
+
+
+def _attach() -> Callable[[], None]:
+    root_dispatcher.add_span_handler(_handler)
+
+    def detach() -> None:
+        if _handler in root_dispatcher.span_handlers:  # else the user has set a list of his own since
+            root_dispatcher.span_handlers.remove(_handler)
+
+    return detach
+
+
+installations = Installations(_attach)

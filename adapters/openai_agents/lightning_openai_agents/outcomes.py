@@ -1,7 +1,7 @@
 """What the SDK's spans do not say of a tool run: its call's id, a timeout, a guardrail's refusal, an MCP server's `isError`;
 all of the run of a tool that is no function: a shell, a patch, a computer, a custom tool.
 
-The invariant: the SDK's functions get and return what they did; the last `stop` puts back the very ones that were there.
+The invariant: the SDK's functions get and return what they did; the last undo puts back the very ones that were there.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from agents.run_internal import tool_actions, turn_resolution
 from agents.run_internal.tool_execution import get_trace_tool_error
 from agents.tool_context import ToolContext
 from agents.tool_guardrails import ToolInputGuardrail, ToolOutputGuardrail
+from lightning.instrument import Attachment, ReplacedMethods
 from pydantic_core import to_jsonable_python
 
 if TYPE_CHECKING:
     from lightning_openai_agents.steps import Step
 
-_where: list[Callable[[], Step | None]] = []
-"""Who knows the innermost step here."""
 _run: ContextVar[ToolRun | None] = ContextVar("lightning_openai_agents_tool_run", default=None)
 ACTIONS = {
     tool_actions.ComputerAction: "computer_tool",
@@ -42,7 +41,7 @@ ASKED = ("actions", "action", "operations", "operation", "input")
 
 
 def _innermost() -> Step | None:
-    return next((found for here in _where if (found := here()) is not None), None)
+    return next((found for here in watching.users if (found := here()) is not None), None)
 
 
 def tool_step() -> Step | None:
@@ -112,48 +111,23 @@ def _plain(asked: Any) -> Any:
     return to_jsonable_python(asked, exclude_none=True, serialize_unknown=True)
 
 
-class Outcomes:
-    """The process's one watch over the functions that know."""
+def _attach() -> Callable[[], None]:
+    replaced = ReplacedMethods()
+    replaced.replace(ToolContext, "from_agent_context", _knows_its_call)
+    replaced.replace(ToolTimeoutError, "__init__", _timed_out)
+    replaced.replace(ToolInputGuardrail, "run", _may_block)
+    replaced.replace(ToolOutputGuardrail, "run", _may_block)
+    replaced.replace(MCPUtil, "invoke_mcp_tool", _may_fail)
+    replaced.replace(tool_actions, "format_shell_error", _says_what_failed)
+    replaced.replace(tool_actions, "resolve_approval_rejection_message", _is_refused)
+    replaced.replace(turn_resolution, "resolve_approval_rejection_message", _never_runs)
+    for action, tool in ACTIONS.items():
+        replaced.replace(action, "execute", functools.partial(_is_a_run, action, tool))
+    return replaced.put_back
 
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
 
-    def start(self, here: Callable[[], Step | None]) -> None:
-        """Watch for the steps that `here` finds. Again: does nothing."""
-        if here in _where:
-            return
-        _where.append(here)
-        if len(_where) == 1:
-            self._replace(ToolContext, "from_agent_context", _knows_its_call)
-            self._replace(ToolTimeoutError, "__init__", _timed_out)
-            self._replace(ToolInputGuardrail, "run", _may_block)
-            self._replace(ToolOutputGuardrail, "run", _may_block)
-            self._replace(MCPUtil, "invoke_mcp_tool", _may_fail)
-            self._replace(tool_actions, "format_shell_error", _says_what_failed)
-            self._replace(tool_actions, "resolve_approval_rejection_message", _is_refused)
-            self._replace(turn_resolution, "resolve_approval_rejection_message", _never_runs)
-            for action, tool in ACTIONS.items():
-                self._replace(action, "execute", functools.partial(_is_a_run, tool))
-
-    def stop(self, here: Callable[[], Step | None]) -> None:
-        """Put the functions back once nobody watches."""
-        _where.remove(here)
-        while not _where and self._undo:
-            self._undo.pop()()
-
-    def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Callable[..., Any]]) -> None:
-        original = vars(owner)[name]
-        if isinstance(original, classmethod):
-            ours: Any = classmethod(functools.wraps(original.__func__)(wrap(original.__func__)))
-        else:
-            ours = functools.wraps(original)(wrap(original))
-        setattr(owner, name, ours)
-
-        def undo() -> None:
-            if vars(owner)[name] is ours:  # else somebody else stands before it now
-                setattr(owner, name, original)
-
-        self._undo.append(undo)
+watching = Attachment["Callable[[], Step | None]"](_attach)
+"""The process's one watch over the functions that know; its users know the innermost step."""
 
 
 def _knows_its_call(original: Any) -> Callable[..., Any]:
@@ -190,9 +164,9 @@ def _may_block(original: Any) -> Callable[..., Any]:
 
 
 def _may_fail(original: Any) -> Callable[..., Any]:
-    async def invoke_mcp_tool(cls: Any, server: Any, *args: Any, **more: Any) -> Any:
+    async def invoke_mcp_tool(server: Any, *args: Any, **more: Any) -> Any:
         step = tool_step()
-        return await original(cls, server if step is None else _Server(server, step), *args, **more)
+        return await original(server if step is None else _Server(server, step), *args, **more)
 
     return invoke_mcp_tool
 
@@ -230,19 +204,19 @@ def _never_runs(original: Any) -> Callable[..., Any]:
     return resolve_approval_rejection_message
 
 
-def _is_a_run(tool_field: str, original: Any) -> Callable[..., Any]:
-    async def execute(cls: Any, **more: Any) -> Any:
+def _is_a_run(action: type, tool_field: str, original: Any) -> Callable[..., Any]:
+    async def execute(**more: Any) -> Any:
         around = _innermost()
         if around is None:
-            return await original(cls, **more)
+            return await original(**more)
         asked, outer = more.get("call") or more["action"], _run.get()
         tool = getattr(asked, tool_field)
-        name = getattr(cls, "TRACE_TOOL_NAME", tool.name)
+        name = getattr(action, "TRACE_TOOL_NAME", tool.name)
         run = ToolRun(around, name, asked.tool_call, more["config"])
         _run.set(run)
         try:
             with run.inside():
-                item = await original(cls, **more)
+                item = await original(**more)
         except BaseException as error:
             run.end(None, error)
             raise
@@ -270,6 +244,3 @@ class _Server:
             texts = [text for item in result.content or () if (text := getattr(item, "text", ""))]
             self._step.outcome = "error", "\n".join(texts) or "the MCP server answered that the tool failed"
         return result
-
-
-outcomes = Outcomes()

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import lightning
 from lightning.installation import install_command
-from lightning.instrument import by_type, check_supported
+from lightning.instrument import Installations, by_type, check_supported
 
-from lightning_otel.spans import caller_here, receivers
+from lightning_otel.spans import caller_here
 from lightning_otel.tracer_provider import ProviderWatch, is_sdk_disabled
 
 if TYPE_CHECKING:
@@ -27,14 +27,21 @@ SUPPORTED = {"opentelemetry-api": ("1.34", "2"), "opentelemetry-sdk": ("1.34", "
 """Distribution -> (first version this works with, first that it does not); what is not installed does not matter."""
 
 
-def _installed() -> SpanProcessor:
-    from lightning_otel.processor import Installed
+def _reporter() -> SpanProcessor:
+    from lightning_otel.processor import SpanReporter
 
-    return Installed()
+    return SpanReporter(installations.tell)
 
 
-_watch = ProviderWatch(_installed)
+_watch = ProviderWatch(_reporter)
 
+
+def _attach() -> Callable[[], None]:
+    _watch.start()
+    return _watch.stop
+
+
+installations = Installations(_attach)
 
 POLICY_FAULTS = {
     "pydantic_ai.UsageLimitExceeded": "max_turns",
@@ -57,15 +64,7 @@ def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[
         )
         return lambda: None
     check_supported(SUPPORTED)
-    _watch.start()
-    receivers.append(emit)
-
-    def undo() -> None:
-        receivers.remove(emit)
-        if not receivers:
-            _watch.stop()
-
-    return undo
+    return installations.add(emit)
 
 
 @lightning.hookimpl

@@ -43,6 +43,14 @@ EXCEPTION_TYPE: Final = "exception.type"
 INVOKE_AGENT: Final = "invoke_agent"
 EXECUTE_TOOL: Final = "execute_tool"
 CHAT: Final = "chat"
+AGENT_OPERATIONS: Final = (INVOKE_AGENT, "create_agent")
+MODEL_OPERATIONS: Final = (CHAT, "generate_content", "text_completion")
+
+EXCEPTION_EVENT: Final = "exception"
+MERGED_TOOLS: Final = "(merged tools)"
+"""The tool's name on a span that stands for no run: Google ADK's, for the joined answers of tools that ran at once."""
+NO_CALL_ID: Final = "<not specified>"
+"""Google ADK's call id of a tool that raised."""
 
 UNKNOWN_TOOL: Final = "unknown_tool"
 """The type of error, and the kind of the tool event, of a tool that the model has invented."""

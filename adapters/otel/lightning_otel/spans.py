@@ -6,20 +6,19 @@ The invariant: only spans that are open are known here, so whoever has ended cal
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import logging
 import re
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
 
 import lightning
+from lightning.bounded import Once
 from lightning.types import Json
 from opentelemetry import trace
 
-from lightning_otel import names
+from lightning_otel import attributes as names
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Event, ReadableSpan, Span
@@ -27,19 +26,48 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FRAMEWORK = "otel"
-receivers: list[Callable[[lightning.ToolEvent], None]] = []
-"""Of the installations, oldest first; the newest hears of the tools, so that each run is reported once."""
-_open: WeakValueDictionary[tuple[int, int], Span] = WeakValueDictionary()
 
 
-def opened(span: Span) -> None:
-    """Know a span from now on."""
-    _open[_key(span.get_span_context())] = span
+class OpenSpans:
+    """The spans of this process that are open."""
+
+    def __init__(self, agents: str = "agents") -> None:
+        self.agents = agents
+        """Whose names they tell, for people."""
+        self._open: WeakValueDictionary[tuple[int, int], Span] = WeakValueDictionary()
+        self._told = Once()
+
+    def opened(self, span: Span) -> None:
+        """Know a span from now on."""
+        self._open[key(span.get_span_context())] = span
+
+    def closed(self, span: ReadableSpan) -> bool:
+        """Forget a span; whether it was known."""
+        return self._open.pop(key(span.get_span_context()), None) is not None
+
+    def of(self, context: trace.SpanContext | None) -> Span | None:
+        """The span of a context, if it is known."""
+        return self._open.get(key(context)) if context is not None else None
+
+    def check_sampled(self, context: trace.SpanContext | None) -> None:
+        """Say once that a sampler leaves out what is asked for."""
+        if context is not None and context.is_valid and not context.trace_flags.sampled and self._told.first():
+            logger.warning(
+                "%s go without names in traces that the TracerProvider's sampler leaves out: "
+                "sample all of them while training (OTEL_TRACES_SAMPLER=always_on)",
+                self.agents,
+            )
+
+    def __len__(self) -> int:
+        return len(self._open)
 
 
-def closed(span: ReadableSpan) -> bool:
-    """Forget a span; whether it was known."""
-    return _open.pop(_key(span.get_span_context()), None) is not None
+def key(context: trace.SpanContext | None) -> tuple[int, int]:
+    """The trace and the span that a context names."""
+    return (context.trace_id, context.span_id) if context else (0, 0)
+
+
+open_spans = OpenSpans()
 
 
 def caller_here() -> lightning.Caller | None:
@@ -49,20 +77,19 @@ def caller_here() -> lightning.Caller | None:
 
 def caller_of(context: trace.SpanContext | None) -> lightning.Caller | None:
     """Who calls from inside a span: the innermost agent around it, or None. The span id is that of the model call's."""
-    if context is not None and context.is_valid and not context.trace_flags.sampled:
-        _warn_of_sampling()
+    open_spans.check_sampled(context)
     agent = span_id = parent_id = spoken_for = ""
     path: list[str] = []
-    while context is not None and (span := _open.get(_key(context))) is not None:
+    while context is not None and (span := open_spans.of(context)) is not None:
         operation, name = _operation(span), ""
         if operation in names.AGENT_OPERATIONS:
-            name = _text(span, names.AGENT)
+            name = _text(span, names.AGENT_NAME)
             if name and not agent:
                 agent, parent_id = name, trace.format_span_id(context.span_id)
-        elif operation == names.TOOL_OPERATION:
+        elif operation == names.EXECUTE_TOOL:
             name = _tool(span)
         elif operation in names.MODEL_OPERATIONS and not path and not span_id:
-            span_id, spoken_for = trace.format_span_id(context.span_id), _text(span, names.AGENT)
+            span_id, spoken_for = trace.format_span_id(context.span_id), _text(span, names.AGENT_NAME)
         if name and path[-1:] != [name]:
             path.append(name)
         context = span.parent
@@ -74,8 +101,8 @@ def caller_of(context: trace.SpanContext | None) -> lightning.Caller | None:
 
 def tool_run(span: ReadableSpan) -> lightning.ToolEvent | None:
     """The tool run that an ended span stands for, if it stands for one."""
-    name, call_id = _tool(span) or span.name, _text(span, names.TOOL_CALL)
-    if _operation(span) != names.TOOL_OPERATION or name == names.MERGED_TOOLS:
+    name, call_id = _tool(span) or span.name, _text(span, names.TOOL_CALL_ID)
+    if _operation(span) != names.EXECUTE_TOOL or name == names.MERGED_TOOLS:
         return None
     failed = span.status.status_code is trace.StatusCode.ERROR
     # A tool that raises has its span marked; that of a cancelled one only closes while the stack unwinds.
@@ -91,16 +118,16 @@ def tool_run(span: ReadableSpan) -> lightning.ToolEvent | None:
     )
 
 
-_RUNS = f"{names.TOOL_OPERATION} "
+_RUNS = f"{names.EXECUTE_TOOL} "
 
 
 def _operation(span: ReadableSpan) -> str:
     """What a span is. Until it has attributes, which Google ADK adds at its end, its name says it: `execute_tool search`."""
-    return _text(span, names.OPERATION) or (names.TOOL_OPERATION if span.name.startswith(_RUNS) else "")
+    return _text(span, names.OPERATION) or (names.EXECUTE_TOOL if span.name.startswith(_RUNS) else "")
 
 
 def _tool(span: ReadableSpan) -> str:
-    return _text(span, names.TOOL) or (span.name.removeprefix(_RUNS) if span.name.startswith(_RUNS) else "")
+    return _text(span, names.TOOL_NAME) or (span.name.removeprefix(_RUNS) if span.name.startswith(_RUNS) else "")
 
 
 def _error(span: ReadableSpan) -> str:
@@ -132,15 +159,3 @@ def _arguments(text: str) -> Json:
 
 def _text(span: ReadableSpan, name: str) -> str:
     return str((span.attributes or {}).get(name) or "")
-
-
-def _key(context: trace.SpanContext | None) -> tuple[int, int]:
-    return (context.trace_id, context.span_id) if context else (0, 0)
-
-
-@functools.cache
-def _warn_of_sampling() -> None:
-    logger.warning(
-        "agents go without names in traces that the TracerProvider's sampler leaves out: "
-        "sample all of them while training (OTEL_TRACES_SAMPLER=always_on)"
-    )

@@ -84,7 +84,7 @@ class _Tracer(trace.Tracer):
 
 
 class ProviderWatch:
-    """One processor on the process's provider. It cannot be taken off one again: its owner mutes it."""
+    """One processor on the process's provider, which hears of spans from `start` to `stop`."""
 
     def __init__(self, processor: Callable[[], SpanProcessor]) -> None:
         self._processor = processor
@@ -139,7 +139,9 @@ class ProviderWatch:
             )
         owner = getattr(add, "__self__", provider)  # behind a stand-in, the provider that stands there now
         if owner not in self._watched:
-            add(self._processor())
+            from lightning_otel.processor import Muting
+
+            add(Muting(self._processor(), lambda: self._running))
             self._watched.add(owner)
 
 

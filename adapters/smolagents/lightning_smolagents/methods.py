@@ -10,16 +10,13 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import lightning
-from lightning.instrument import ActiveScope, Scopes, replace_method, tool_slot
+from lightning.instrument import ActiveScope, Installations, ReplacedMethods, Scopes, in_words, tool_slot
 from smolagents import MultiStepAgent, Tool, ToolCallingAgent
 
-receivers: list[Callable[[lightning.ToolEvent], None]] = []
-"""Of the installations, oldest first; the newest hears of the tools, so that each run is reported once."""
 scopes = Scopes("smolagents")
 
 ANSWER = "final_answer"
@@ -28,49 +25,36 @@ CODE = "python_interpreter"
 """What smolagents calls the run of a `CodeAgent`'s code."""
 
 
-Wrap = Callable[[Any], Callable[..., Any]]
+replaced = ReplacedMethods()
 
 
-class Methods:
-    """Which methods have been replaced."""
-
-    def __init__(self) -> None:
-        self._undo: dict[tuple[type, str], Callable[[], None]] = {}
-        self._lock = threading.Lock()
-
-    def start(self) -> None:
-        """Replace what every agent uses. Again: does nothing."""
-        self._watch(MultiStepAgent, "run", _run)
-        self._watch(MultiStepAgent, "__call__", _call_agent)
-        self._watch(Tool, "__call__", _call_tool)
-        self._watch(ToolCallingAgent, "process_tool_calls", _process_tool_calls)
-        self._watch(ToolCallingAgent, "execute_tool_call", _execute_tool_call)
-
-    def stop(self) -> None:
-        """Put the methods back."""
-        with self._lock:
-            while self._undo:
-                self._undo.popitem()[1]()
-
-    def watch_agent(self, agent: Any) -> None:
-        """Replace what this agent uses: the methods of its model, its tools and its interpreter."""
-        self._watch(type(agent.model), "generate", _generate)
-        self._watch(type(agent.model), "generate_stream", _generate_stream)
-        for tool in agent.tools.values():
-            self._watch(type(tool), "__call__", _call_tool)
-        if interpreter := getattr(agent, "python_executor", None):
-            self._watch(type(interpreter), "__call__", _run_code)
-
-    def _watch(self, kind: type, name: str, wrap: Wrap) -> None:
-        owner = next((base for base in kind.__mro__ if name in vars(base)), None)
-        with self._lock:
-            if owner is not None and (owner, name) not in self._undo:
-                self._undo[owner, name] = replace_method(
-                    owner, name, lambda original: functools.wraps(original)(wrap(original))
-                )
+def _attach() -> Callable[[], None]:
+    _watch(MultiStepAgent, "run", _run)
+    _watch(MultiStepAgent, "__call__", _call_agent)
+    _watch(Tool, "__call__", _call_tool)
+    _watch(ToolCallingAgent, "process_tool_calls", _process_tool_calls)
+    _watch(ToolCallingAgent, "execute_tool_call", _execute_tool_call)
+    return replaced.put_back
 
 
-replaced = Methods()
+installations = Installations(_attach)
+
+
+def _watch_agent(agent: Any) -> None:
+    """Replace what this agent uses: the methods of its model, its tools and its interpreter."""
+    _watch(type(agent.model), "generate", _generate)
+    _watch(type(agent.model), "generate_stream", _generate_stream)
+    for tool in agent.tools.values():
+        _watch(type(tool), "__call__", _call_tool)
+    if interpreter := getattr(agent, "python_executor", None):
+        _watch(type(interpreter), "__call__", _run_code)
+
+
+def _watch(kind: type, name: str, wrap: Callable[[Any], Callable[..., Any]]) -> None:
+    """Replace a method of a class, where the class or one that it is derived from has it."""
+    owner = next((base for base in kind.__mro__ if name in vars(base)), None)
+    if owner is not None:
+        replaced.replace(owner, name, wrap)
 
 
 def _name(agent: Any) -> str:
@@ -80,7 +64,7 @@ def _name(agent: Any) -> str:
 # agents and their model calls -------------------------------------------------------------------------------------------
 def _run(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(agent: Any, *args: Any, **more: Any) -> Any:
-        replaced.watch_agent(agent)
+        _watch_agent(agent)
         with scopes.inside("agent", _name(agent), agent):
             result: Any = original(agent, *args, **more)
         streams = inspect.isgenerator(result)
@@ -182,8 +166,10 @@ def _run_tool(tool: Any, name: str, arguments: Any, run: Callable[[], Any], call
     if scopes.here() is None or _runs_already(tool) or name == ANSWER:
         return run()
     event = lightning.ToolEvent(name, "unknown", call_id, arguments, caller=scopes.caller())
-    with scopes.inside("tool", name, tool), tool_slot(name):
-        return _reported(event, run)
+    with scopes.inside("tool", name, tool), tool_slot(name), installations.reported(event, _error_text) as ended:
+        result = run()
+        ended(result)
+        return result
 
 
 def _run_code(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,27 +178,13 @@ def _run_code(original: Callable[..., Any]) -> Callable[..., Any]:
         run = functools.partial(original, interpreter, code, *args, **more)
         if event.caller is None:
             return run()
-        return _reported(event, run, lambda result: f"{result.logs}{_text(result.output)}")
+        with installations.reported(event, _error_text) as ended:
+            result = run()
+            ended(f"{result.logs}{in_words(result.output)}")
+            return result
 
     return run_code
 
 
-def _reported(event: lightning.ToolEvent, run: Callable[[], Any], text_of: Callable[[Any], str] | None = None) -> Any:
-    """Run something, and report how that ended."""
-    try:
-        result = run()
-        event = replace(event, status="ok", output=(text_of or _text)(result))
-    except Exception as error:
-        event = replace(event, status="error", error=repr(error.__cause__ or error))
-        raise
-    finally:
-        if receivers:
-            receivers[-1](event)
-    return result
-
-
-def _text(value: object) -> str:
-    try:
-        return str(value)
-    except Exception:  # noqa: BLE001 — isolates the user's class
-        return type(value).__name__
+def _error_text(error: Exception) -> str:
+    return repr(error.__cause__ or error)

@@ -18,7 +18,7 @@ import inspect
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -128,24 +128,16 @@ CONTRACT: Final = named.Contract(
 )
 
 
-class Line:
+class Line(named.StageLine[CallStage]):
     """The stages of a gateway in their order. `order` is `gateway.stage_order`. Raises `GatewayError` where that order is not
     said, and for a stage that was written for another contract."""
 
     def __init__(self, stages: Sequence[NamedStage], order: Sequence[str] = ()) -> None:
-        self.stages = CONTRACT.in_order(stages, order)
+        super().__init__(CONTRACT, stages, order)
         for each in stages:
             _check(each)
-        self._standing = {point: [(each, getattr(each.stage, point)) for each in self._at(point)] for point in POINTS}
-        self._ended, self._elsewhere = self._at("ended"), self._at("elsewhere")
-
-    def _at(self, point: str) -> list[NamedStage]:
-        return [each for each in self.stages if each.stands_at(point)]
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        """See `versions_of`."""
-        return named.versions_of(self.stages)
+        self._standing = {point: [(each, getattr(each.stage, point)) for each in self.at(point)] for point in POINTS}
+        self._ended, self._elsewhere = self.at("ended"), self.at("elsewhere")
 
     def why_not(self, kind: str) -> str:
         """Why keys of a kind (`CallStage.answers`) are not answered here; empty where a stage is there for them."""

@@ -5,20 +5,30 @@ The invariant: nothing here can break an agent, and outside a rollout everything
 
 from __future__ import annotations
 
-from lightning.instrument.adapter_tools import by_type, check_supported, replace_method
+from lightning.instrument.adapter_tools import (
+    Attachment,
+    Installations,
+    ReplacedMethods,
+    by_type,
+    check_supported,
+    in_words,
+    replace_method,
+)
+from lightning.instrument.clients import MarkedRequest, install_tap, mark_request
 from lightning.instrument.components import ask, component, component_path, current_caller, tool
 from lightning.instrument.context import ActiveAttempt, activate, current_attempt, emit, label, reward, state
 from lightning.instrument.frames import user_functions
 from lightning.instrument.frameworks import attached_adapters
-from lightning.instrument.httpx_patch import install_tap
-from lightning.instrument.own_client import MarkedRequest, mark_request
 from lightning.instrument.scopes import ActiveScope, Scopes
 from lightning.instrument.tool_slots import ToolSlot, hold_slots, tool_slot
 
 __all__ = [
     "ActiveAttempt",
     "ActiveScope",
+    "Attachment",
+    "Installations",
     "MarkedRequest",
+    "ReplacedMethods",
     "Scopes",
     "ToolSlot",
     "activate",
@@ -32,6 +42,7 @@ __all__ = [
     "current_caller",
     "emit",
     "hold_slots",
+    "in_words",
     "install_tap",
     "label",
     "mark_request",

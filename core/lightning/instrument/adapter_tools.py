@@ -1,17 +1,27 @@
-"""What adapters need of a framework: whether its version is one that they were made for, what an exception of it is, and a
-method of it replaced where it has no hook.
+"""What adapters need of a framework: whether its version is one that they were made for, what an exception of it is, methods of
+it replaced where it has no hook, and one attachment for all installations.
 
 The invariant: nothing of the framework is imported here, and what was replaced can be put back.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import inspect
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from lightning.errors import PluginError
+from lightning.types import StepState, ToolEvent
+
+User = TypeVar("User")
+Emit: TypeAlias = Callable[[Any], None]
 
 
 def check_supported(supported: Mapping[str, tuple[str, str]]) -> None:
@@ -54,12 +64,16 @@ def by_type(error: BaseException, table: Mapping[str, str]) -> str | None:
 def replace_method(
     owner: type | ModuleType, name: str, wrap: Callable[..., Callable[..., object]]
 ) -> Callable[[], None]:
-    """Put `wrap(the method)` in the place of a class's method, or of a module's function; returns the undo.
+    """Put `wrap(the method)`, under the method's name and with its description, in the place of a class's method, or of a
+    module's function; returns the undo.
 
-    A method is given as its class binds it: what another library has put there may need that to find its instance.
+    A method is given as its class binds it: what another library has put there may need that to find its instance. So `wrap`
+    gets a class method with its class.
     """
     inherited, original = name not in vars(owner), vars(owner).get(name)
-    ours = wrap(getattr(owner, name))
+    found = getattr(owner, name)
+    wrapper = functools.wraps(found)(wrap(found))
+    ours = staticmethod(wrapper) if inspect.ismethod(found) else wrapper
     setattr(owner, name, ours)
 
     def undo() -> None:
@@ -71,3 +85,99 @@ def replace_method(
             setattr(owner, name, original)
 
     return undo
+
+
+class ReplacedMethods:
+    """Methods that were replaced, each once however often it is asked for. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._undos: dict[tuple[object, str], Callable[[], None]] = {}
+        self._lock = threading.Lock()
+
+    def replace(self, owner: type | ModuleType, name: str, wrap: Callable[..., Callable[..., object]]) -> None:
+        """See `replace_method`."""
+        with self._lock:
+            if (owner, name) not in self._undos:
+                self._undos[owner, name] = replace_method(owner, name, wrap)
+
+    def put_back(self) -> None:
+        """Put back all of them."""
+        with self._lock:
+            while self._undos:
+                self._undos.popitem()[1]()
+
+    def __len__(self) -> int:
+        return len(self._undos)
+
+
+class Attachment(Generic[User]):
+    """What is attached to a library once, for all of its users: `attach` is called for the first one and returns the undo,
+    which is called with the last. The `lock` is held meanwhile."""
+
+    def __init__(self, attach: Callable[[], Callable[[], None]]) -> None:
+        self._attach = attach
+        self._detach: Callable[[], None] | None = None
+        self.users: list[User] = []
+        self.lock = threading.RLock()
+
+    def add(self, user: User) -> Callable[[], None]:
+        """Attach for one more; returns the undo, of which only the first call counts."""
+        with self.lock:
+            self.users.append(user)
+            try:
+                self._detach = self._detach or self._attach()
+            except BaseException:
+                self.users.remove(user)
+                raise
+        added = [user]
+
+        def undo() -> None:
+            with self.lock:
+                if added:
+                    self.users.remove(added.pop())
+                if not self.users and self._detach is not None:
+                    detach, self._detach = self._detach, None
+                    detach()
+
+        return undo
+
+
+class Installations(Attachment[Emit]):
+    """The installations of an adapter: `add` is what `lightning_install` returns. The newest of them hears of what happens, so
+    that each run of a tool is reported once; without any, `otherwise` does."""
+
+    def __init__(self, attach: Callable[[], Callable[[], None]], otherwise: Emit | None = None) -> None:
+        super().__init__(attach)
+        self._otherwise = otherwise
+
+    def __bool__(self) -> bool:
+        return bool(self.users)
+
+    def tell(self, report: ToolEvent | StepState) -> None:
+        """Report a tool's run, or a state."""
+        emit = self.users[-1] if self.users else self._otherwise
+        if emit is not None:
+            emit(report)
+
+    @contextmanager
+    def reported(
+        self, run: ToolEvent, error_text: Callable[[Exception], str] = repr
+    ) -> Iterator[Callable[[object], None]]:
+        """Report a tool's run that the block makes: its output is what the function is given that the block gets."""
+        outputs: list[object] = []
+        try:
+            yield outputs.append
+            run = replace(run, status="ok", output=in_words(outputs[0]))
+        except Exception as error:
+            run = replace(run, status="error", error=error_text(error))
+            raise
+        finally:
+            self.tell(run)
+
+
+def in_words(value: object) -> str:
+    """A value as its class writes it; the name of a class that cannot."""
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 — isolates the user's class
+        return type(value).__name__

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import ParamSpec, TypeVar
 
-from lightning.instrument.adapter_tools import replace_method
+from lightning.instrument.adapter_tools import ReplacedMethods
 from lightning.instrument.components import component_path, only_around
 from lightning.instrument.context import attempt_in_context
 from lightning.instrument.frames import start_task, thread_started_by, user_functions
@@ -49,7 +49,6 @@ def _carried(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _wrap_start(original: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    @functools.wraps(original)
     def start(self: threading.Thread) -> None:
         # A pool's thread serves whoever gives it work.
         pool = getattr(sys.modules.get("concurrent.futures.thread"), "_worker", None)
@@ -68,7 +67,6 @@ def _wrap_start(original: Callable[[threading.Thread], None]) -> Callable[[threa
 
 
 def _wrap_submit(original: Callable[..., Future[object]]) -> Callable[..., Future[object]]:
-    @functools.wraps(original)
     def submit(self: object, function: Callable[..., object], /, *args: object, **kwargs: object) -> Future[object]:
         return original(self, _carried(function), *args, **kwargs)
 
@@ -76,7 +74,6 @@ def _wrap_submit(original: Callable[..., Future[object]]) -> Callable[..., Futur
 
 
 def _wrap_create_task(original: Callable[P, R]) -> Callable[P, R]:
-    @functools.wraps(original)
     def create_task(*args: P.args, **kwargs: P.kwargs) -> R:
         if attempt_in_context() is None:
             return original(*args, **kwargs)
@@ -88,16 +85,10 @@ def _wrap_create_task(original: Callable[P, R]) -> Callable[P, R]:
 
 def carry_names() -> Callable[[], None]:
     """Carry the rollout and the names into threads and tasks that begin from now on; returns the undo."""
-    undos = [
-        replace_method(threading.Thread, "start", _wrap_start),
-        replace_method(ThreadPoolExecutor, "submit", _wrap_submit),
-        replace_method(asyncio.BaseEventLoop, "create_task", _wrap_create_task),
-    ]
+    replaced = ReplacedMethods()
+    replaced.replace(threading.Thread, "start", _wrap_start)
+    replaced.replace(ThreadPoolExecutor, "submit", _wrap_submit)
+    replaced.replace(asyncio.BaseEventLoop, "create_task", _wrap_create_task)
     if (uvloop := sys.modules.get("uvloop")) is not None:  # on which agents run beside the trainer
-        undos.append(replace_method(uvloop.Loop, "create_task", _wrap_create_task))
-
-    def undo() -> None:
-        for each in undos:
-            each()
-
-    return undo
+        replaced.replace(uvloop.Loop, "create_task", _wrap_create_task)
+    return replaced.put_back

@@ -68,9 +68,9 @@ class NamedStage(Generic[Kind]):
 @dataclass(frozen=True, slots=True)
 class Contract:
     """What a line asks of its stages: their `kind`, under which name plugins are `asked` for them, the number of its `api`, its
-    `points`, those that are `ordered`, the `setting` that says an order, the `settings` that a stage may carry out, and those
-    that nothing but a stage carries out (`of_stages`). It raises `error`; `of` is what goes through it, and `where` who has it,
-    for people."""
+    `points`, those that are `ordered`, those where one stage may stand and what it does there (`alone`), the `setting` that
+    says an order, the `settings` that a stage may carry out, and those that nothing but a stage carries out (`of_stages`). It
+    raises `error`; `of` is what goes through it, and `where` who has it, for people."""
 
     kind: type[Stage]
     asked: str
@@ -83,6 +83,7 @@ class Contract:
     error: type[LightningError]
     of: str
     where: str
+    alone: tuple[tuple[str, str], ...] = ()
 
     def made(self, given: object, config: object) -> list[NamedStage[Any]]:
         """One stage of each kind that plugins register for this line, of what its factory makes of `given`. `config` is the
@@ -190,9 +191,26 @@ class Contract:
         return sorted(sorted(stages, key=lambda each: each.name), key=lambda each: -len(behind[each.name]))
 
 
-def versions_of(stages: Sequence[NamedStage[Kind]]) -> Mapping[str, str]:
-    """The names of stages, in their order, with the versions of their distributions: what a step records."""
-    return {each.name: each.version for each in stages}
+class StageLine(Generic[Kind]):
+    """The stages of a line in their order. Raises the line's error where that order is not said, for a stage that was written
+    for another contract, and for two that stand where one may."""
+
+    def __init__(self, contract: Contract, stages: Sequence[NamedStage[Kind]], order: Sequence[str]) -> None:
+        self.stages = contract.in_order(stages, order)
+        for point, done in contract.alone:
+            if len(standing := self.at(point)) > 1:
+                both = " and ".join(each.said for each in standing)
+                offs = ", or ".join(each.off for each in standing)
+                raise contract.error(f"the stages {both} both {done}: set {offs}")
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """The names of the stages, in their order, with the versions of their distributions: what a step records."""
+        return {each.name: each.version for each in self.stages}
+
+    def at(self, point: str) -> list[NamedStage[Kind]]:
+        """The stages that stand at a point, in their order."""
+        return [each for each in self.stages if each.stands_at(point)]
 
 
 def _default(config: object, setting: str) -> object:

@@ -50,6 +50,10 @@ class NoRoutesError(PolicyServerError):
     """What answers cannot be given weights."""
 
 
+class NoAnswerError(PolicyServerError):
+    """An answer has not come in time."""
+
+
 class NotOursError(PolicyServerError):
     """The vLLM takes no weights from us: another trainer has attached to it, or it was started again since we did."""
 
@@ -192,7 +196,7 @@ class VLLMControl:
             raise PolicyServerError(f"{self.url}/get_world_size tells no size; is it a vLLM as new as 0.31?")
         return size
 
-    async def served_logprobs(self, model: str, given: Sequence[int]) -> list[float]:
+    async def served_logprobs(self, model: str, given: Sequence[int], seconds: float = CONTROL_SECONDS) -> list[float]:
         """Its logprobs of some tokens, but the first, at temperature 1; shape (T - 1,).
 
         Asked as a completion with prompt logprobs, for which vLLM computes the whole prompt anew: no prefix cache.
@@ -201,7 +205,7 @@ class VLLMControl:
         if len(ids) < 2:
             return []
         body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        answer = await self.call("POST", "/v1/completions", json=body)
+        answer = await self.call("POST", "/v1/completions", json=body, seconds=seconds)
         try:
             rows = answer["choices"][0]["prompt_logprobs"]  # type: ignore[index]
             return [float(row[str(token)]["logprob"]) for token, row in zip(ids[1:], rows[1:], strict=True)]
@@ -259,7 +263,7 @@ class VLLMControl:
                     raise PolicyServerError(f"{verb} {self.url}{route} was answered {reply.status}: {text[:400]}")
                 answer = loads(said) if said else {}
         except TimeoutError as error:
-            raise PolicyServerError(f"{verb} {self.url}{route} was not answered in {seconds:.0f} s") from error
+            raise NoAnswerError(f"{verb} {self.url}{route} was not answered in {seconds:.0f} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise PolicyServerError(f"{verb} {self.url}{route} failed: {error or type(error).__name__}") from error
         return answer if isinstance(answer, dict) else {}

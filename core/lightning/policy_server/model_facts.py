@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.errors import PolicyServerError
-from lightning.policy_server.model_folder import DTYPE_BYTES, folder_tensors
+from lightning.policy_server.model_folder import folder_tensors, json_object
 
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Where a model of several kinds of input keeps the configuration of its language model."""
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "U64": 8, "U32": 4, "U16": 2}
+"""Of the dtypes of safetensors that have more than one."""
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 """Entries of `layer_types` (`layers_block_type`) that keep keys and values for each token."""
 
@@ -67,7 +68,7 @@ class ModelFacts:
 
 def read_facts(folder: Path) -> ModelFacts:
     """The facts of a complete model folder (see `check_model_folder`). Raises PolicyServerError for one that cannot be read."""
-    config = _object(folder / "config.json")
+    config = json_object(folder / "config.json")
     text = _text_part(config)
     tensors = folder_tensors(folder).values()
     latent = isinstance(text.get("kv_lora_rank"), int)
@@ -80,7 +81,7 @@ def read_facts(folder: Path) -> ModelFacts:
         name=" ".join(filter(None, (_name(folder), str(config.get("_name_or_path", ""))))),
         model_type=str(config.get("model_type", "")),
         parameters=sum(math.prod(spec.shape) for spec in tensors),
-        bytes=sum(math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in tensors),
+        bytes=sum(math.prod(spec.shape) * DTYPE_BYTES.get(spec.dtype, 1) for spec in tensors),
         kv_elements=_kv_elements(text, len(kinds) - len(other)),
         context=_integer(text, "max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"),
         plain_attention=not latent and not states,
@@ -94,7 +95,7 @@ def read_facts(folder: Path) -> ModelFacts:
 def growing_positions(folder: Path) -> GrowingPositions | None:
     """How a folder's model scales positions by length, by its `config.json`; None where it does not. Raises
     PolicyServerError for a file that cannot be read."""
-    text = _text_part(_object(folder / "config.json"))
+    text = _text_part(json_object(folder / "config.json"))
     given = text.get("rope_parameters") or text.get("rope_scaling")
     if not isinstance(given, dict):
         return None
@@ -145,7 +146,7 @@ def _templates(folder: Path) -> Iterator[str]:
             yield file.read_text(encoding="utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):
         file = folder / name
-        found = _object(file).get("chat_template") if file.is_file() else None
+        found = json_object(file).get("chat_template") if file.is_file() else None
         for template in found if isinstance(found, list) else [found]:
             text = template.get("template") if isinstance(template, dict) else template
             if isinstance(text, str):
@@ -155,11 +156,3 @@ def _templates(folder: Path) -> Iterator[str]:
 def _integer(values: Mapping[str, object], *names: str) -> int | None:
     """The first of these that is a number."""
     return next((value for name in names if isinstance(value := values.get(name), int) and value > 0), None)
-
-
-def _object(file: Path) -> Mapping[str, object]:
-    try:
-        value = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise PolicyServerError(f"cannot read {file}: {error}; save the model again") from error
-    return value if isinstance(value, dict) else {}

@@ -23,7 +23,7 @@ from lightning.config.sections import Config, PolicyServerConfig
 from lightning.errors import DataError, PluginError, PolicyServerError
 from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import DEFAULT_DEMAND, Demand, choose, this_machine, why_slow
-from lightning.policy_server.control import NotOursError, VLLMControl
+from lightning.policy_server.control import CONTROL_SECONDS, NoAnswerError, NotOursError, VLLMControl
 from lightning.policy_server.model_facts import read_facts
 from lightning.policy_server.model_folder import check_model_folder, check_weights, checkpoint_files
 from lightning.policy_server.owner_secret import SECRET
@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0
 """How often a server is asked whether it is well."""
+PROBE_SECONDS, PROBE_TRIES = CONTROL_SECONDS, 5
+"""How long an answer to a probe may take, and how often one is asked for at most."""
 REFUSALS = 5
 """So many refused connections in a row, one each time, and a server counts as dead although its process lives."""
 
@@ -121,10 +123,24 @@ class VLLMServer(ABC):
         if probe is not None and len(probe.ids) != len(probe.logprobs):
             raise DataError(f"a probe of {len(probe.ids)} ids has {len(probe.logprobs)} logprobs; give one for each")
         async with self._changing:
-            return await self._update(weights, version, probe)
+            update = await self._take(weights, version)
+            return update if probe is None else replace(update, served=await self._probed(probe))
 
-    async def _update(self, weights: Path | None, version: int, probe: Probe | None) -> Update:
-        """See `PolicyServer.update`. A cancelled one still ends what it has begun with vLLM."""
+    async def _probed(self, probe: Probe) -> Sequence[float]:
+        """The server's logprobs of a probe. A busy machine takes long: a server that is not dead is asked again."""
+        control, tries = self._running(), 1
+        while True:
+            try:
+                return await control.served_logprobs(self._name, probe.ids, PROBE_SECONDS)
+            except NoAnswerError as error:
+                state = await control.health()
+                if tries == PROBE_TRIES or state in ("dead", "refused"):
+                    raise
+                logger.warning("%s. Its health is %s: it is asked again (%d of %d)", error, state, tries, PROBE_TRIES)
+                tries += 1
+
+    async def _take(self, weights: Path | None, version: int) -> Update:
+        """Bring weights into the server. A cancelled call still ends what it has begun with vLLM."""
         control = self._running()
         if weights is not None:
             await asyncio.to_thread(check_weights, weights, self._folder)
@@ -137,8 +153,6 @@ class VLLMServer(ABC):
             raise
         update = Update(version, in_flight, time.perf_counter() - started)
         logger.info("version %d in %.3f s, %d requests counted", version, update.seconds, len(in_flight))
-        if probe is not None:
-            update = replace(update, served=await control.served_logprobs(self._name, probe.ids))
         return update
 
     async def _exchange(self, control: VLLMControl, weights: Path | None, version: int) -> Mapping[str, int]:
@@ -351,7 +365,7 @@ class OwnedVLLM(VLLMServer):
             if weights is None:
                 return
             try:
-                await self._update(weights, version, None)
+                await self._take(weights, version)
             except PolicyServerError as error:
                 # What it put back are the folder's weights, and they are not those of `version`.
                 raise PolicyServerError(

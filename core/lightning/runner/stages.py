@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
 from lightning.errors import ConfigError, RunnerError
-from lightning.plugins.stages import Contract, NamedStage, Stage, versions_of
+from lightning.plugins.stages import Contract, NamedStage, Stage, StageLine
 from lightning.runner.agent_serialization import pack_stages
 from lightning.types import LLM, Fault, Json, Outcome, Task
 
@@ -100,19 +100,15 @@ class AttemptStage(Stage):
         """A context around the agent's call, in that call's `contextvars`; None where there is nothing to do. It is entered
         where waiting holds up no other agent, and left on the event loop, if there is one. `llm.extras` has what the gateway's
         stage of the same name says of this attempt (`CallStage.told`)."""
-        raise NotImplementedError
 
     def noted(self, outcome: Outcome) -> Json:
         """The agent has ended like this. What `heard` is to know besides, as JSON; None for nothing."""
-        raise NotImplementedError
 
     def heard(self, outcome: Outcome, note: Json) -> None:
         """An attempt has ended whose process was not killed and did not die. The agent could have written the `note` itself."""
-        raise NotImplementedError
 
     def closed(self) -> None:
         """The runner ends."""
-        raise NotImplementedError
 
 
 CONTRACT: Final = Contract(
@@ -127,6 +123,7 @@ CONTRACT: Final = Contract(
     error=RunnerError,
     of="attempts",
     where="runner",
+    alone=(("enclosure", "enclose the processes of agents, which begin in one thing"),),
 )
 
 
@@ -152,26 +149,13 @@ class FailedStageError(AttemptRefusedError):
         return cls(message, Fault.INFRASTRUCTURE)
 
 
-class AttemptLine:
-    """The stages of a runner in their order (`runner.stage_order`). Raises `RunnerError` where that order is not said, for a
-    stage that was written for another contract, and for two that both enclose processes."""
+class AttemptLine(StageLine[AttemptStage]):
+    """The stages of a runner (`runner.stage_order`). Raises `RunnerError`, as a `StageLine` does."""
 
     def __init__(self, stages: Sequence[NamedStage[AttemptStage]] = (), order: Sequence[str] = ()) -> None:
-        self.stages = CONTRACT.in_order(stages, order)
-        enclosing = self._at("enclosure")
-        if len(enclosing) > 1:
-            both = " and ".join(each.said for each in enclosing)
-            raise RunnerError(
-                f"the stages {both} both enclose the processes of agents, which begin in one thing: set {enclosing[0].off}, or "
-                f"{enclosing[1].off}"
-            )
-        self._enclosing = enclosing[0] if enclosing else None
-        self._around = self._at("around")
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        """See `versions_of`."""
-        return versions_of(self.stages)
+        super().__init__(CONTRACT, stages, order)
+        self._enclosing = next(iter(self.at("enclosure")), None)
+        self._around = self.at("around")
 
     @property
     def enclosing(self) -> str:
@@ -192,7 +176,7 @@ class AttemptLine:
 
     async def begin(self) -> None:
         """See `AttemptStage.begun`. Raises `ConfigError` and `RunnerError`."""
-        for each in self._at("begun"):
+        for each in self.at("begun"):
             with _blamed(each, "begun"):
                 await each.stage.begun()
 
@@ -217,7 +201,7 @@ class AttemptLine:
     def install(self) -> Callable[[], None]:
         """See `AttemptStage.installed`: all of them, or none. Raises what the first one raises that fails."""
         with ExitStack() as installing:
-            for each in self._at("installed"):
+            for each in self.at("installed"):
                 with _blamed(each, "installed"):
                     if not callable(undo := each.stage.installed()):
                         raise TypeError(f"it returned {undo!r} and not what undoes it")
@@ -245,7 +229,7 @@ class AttemptLine:
     def noted(self, outcome: Outcome) -> dict[str, Json]:
         """See `AttemptStage.noted`: by the names of the stages that note something. Raises `AttemptRefusedError`."""
         notes: dict[str, Json] = {}
-        for each in self._at("noted"):
+        for each in self.at("noted"):
             with _failing(each, "noted"):
                 if (note := each.stage.noted(outcome)) is not None:
                     notes[each.name] = note
@@ -253,18 +237,15 @@ class AttemptLine:
 
     def heard(self, outcome: Outcome, notes: Mapping[str, Json]) -> None:
         """See `AttemptStage.heard`. Raises `AttemptRefusedError`."""
-        for each in self._at("heard"):
+        for each in self.at("heard"):
             with _failing(each, "heard"):
                 each.stage.heard(outcome, notes.get(each.name))
 
     def close(self) -> None:
         """See `AttemptStage.closed`. Raises what the first one raises that fails."""
-        for each in self._at("closed"):
+        for each in self.at("closed"):
             with _blamed(each, "closed"):
                 each.stage.closed()
-
-    def _at(self, point: str) -> list[NamedStage[AttemptStage]]:
-        return [each for each in self.stages if each.stands_at(point)]
 
 
 Around = tuple[NamedStage[AttemptStage], AbstractContextManager[None]]

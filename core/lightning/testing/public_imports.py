@@ -46,7 +46,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.engines.logprob_gap",
             "lightning.gateway.gateway",
             "lightning.gateway.upstream.servers",
-            "lightning.policy_server",
             "lightning.policy_server.auto_settings",
             "lightning.runner.attempt_completion",
             "lightning.store.memory",

@@ -19,7 +19,7 @@ from typing import Final
 from lightning.config import Config
 from lightning.errors import ConfigError, LightningError, PluginError
 from lightning.plugins import plugins
-from lightning.plugins.stages import Contract, NamedStage, Stage, versions_of
+from lightning.plugins.stages import Contract, NamedStage, Stage, StageLine
 from lightning.store.protocol import Store
 from lightning.trainer.run_server import of_project
 from lightning.types import Json, Rollout, Run
@@ -84,33 +84,20 @@ CONTRACT: Final = Contract(
     error=PluginError,
     of="runs",
     where="trainer",
+    alone=(("prompts", "find the prompts of runs"),),
 )
 
 
-class RunLine:
-    """The stages of a run. Raises `PluginError` for two that both find prompts."""
+class RunLine(StageLine[RunStage]):
+    """The stages of a run. Raises `PluginError`, as a `StageLine` does."""
 
     def __init__(self, stages: Sequence[NamedStage[RunStage]] = ()) -> None:
-        self.stages = CONTRACT.in_order(stages, ())
-        finding = self._standing("prompts")
-        if len(finding) > 1:
-            both = " and ".join(each.said for each in finding)
-            raise PluginError(
-                f"the stages {both} both find the prompts of runs: set {finding[0].off}, or {finding[1].off}"
-            )
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        """See `versions_of`."""
-        return versions_of(self.stages)
-
-    def _standing(self, point: str) -> list[NamedStage[RunStage]]:
-        return [each for each in self.stages if each.stands_at(point)]
+        super().__init__(CONTRACT, stages, ())
 
     def check_prompts(self, given: Mapping[str, str]) -> None:
         """Raise `ConfigError` for a prompt that only a stage can find, where none is there."""
         named = next((item for item in given.items() if item[1].startswith(PREFIX)), None)
-        if named and not self._standing("prompts"):
+        if named and not self.at("prompts"):
             raise ConfigError(
                 f"runner.prompts.{named[0]} is {named[1]!r}, which names a prompt, and no plugin is there that finds it."
                 f"{plugins().cures('run_stages', 'prompts')} Or give the text itself"
@@ -119,14 +106,14 @@ class RunLine:
     async def prompts(self, store: Store, run: Run, given: Mapping[str, str], *, home: str = "") -> Prompts:
         """The prompts of a run, see `RunStage.prompts`. Raises `ConfigError` where no stage finds what is named."""
         self.check_prompts(given)
-        for each in self._standing("prompts"):
+        for each in self.at("prompts"):
             with _blamed(each, "prompts"):
                 return await each.stage.prompts(of_project(store, run.project), run, given, home)
         return Prompts(given)
 
     async def exported(self, store: Store, run: Run, folder: Path, about: Mapping[str, Json]) -> None:
         """See `RunStage.exported`."""
-        for each in self._standing("exported"):
+        for each in self.at("exported"):
             with _blamed(each, "exported"):
                 await each.stage.exported(of_project(store, run.project), run, folder, about)
 

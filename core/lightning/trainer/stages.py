@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self, TypeAlias
 from lightning.bounded import Once
 from lightning.errors import ConfigError, PluginError
 from lightning.plugins import plugins
-from lightning.plugins.stages import Contract, NamedStage, Stage, StageError, versions_of
+from lightning.plugins.stages import Contract, NamedStage, Stage, StageError, StageLine
 from lightning.types import Json
 
 if TYPE_CHECKING:
@@ -127,23 +127,20 @@ class StepStage(Stage):
     async def begun(self, steps: Sequence[Mapping[str, float]], evaluations: Sequence[Evaluation]) -> Iterable[Alarm]:
         """The run begins, or goes on after these steps and evaluations. Returns the alarms that they give: those were said
         then, and are not said again."""
-        raise NotImplementedError
+        return ()
 
     async def taken(self, step: StepTaken) -> Added | None:
         """The engine has taken a step, and it is about to be committed. None adds nothing."""
-        raise NotImplementedError
 
     async def evaluated(self, evaluations: Sequence[Evaluation]) -> Iterable[Alarm]:
         """Held-out tasks were run: all evaluations so far that can be compared, the new one last."""
-        raise NotImplementedError
+        return ()
 
     def alarmed(self, alarm: Mapping[str, Json]) -> None:
         """A stage gave a serious alarm: `Alarm.to_json` with `run` and `step`. Return at once."""
-        raise NotImplementedError
 
     async def ended(self) -> None:
         """The run ends, however it does."""
-        raise NotImplementedError
 
     async def rehearsed(
         self,
@@ -169,13 +166,13 @@ CONTRACT: Final = Contract(
     error=PluginError,
     of="steps",
     where="trainer",
+    alone=(("rehearsed", "make dry runs"),),
 )
 
 
-class StepLine:
-    """The stages of a run in their order (`trainer.stage_order`); use it with `async with`, which tells them of the end. Raises
-    `PluginError` where that order is not said, for a stage that was written for another contract, for one that is named as the
-    trainer's own metrics are, and for two that both rehearse."""
+class StepLine(StageLine[StepStage]):
+    """The stages of a run (`trainer.stage_order`); use it with `async with`, which tells them of the end. Raises `PluginError`,
+    as a `StageLine` does, and for a stage that is named as the trainer's own metrics are."""
 
     def __init__(self, stages: Sequence[NamedStage[StepStage]] = (), order: Sequence[str] = ()) -> None:
         for each in stages:
@@ -190,22 +187,8 @@ class StepLine:
                     f"the stage {each.said} has the name with which the trainer's own metrics begin ({each.name}/...): its "
                     f"author registers it under another one; until then set {each.off}"
                 )
-        self.stages = CONTRACT.in_order(stages, order)
+        super().__init__(CONTRACT, stages, order)
         self._said = Once()
-        rehearsing = self._standing("rehearsed")
-        if len(rehearsing) > 1:
-            raise PluginError(
-                f"the stages {' and '.join(each.said for each in rehearsing)} both make dry runs: set {rehearsing[0].off}, or "
-                f"{rehearsing[1].off}"
-            )
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        """See `versions_of`."""
-        return versions_of(self.stages)
-
-    def _standing(self, point: str) -> list[NamedStage[StepStage]]:
-        return [each for each in self.stages if each.stands_at(point)]
 
     async def __aenter__(self) -> Self:
         return self
@@ -213,13 +196,13 @@ class StepLine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for each in self._standing("ended"):
+        for each in self.at("ended"):
             with _heard(each, "ended"):
                 await each.stage.ended()
 
     async def begin(self, steps: Sequence[Mapping[str, float]], evaluations: Sequence[Evaluation]) -> None:
         """See `StepStage.begun`. Raises `StageError`."""
-        for each in self._standing("begun"):
+        for each in self.at("begun"):
             with _failing(each, "begun", "the begin of the run"):
                 self._new(each, await each.stage.begun(steps, evaluations))
 
@@ -229,7 +212,7 @@ class StepLine:
         metrics: dict[str, float] = {}
         context: dict[str, Json] = {}
         alarms: list[Alarm] = []
-        for each in self._standing("taken"):
+        for each in self.at("taken"):
             seen = MappingProxyType({**step.metrics, **metrics})
             with _failing(each, "taken", f"step {step.step + 1}, which is not committed"):
                 added = await each.stage.taken(replace(step, metrics=seen)) or Added()
@@ -242,20 +225,20 @@ class StepLine:
     async def evaluated(self, evaluations: Sequence[Evaluation]) -> list[Alarm]:
         """See `StepStage.evaluated`: alarms that were not said before. Raises `StageError`."""
         alarms: list[Alarm] = []
-        for each in self._standing("evaluated"):
+        for each in self.at("evaluated"):
             with _failing(each, "evaluated", "an evaluation"):
                 alarms += self._new(each, await each.stage.evaluated(evaluations))
         return alarms
 
     def alarmed(self, alarm: Mapping[str, Json]) -> None:
         """See `StepStage.alarmed`. Raises nothing."""
-        for each in self._standing("alarmed"):
+        for each in self.at("alarmed"):
             with _heard(each, "alarmed"):
                 each.stage.alarmed(alarm)
 
     def rehearsal(self) -> Rehearse:
         """See `StepStage.rehearsed`. Raises `ConfigError` where no stage stands there."""
-        for each in self._standing("rehearsed"):
+        for each in self.at("rehearsed"):
             return each.stage.rehearsed
         raise ConfigError(
             f"a dry run needs a plugin that makes it, and there is none: the stages of steps here are "

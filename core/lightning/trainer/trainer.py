@@ -18,7 +18,7 @@ from lightning.asyncio_utils import run_to_end
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
-from lightning.policy_server import check_policy_server
+from lightning.policy_server.vllm_server import check_policy_server
 from lightning.runner.protocol import Agent
 from lightning.store.places import DATABASE
 from lightning.store.url import redacted, sqlite_url

@@ -21,6 +21,7 @@ from lightning.errors import ConfigError, StoreError
 from lightning.store.places import existing_store
 from lightning.store.protocol import Store
 from lightning.store.url import parse, sqlite_url
+from rich.filesize import decimal
 
 from lightning_db import DatabaseStatus, keeper_of, look
 from lightning_db.export import TABLES, ExportScope, chosen_runs, read_table
@@ -56,7 +57,7 @@ def backup(
     The file is a normal store: every command reads it, and `lightning db restore` fills a new database from it.
     """
     asyncio.run(keeper_of(existing_store(place)).backup(target))
-    say(f"{escape(str(target))}: {_size(target.stat().st_size)}")
+    say(f"{escape(str(target))}: {decimal(target.stat().st_size)}")
 
 
 @app.command("restore")
@@ -196,7 +197,7 @@ def seconds_of(age: str) -> float:
 def _lines(found: DatabaseStatus) -> list[tuple[str, str]]:
     return [
         ("schema", "-" if found.schema is None else str(found.schema)),
-        ("size", "-" if found.bytes is None else _size(found.bytes)),
+        ("size", "-" if found.bytes is None else decimal(found.bytes)),
         ("runs", str(found.runs)),
         ("rollouts", _counts(found.rollouts)),
         ("calls", "-" if found.calls is None else str(found.calls)),
@@ -218,7 +219,7 @@ def _show_plans(plans: Sequence[RunPlan], *, apply: bool) -> None:
                 str(item.rollouts),
                 str(item.weight.calls),
                 str(item.weight.spans),
-                _size(item.weight.bytes),
+                decimal(item.weight.bytes),
                 escape(item.kept or _what(item)),
             ]
             for item in plans
@@ -237,16 +238,6 @@ def _what(item: RunPlan) -> str:
 def _counts(counts: Mapping[str, int]) -> str:
     parts = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()) if count)
     return f"{sum(counts.values())} ({parts})" if parts else "0"
-
-
-def _size(count: int) -> str:
-    return (
-        f"{count / 1e9:.1f} GB"
-        if count >= 1e9
-        else f"{count / 1e6:.1f} MB"
-        if count >= 1e5
-        else f"{count / 1e3:.1f} KB"
-    )
 
 
 def _time(at: float | None) -> str:

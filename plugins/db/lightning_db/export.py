@@ -9,7 +9,7 @@ What is added while it reads may be there or not; a rollout that is there is so 
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType, NoneType, UnionType
@@ -20,7 +20,7 @@ from lightning.store import exchanges, rows
 from lightning.store.conversation import CONVERSATION, conversation_in
 from lightning.store.exchanges import TEXTS, Exchange, Parent, packed_in, parents_of
 from lightning.store.pages import each_rollout, each_step
-from lightning.store.protocol import Store
+from lightning.store.protocol import Attempt, Store
 from lightning.trainer.epochs import read_epochs
 from lightning.types import (
     Caller,
@@ -29,9 +29,7 @@ from lightning.types import (
     LogProbs,
     Rollout,
     Run,
-    StepReward,
     TokenIds,
-    ToolEvent,
     Transition,
 )
 from lightning_otel.traces.store import spans
@@ -154,54 +152,50 @@ def _conversation(said: Conversation | None) -> Json:
     return None if said is None else {"after": said.after, "kept": said.kept, "messages": list(said.messages)}
 
 
-async def _tool_events(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
-    async for rollout, attempt in _attempts(store, run, scope):
-        (ended,) = await store.attempts_of([(rollout.id, attempt)])
-        for place, event in enumerate(ended.tool_events):
-            yield {**_of_attempt(run, rollout, attempt), "place": place, **_tool_event(event)}
+def _of_ended(rows_of: Callable[[Attempt], Iterable[Record]]) -> Rows:
+    """The rows of what attempts were completed with."""
+
+    async def read(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
+        async for rollout, attempt in _attempts(store, run, scope):
+            (ended,) = await store.attempts_of([(rollout.id, attempt)])
+            for row in rows_of(ended):
+                yield {**_of_attempt(run, rollout, attempt), **row}
+
+    return read
 
 
-def _tool_event(event: ToolEvent) -> Record:
-    return {
-        "name": event.name,
-        "status": event.status,
-        "call_id": event.call_id,
-        "arguments": event.arguments,
-        "output": event.output,
-        "error": event.error,
-        **_caller(event.caller or Caller("")),
-        "at": event.at,
-        "response_id": event.response_id,
-        "result": event.result,
-        "incomplete": event.incomplete,
-        "kind": event.kind,
-    }
+def _tool_events(ended: Attempt) -> Iterator[Record]:
+    for place, event in enumerate(ended.tool_events):
+        yield {
+            "place": place,
+            "name": event.name,
+            "status": event.status,
+            "call_id": event.call_id,
+            "arguments": event.arguments,
+            "output": event.output,
+            "error": event.error,
+            **_caller(event.caller or Caller("")),
+            "at": event.at,
+            "response_id": event.response_id,
+            "result": event.result,
+            "incomplete": event.incomplete,
+            "kind": event.kind,
+        }
 
 
-async def _step_rewards(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
-    async for rollout, attempt in _attempts(store, run, scope):
-        (ended,) = await store.attempts_of([(rollout.id, attempt)])
-        for place, reward in enumerate(ended.step_rewards):
-            yield {**_of_attempt(run, rollout, attempt), "place": place, **_step_reward(reward)}
+def _step_rewards(ended: Attempt) -> Iterator[Record]:
+    for place, one in enumerate(ended.step_rewards):
+        yield {"place": place, "name": one.name, "value": one.value, "response_id": one.response_id, "at": one.at}
 
 
-def _step_reward(reward: StepReward) -> Record:
-    return {"name": reward.name, "value": reward.value, "response_id": reward.response_id, "at": reward.at}
+def _step_states(ended: Attempt) -> Iterator[Record]:
+    for place, one in enumerate(ended.step_states):
+        yield {"place": place, "name": one.name, "values": one.values, "response_id": one.response_id, "at": one.at}
 
 
-async def _step_states(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
-    async for rollout, attempt in _attempts(store, run, scope):
-        (ended,) = await store.attempts_of([(rollout.id, attempt)])
-        for place, state in enumerate(ended.step_states):
-            told = {"name": state.name, "values": state.values, "response_id": state.response_id, "at": state.at}
-            yield {**_of_attempt(run, rollout, attempt), "place": place, **told}
-
-
-async def _outcome_extras(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
-    async for rollout, attempt in _attempts(store, run, scope):
-        (ended,) = await store.attempts_of([(rollout.id, attempt)])
-        for name, kept in sorted(ended.extras.items()):
-            yield {**_of_attempt(run, rollout, attempt), "plugin": name, "bytes": b64encode(kept).decode()}
+def _outcome_extras(ended: Attempt) -> Iterator[Record]:
+    for name, kept in sorted(ended.extras.items()):
+        yield {"plugin": name, "bytes": b64encode(kept).decode()}
 
 
 async def _spans(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
@@ -260,12 +254,12 @@ def _caller(caller: Caller) -> Record:
 
 
 def _columns(**kinds: ColumnKind) -> Mapping[str, ColumnKind]:
-    return MappingProxyType(kinds)
+    return kinds
 
 
 def _kinds(columns: rows.Columns[Any], *without: str) -> Mapping[str, ColumnKind]:
     """What the fields of a noun hold, but for those that are written otherwise."""
-    return MappingProxyType({name: _kind(columns.kinds[name]) for name in columns.fields if name not in without})
+    return {name: _kind(columns.kinds[name]) for name in columns.fields if name not in without}
 
 
 def _kind(hint: Any) -> ColumnKind:
@@ -357,11 +351,15 @@ TABLES: Final[Mapping[str, Table]] = MappingProxyType(
                 incomplete=ColumnKind.TRUTH,
                 kind=_T,
             ),
-            _tool_events,
+            _of_ended(_tool_events),
         ),
-        "step_rewards": Table(_columns(**_ATTEMPT, place=_I, name=_T, value=_N, response_id=_T, at=_N), _step_rewards),
-        "step_states": Table(_columns(**_ATTEMPT, place=_I, name=_T, values=_J, response_id=_T, at=_N), _step_states),
-        "outcome_extras": Table(_columns(**_ATTEMPT, plugin=_T, bytes=_T), _outcome_extras),
+        "step_rewards": Table(
+            _columns(**_ATTEMPT, place=_I, name=_T, value=_N, response_id=_T, at=_N), _of_ended(_step_rewards)
+        ),
+        "step_states": Table(
+            _columns(**_ATTEMPT, place=_I, name=_T, values=_J, response_id=_T, at=_N), _of_ended(_step_states)
+        ),
+        "outcome_extras": Table(_columns(**_ATTEMPT, plugin=_T, bytes=_T), _of_ended(_outcome_extras)),
         "spans": Table(_columns(**_ATTEMPT, **_SPAN), _spans),
         "steps": Table(_columns(run=_T, **_STEP, rollouts=_J, extras=_J), _steps),
         "metrics": Table(_columns(run=_T, step=_I, name=_T, value=_N, at=_N), _metrics),

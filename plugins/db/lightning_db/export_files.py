@@ -10,10 +10,10 @@ import json
 import os
 from array import array
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import orjson
 from lightning.errors import MissingExtraError, StoreError
@@ -36,34 +36,26 @@ class Format(StrEnum):
     PARQUET = "parquet"
 
 
-class Sink(Protocol):
-    """Takes the rows of one file."""
-
-    def write(self, record: Record) -> None:
-        """Add a row."""
-
-    def close(self) -> None:
-        """Write what is left, and end the file."""
-
-
 async def write_table(
     rows: AsyncIterator[Record], columns: Mapping[str, ColumnKind], kind: Format, target: Path
 ) -> int:
     """Write rows to the new file `target`; return how many. Raises `StoreError` for a file that exists or cannot be
     written, `MissingExtraError` when there is no pyarrow for Parquet."""
-    count = 0
-    with new_file(target) as unfinished, sink_for(kind, columns, unfinished) as sink:
-        async for record in rows:
-            sink.write(record)
-            count += 1
-    return count
+    with new_file(target) as unfinished:
+        sink = JsonLines(unfinished.open("wb")) if kind is Format.JSONL else Parquet(unfinished, columns)
+        with closing(sink):
+            return await _write(rows, sink)
 
 
 async def write_lines(rows: AsyncIterator[Record], stream: BinaryIO) -> int:
     """Write rows as JSON lines to an open stream; return how many."""
+    return await _write(rows, JsonLines(stream))
+
+
+async def _write(rows: AsyncIterator[Record], sink: JsonLines | Parquet) -> int:
     count = 0
     async for record in rows:
-        stream.write(json_line(record))
+        sink.write(record)
         count += 1
     return count
 
@@ -87,29 +79,19 @@ def new_file(target: Path) -> Iterator[Path]:
             unfinished.unlink()
 
 
-@contextmanager
-def sink_for(kind: Format, columns: Mapping[str, ColumnKind], path: Path) -> Iterator[Sink]:
-    """What writes a file of this format."""
-    sink = JsonLinesFile(path) if kind is Format.JSONL else Parquet(path, columns)
-    try:
-        yield sink
-    finally:
-        sink.close()
-
-
-class JsonLinesFile:
+class JsonLines:
     """One JSON object a line. A number that JSON does not have (NaN, infinity) is null."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
 
     def write(self, record: Record) -> None:
         """Add a row."""
-        self._file.write(json_line(record))
+        self._stream.write(json_line(record))
 
     def close(self) -> None:
         """Flush and close."""
-        self._file.close()
+        self._stream.close()
 
 
 def json_line(record: Record) -> bytes:

@@ -24,9 +24,8 @@ TABLES: Final = (
 )
 """Every table that holds what was recorded, those before that others refer to."""
 
-COUNTED: Final = ("runs", "transitions", "steps", "resources")
+COUNTED: Final = ("runs", "transitions", "steps", "resources", "spans")
 BY_STATUS: Final = "SELECT status, count(*) FROM rollouts GROUP BY status"
-SPANS: Final = "SELECT count(*) FROM spans"
 TOKENS: Final = "SELECT expires_at, revoked_at FROM tokens"
 FIRST_RUN: Final = "SELECT min(created_at) FROM runs"
 ACTIVITY: Final = (

@@ -77,7 +77,6 @@ class RelationalKeeper(ABC):
         activity = await transaction.all(queries.ACTIVITY)
         first = await transaction.one(queries.FIRST_RUN)
         tokens = await transaction.all(queries.TOKENS) if "tokens" in there else []
-        (spans,) = await transaction.one(queries.SPANS) or (0,) if "spans" in there else (0,)
         return DatabaseStatus(
             store=redacted(self._url),
             schema=SCHEMA,
@@ -85,7 +84,7 @@ class RelationalKeeper(ABC):
             runs=counts["runs"],
             rollouts={row[0]: row[1] for row in await transaction.all(queries.BY_STATUS)},
             calls=counts["transitions"],
-            spans=spans,
+            spans=counts["spans"],
             steps=counts["steps"],
             resources=counts["resources"],
             tokens=count_tokens([(row[0], row[1]) for row in tokens], await transaction.now()),

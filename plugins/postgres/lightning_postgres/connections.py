@@ -51,7 +51,7 @@ class Connections:
     async def write(self, operation: Operation[T], again: Again[T] | None) -> T:
         """Run an operation and commit it. Raises what the operation raises, else an error of `lightning.errors`."""
         doubt: _Doubt[T] | None = None
-        patience = _Patience(self._settings)
+        patience = Patience(self._settings)
         while True:
             run = operation
             if doubt is not None and again is not None:
@@ -68,7 +68,7 @@ class Connections:
     async def read(self, operation: Operation[T], *, whole: bool) -> T:
         """Run an operation that changes nothing: statement by statement, each sees all that was committed before it, or as a
         `whole`, on one snapshot."""
-        patience = _Patience(self._settings)
+        patience = Patience(self._settings)
         while True:
             try:
                 async with self._connection(patience) as connection:
@@ -84,7 +84,7 @@ class Connections:
                 await self._idle.pop().close(timeout=2)
 
     @contextlib.asynccontextmanager
-    async def _connection(self, patience: _Patience) -> AsyncIterator[Any]:
+    async def _connection(self, patience: Patience) -> AsyncIterator[Any]:
         """One of the pool's connections for the length of the block. Raises `TimeoutError` when none is to be had in time."""
         patience.anew = patience.answered = False
         async with self._slot(patience.deadline):
@@ -130,13 +130,8 @@ class Connections:
     async def _transact(self, connection: Any, operation: Operation[T]) -> T:
         parents = TransactionParents(self._parents)
         transaction = PostgresTransaction(connection, self._settings, parents)
-        await connection.execute("BEGIN")
-        try:
+        async with _begun(connection, "BEGIN"):
             result = await operation(transaction)
-        except Exception as error:
-            if _is_usable(connection, error):
-                await connection.execute("ROLLBACK")
-            raise
         try:
             status = await connection.execute(transaction.commit)
         except Exception as error:
@@ -156,15 +151,22 @@ class Connections:
 
 
 async def _on_snapshot(connection: Any, transaction: PostgresTransaction, operation: Operation[T]) -> T:
-    await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-    try:
+    async with _begun(connection, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"):
         result = await operation(transaction)
+    await connection.execute("COMMIT")
+    return result
+
+
+@contextlib.asynccontextmanager
+async def _begun(connection: Any, begin: str) -> AsyncIterator[None]:
+    """A transaction that is rolled back when the block fails, where the server is there to do it."""
+    await connection.execute(begin)
+    try:
+        yield
     except Exception as error:
         if _is_usable(connection, error):
             await connection.execute("ROLLBACK")
         raise
-    await connection.execute("COMMIT")
-    return result
 
 
 def _again(again: Again[T], result: T) -> Operation[T]:
@@ -181,7 +183,7 @@ def _is_usable(connection: Any, error: BaseException) -> bool:
     )
 
 
-class _Patience:
+class Patience:
     """Waits between the tries of one operation, until they are no longer worth it.
 
     `anew` says whether the last try was on a new connection, `answered` whether a server was there to make it.

@@ -6,17 +6,15 @@ refused untouched.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from lightning.errors import LightningError, SchemaError, StoreError
+from lightning.errors import SchemaError, StoreError
 from lightning.store import schema
 
-from lightning_postgres import failures
 from lightning_postgres.connection import connect, in_postgres, lock_key
-from lightning_postgres.failures import Failure
+from lightning_postgres.connections import Patience
 from lightning_postgres.settings import Settings
 
 _STORAGE: Final = (
@@ -37,20 +35,13 @@ async def make_tables(settings: Settings, make: bool) -> None:
     """Make the tables where there are none. Raises `SchemaError` for those of another version or program, or where there are
     none and it is not to `make` them; `StoreError` when the server refuses or cannot be reached for `settings.timeout` seconds.
     """
-    loop = asyncio.get_running_loop()
-    deadline, delay = loop.time() + settings.timeout, 0.05
+    patience = Patience(settings)
+    patience.anew = True
     while True:
         try:
-            await _make_tables(settings, make)
-        except Exception as error:  # noqa: BLE001 — `failures` says which of them to try again, the others are raised
-            if failures.kind(error) is not Failure.FINAL and loop.time() < deadline:
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, 1.0)
-                continue
-            refused = failures.translate(error, settings)
-            raise refused from (None if isinstance(error, LightningError) else error)
-        else:
-            return
+            return await _make_tables(settings, make)
+        except Exception as error:  # noqa: BLE001 — `patience` raises what cannot be helped
+            await patience.wait(error)
 
 
 async def _make_tables(settings: Settings, make: bool) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from lightning.algorithms.chat_model import ChatClient, Messages
 from lightning.config import Config, OptimizerModelConfig
-from lightning.errors import ConfigError, PolicyServerError, RunnerError
+from lightning.errors import ConfigError, DataError, PolicyServerError, RunnerError
 from lightning.instrument.components import declared_prompts
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.plan import VAL
@@ -29,7 +29,6 @@ from lightning_resources import Resource, put_resource, set_alias
 from lightning_resources.prompts import bindable
 from lightning_resources.reference import find, parse_reference
 
-from lightning_prompts.paths import inside
 from lightning_prompts.protocol import (
     BudgetSpentError,
     OptimizerModel,
@@ -80,7 +79,7 @@ async def tune(
     await stack.tell_how_to_call()
     made = len(await all_rollouts(stack.store, stack.run.id))
     told = {point.step: point.values for point in await stack.store.metrics(stack.run.id)}
-    bench = PromptBench(stack, algorithm, component, start, train, val, reporter, trackers, made, told)
+    bench = PromptBench(stack, algorithm, start, train, val, reporter, trackers, made, told)
     await stack.store.log_metrics(stack.run.id, 0, {"seconds/start": time.monotonic() - began})
     try:
         best = await algorithm.tune(bench)
@@ -154,6 +153,21 @@ def _write(folder: Path, component: str, text: str) -> Path:
     return unfinished.replace(file)
 
 
+def inside(root: Path, name: str) -> Path:
+    """`root/name`. Raises `DataError` for a name that is absolute or empty, climbs (`..`), holds a NUL, or passes through a
+    symbolic link below the root."""
+    parts = Path(name).parts
+    climbs = not parts or ".." in parts or Path(name).is_absolute() or "\0" in name or "\\" in name
+    if climbs:
+        raise DataError(f"{name!r} cannot name a file below {root}: use a plain name, without .. and no absolute path")
+    file = root
+    for part in parts:
+        file /= part
+        if file.is_symlink():
+            raise DataError(f"{name!r} leads out of {root}: {file} is a symbolic link; remove it")
+    return file
+
+
 class PromptBench:
     """The bench of one run. `made` counts the rollouts that the run has in the store, `told` are the metrics there by step.
 
@@ -164,7 +178,6 @@ class PromptBench:
         self,
         stack: Stack,
         algorithm: PromptAlgorithm,
-        component: str,
         start: Resource,
         train: Sequence[Task],
         val: Sequence[Task],
@@ -173,8 +186,8 @@ class PromptBench:
         made: int,
         told: Mapping[int, Mapping[str, float]],
     ) -> None:
-        self._stack, self._algorithm, self._component = stack, algorithm, component
-        self._start, self._train, self._val = start, train, val
+        self._stack, self._algorithm = stack, algorithm
+        self.seed, self.start, self.train, self.val = stack.config.trainer.seed, start, train, val
         self._reporter, self._trackers, self._made = reporter, trackers, made
         policy = OptimizerModel(stack.policy.model, f"{stack.policy.url}/v1", api_key_env="")
         self._client = ChatClient(algorithm.optimizer_model or optimizer_in(stack.config) or policy)
@@ -184,31 +197,11 @@ class PromptBench:
         self._seconds: dict[str, float] = {}
         self._last_step = 0
 
-    @property
-    def seed(self) -> int:
-        """See `Bench.seed`."""
-        return self._stack.config.trainer.seed
-
-    @property
-    def train(self) -> Sequence[Task]:
-        """See `Bench.train`."""
-        return self._train
-
-    @property
-    def val(self) -> Sequence[Task]:
-        """See `Bench.val`."""
-        return self._val
-
-    @property
-    def start(self) -> Resource:
-        """See `Bench.start`."""
-        return self._start
-
     async def run(self, trials: Sequence[Trial], *, reserve: int = 0) -> list[list[Rollout]]:
         """See `Bench.run`. Raises `RunnerError` when the infrastructure failed under every rollout."""
         if not trials:
             return []
-        return await self._run(trials, reserved=len(self._val) + reserve)
+        return await self._run(trials, reserved=len(self.val) + reserve)
 
     async def _run(self, trials: Sequence[Trial], *, reserved: int) -> list[list[Rollout]]:
         planned = [await self._planned(trial) for trial in trials]
@@ -218,7 +211,7 @@ class PromptBench:
         limit = self._algorithm.max_rollouts
         if limit is not None and new and self._made + len(new) + reserved > limit:
             raise BudgetSpentError(f"{len(new)} more rollouts do not fit into max_rollouts={limit}")
-        what = "held-out tasks" if trials[0].tasks == self._val else "rollouts"
+        what = "held-out tasks" if trials[0].tasks == self.val else "rollouts"
         self._reporter.phase(f"{what} of {len(trials)} prompts", len(wanted))
         self._again = self._again and all(kept is not None and kept.status.ended for kept in known)
         began = time.monotonic()
@@ -258,7 +251,7 @@ class PromptBench:
                 step=trial.step,
                 split=trial.split,
                 max_attempts=self._stack.config.runner.max_attempts,
-                resources={self._start.name: trial.version},
+                resources={self.start.name: trial.version},
             )
             for place, task in enumerate(trial.tasks)
         ]
@@ -286,11 +279,11 @@ class PromptBench:
     async def keep(self, text: str, metadata: Mapping[str, Json]) -> Resource:
         """See `Bench.keep`."""
         made: dict[str, Json] = {"made_by": self._algorithm.name, "run": self._stack.run.id, **metadata}
-        return await put_resource(self._stack.store, Resource(self._start.name, text, metadata=made))
+        return await put_resource(self._stack.store, Resource(self.start.name, text, metadata=made))
 
     async def get(self, version: int) -> Resource:
         """See `Bench.get`."""
-        return await find(self._stack.store, parse_reference(f"{self._start.name}@{version}"))
+        return await find(self._stack.store, parse_reference(f"{self.start.name}@{version}"))
 
     async def transcript(self, rollout: Rollout) -> str:
         """See `Bench.transcript`."""
@@ -320,7 +313,7 @@ class PromptBench:
 
     async def measure(self, best: Resource) -> None:
         """Run the chosen prompt on the held-out tasks once more: what it was chosen by was the luckiest of several."""
-        trial = Trial(best.version, self._val, FINAL, VAL, max(self._last_step, 1))
+        trial = Trial(best.version, self.val, FINAL, VAL, max(self._last_step, 1))
         try:
             ((*rollouts,),) = await self._run([trial], reserved=0)
         except BudgetSpentError as spent:  # what was kept aside for it went to rollouts that the infrastructure lost

@@ -15,6 +15,7 @@ from lightning.asyncio_utils import end
 from redis.exceptions import RedisError
 
 from lightning_redis.connection import REPLY_SECONDS, Reply, Wire, pause
+from lightning_redis.handshake import asker
 from lightning_redis.settings import Settings
 
 BLOCK_MS: Final = 10_000
@@ -57,19 +58,14 @@ class _Listener:
     async def _listen(self) -> None:
         """Connect and listen until the connection is lost. What happened before is news as well."""
         await self._wire.connect()
-        last = entry_of(await self._ask(newest(self._stream)))
+        ask = asker(self._wire.exchange)
+        last = entry_of(await ask(*newest(self._stream)))
         self._wake()
         while True:
-            found = await self._ask((b"XREAD", b"BLOCK", b"%d" % BLOCK_MS, b"STREAMS", self._stream, last))
+            found = await ask(b"XREAD", b"BLOCK", b"%d" % BLOCK_MS, b"STREAMS", self._stream, last)
             if found:
                 last = found[0][1][-1][0]
                 self._wake()
-
-    async def _ask(self, command: tuple[bytes, ...]) -> Reply:
-        (reply,) = await self._wire.exchange([command])
-        if isinstance(reply, RedisError):
-            raise reply
-        return reply
 
     def _wake(self) -> None:
         self.news.set()

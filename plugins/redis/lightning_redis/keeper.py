@@ -25,14 +25,12 @@ from lightning.store.url import redacted
 from lightning.types import Status
 from lightning_db import queries
 from lightning_db.keeper import DatabaseStatus, Weight, count_tokens
-from redis.exceptions import RedisError
 
 from lightning_redis import lua_scripts, records
-from lightning_redis.connection import Command, Wire, translate
-from lightning_redis.handshake import Ask, asker, check_mark, check_server
+from lightning_redis.connection import Command, translate
+from lightning_redis.handshake import Ask, check_mark, check_server
 from lightning_redis.keys import Keys, encoded
 from lightning_redis.loop_client import Link
-from lightning_redis.pipeline import Lane
 from lightning_redis.rollout_codec import home_of, stand
 from lightning_redis.settings import from_url
 
@@ -64,23 +62,12 @@ class RedisKeeper:
     async def status(self) -> DatabaseStatus:
         """See `Keeper.status`. It is read key by key, while others go on; bytes are what Redis estimates. Raises
         `ConfigError` where there is no store."""
-        async with self._connected() as wire:
-            await check_mark(asker(wire.exchange), self._settings, self._keys, make=False)
-
-        async def greet(ask: Ask) -> None:
-            await check_server(ask, self._settings)
-
-        link = Link(self._settings, self._keys, greet)
-        try:
-            with link.in_use():
-                runs, tokens = await records.list_runs(link), await self._tokens(link)
-        finally:
-            await link.close()
-        async with self._connected() as wire:
-            counts, size = await self._measure(wire)
+        async with self._link() as link:
+            runs, tokens = await records.list_runs(link), await self._tokens(link)
+            counts, size = await self._measure(link)
             rollouts: dict[str, int] = {}
             for status in Status:
-                found = await self._ask(wire, [(b"ZCARD", self._keys(status.value, run.id)) for run in runs])
+                found = await _ask(link, [(b"ZCARD", self._keys(status.value, run.id)) for run in runs])
                 rollouts[status.value] = sum(found)
         activity = await self.activity()
         return DatabaseStatus(
@@ -129,39 +116,37 @@ class RedisKeeper:
                 newest[run] = max(newest.get(run, 0.0), float(str(at)))
 
         runs: dict[str, str] = {}
-        async with self._connected() as wire:
-            async for rollout, text in self._fields(wire, "standing"):
+        async with self._link() as link:
+            async for rollout, text in self._fields(link, "standing"):
                 found = stand(text, rollout)
                 runs[rollout] = found["run"]
                 note(found["run"], found.get("leased_at"))
-            async for place, text in self._fields(wire, "attempts"):
+            async for place, text in self._fields(link, "attempts"):
                 note(runs.get(place.rpartition(":")[0]), json.loads(text).get("ended_at"))
         return newest
 
     async def busy_runs(self) -> frozenset[str]:
         """See `Keeper.busy_runs`."""
-        async with self._connected() as wire:
-            (names, (seconds, micros)) = await self._ask(wire, [(b"HKEYS", self._keys("runs")), (b"TIME",)])
+        async with self._link() as link:
+            (names, (seconds, micros)) = await _ask(link, [(b"HKEYS", self._keys("runs")), (b"TIME",)])
             now = b"(%d.%06d" % (int(seconds), int(micros))
-            held = await self._ask(
-                wire, [(b"ZCOUNT", self._keys("leases", name.decode()), now, b"+inf") for name in names]
-            )
+            held = await _ask(link, [(b"ZCOUNT", self._keys("leases", name.decode()), now, b"+inf") for name in names])
         return frozenset(name.decode() for name, count in zip(names, held, strict=True) if count)
 
     async def weigh(self, run: str, groups: Sequence[str]) -> list[Weight]:
         """See `Keeper.weigh`."""
-        async with self._connected() as wire:
-            members = await self._members(wire, run)
+        async with self._link() as link:
+            members = await self._members(link, run)
             found = []
             for group in groups:
                 keys = [self._of_attempts(member) for member in members if member.group == group]
                 calls = [key for each in keys for key in each[0]]
                 spans = [key for each in keys for key in each[1]]
-                sizes = await self._ask(wire, [(b"MEMORY", b"USAGE", key) for key in calls])
+                sizes = await _ask(link, [(b"MEMORY", b"USAGE", key) for key in calls])
                 found.append(
                     Weight(
-                        sum(await self._ask(wire, [(b"HLEN", key) for key in calls])),
-                        sum(await self._ask(wire, [(b"HLEN", key) for key in spans])),
+                        sum(await _ask(link, [(b"HLEN", key) for key in calls])),
+                        sum(await _ask(link, [(b"HLEN", key) for key in spans])),
                         sum(size or 0 for size in sizes),
                     )
                 )
@@ -169,59 +154,59 @@ class RedisKeeper:
 
     async def forget_calls(self, run: str, groups: Sequence[str]) -> None:
         """See `Keeper.forget_calls`."""
-        async with self._connected() as wire, self._lane() as lane:
+        async with self._link() as link:
             members: dict[str, list[_Member]] = {}
-            newest = await self._sort(wire, run, members, 0)
+            newest = await self._sort(link, run, members, 0)
             for group in groups:
-                while not await self._forget(lane, run, group, members.get(group, ()), newest):
-                    newest = await self._sort(wire, run, members, newest)
+                while not await self._forget(link, run, group, members.get(group, ()), newest):
+                    newest = await self._sort(link, run, members, newest)
 
     async def forget_run(self, run: str) -> None:
         """See `Keeper.forget_run`. Rollout by rollout, the run itself last."""
         if run in await self.busy_runs():
             raise StoreError(f"somebody works on run {run!r}: end its trainer and its runners first")
-        async with self._connected() as wire:
-            members = await self._members(wire, run)
-            await self._forget_uses(wire, run)
-            await self._forget_servers_state(wire, run, {member.rollout for member in members})
+        async with self._link() as link:
+            members = await self._members(link, run)
+            await self._forget_uses(link, run)
+            await self._forget_servers_state(link, run, {member.rollout for member in members})
             for member in members:
-                await self._transact(wire, self._removal(run, member))
+                await self._transact(link, self._removal(run, member))
             steps = {member.step for member in members}
             groups = {member.group for member in members}
             own = [self._keys(name, run) for name in OWN_OF_RUN]
             own += [self._keys("step", step, run) for step in steps]
             own += [self._keys("roots", _name(run, group)) for group in groups]
-            await self._ask(wire, [(b"DEL", key) for key in own])
-            await self._ask(wire, [(b"HDEL", self._keys("runs"), encoded(run))])
+            await _ask(link, [(b"DEL", key) for key in own])
+            await _ask(link, [(b"HDEL", self._keys("runs"), encoded(run))])
 
     async def vacuum(self) -> str:
         """See `Keeper.vacuum`. Redis gives space back by itself, memory at once and its append-only file at the next rewrite,
         and removes old answers by itself."""
-        async with self._connected() as wire:
-            traces = {name: queries.trace_of(value) for name, value in await self._state(wire, TRACES_RUN)}
+        async with self._link() as link:
+            traces = {name: queries.trace_of(value) for name, value in await self._state(link, TRACES_RUN)}
             there = [(b"HEXISTS", self._keys("standing"), encoded(rollout)) for rollout, _ in traces.values()]
-            (seconds, _), *known = await self._ask(wire, [(b"TIME",), *there])
+            (seconds, _), *known = await _ask(link, [(b"TIME",), *there])
             gone = [
                 name
                 for (name, (_, expires_at)), exists in zip(traces.items(), known, strict=True)
                 if expires_at < int(seconds) or not exists
             ]
-            await self._forget_state(wire, TRACES_RUN, gone)
+            await self._forget_state(link, TRACES_RUN, gone)
             # Notices before runs: whoever announces one has put the run before.
-            state = dict(await self._state(wire, ""))
-            (runs,) = await self._ask(wire, [(b"HKEYS", self._keys("runs"))])
-            await self._forget_state(wire, "", queries.empty_seats(state, {name.decode() for name in runs}))
+            state = dict(await self._state(link, ""))
+            (runs,) = await _ask(link, [(b"HKEYS", self._keys("runs"))])
+            await self._forget_state(link, "", queries.empty_seats(state, {name.decode() for name in runs}))
         return ""
 
     # keys -------------------------------------------------------------------------------------------------------
-    async def _members(self, wire: Wire, run: str, after: int = 0) -> list[_Member]:
+    async def _members(self, link: Link, run: str, after: int = 0) -> list[_Member]:
         """The rollouts of a run, in the order of their creation; those with numbers beyond `after`."""
-        (found,) = await self._ask(
-            wire, [(b"ZRANGEBYSCORE", self._keys("all", run), b"(%d" % after, b"+inf", b"WITHSCORES")]
+        (found,) = await _ask(
+            link, [(b"ZRANGEBYSCORE", self._keys("all", run), b"(%d" % after, b"+inf", b"WITHSCORES")]
         )
         names, numbers = found[::2], found[1::2]
-        columns = await self._ask(wire, [(b"HGET", self._keys("columns"), name) for name in names])
-        standings = await self._ask(wire, [(b"HGET", self._keys("standing"), name) for name in names])
+        columns = await _ask(link, [(b"HGET", self._keys("columns"), name) for name in names])
+        standings = await _ask(link, [(b"HGET", self._keys("standing"), name) for name in names])
         members = []
         for name, number, text, standing in zip(names, numbers, columns, standings, strict=True):
             rollout = name.decode()
@@ -232,9 +217,9 @@ class RedisKeeper:
             members.append(_Member(rollout, int(number), group, step, position["attempt"], worker))
         return members
 
-    async def _sort(self, wire: Wire, run: str, members: dict[str, list[_Member]], newest: int) -> int:
+    async def _sort(self, link: Link, run: str, members: dict[str, list[_Member]], newest: int) -> int:
         """Put rollouts with numbers beyond `newest` to those of their groups; return the number of the newest there is now."""
-        for member in await self._members(wire, run, newest):
+        for member in await self._members(link, run, newest):
             members.setdefault(member.group, []).append(member)
             newest = member.number
         return newest
@@ -245,7 +230,7 @@ class RedisKeeper:
         calls = [self._keys("calls", attempt, member.rollout) for attempt in attempts]
         return calls, [self._keys("spans", attempt, member.rollout) for attempt in attempts]
 
-    async def _forget(self, lane: Lane, run: str, group: str, members: Sequence[_Member], newest: int) -> bool:
+    async def _forget(self, link: Link, run: str, group: str, members: Sequence[_Member], newest: int) -> bool:
         """Remove the calls of a group with these rollouts, if they have ended. False when there may be more of them by now."""
         keys = [self._keys(name) for name in ("standing", "attempts", "labels")]
         keys += [self._keys("all", run), self._keys("roots", _name(run, group))]
@@ -253,8 +238,8 @@ class RedisKeeper:
         for member in members:
             keys += [key for each in self._of_attempts(member) for key in each]
             arguments += [member.rollout, member.attempts]
-        (word, *_) = await lane.run(lua_scripts.FORGET, keys, [encoded(argument) for argument in arguments])
-        return bool(word != b"grown")
+        (word, *_) = await link.run(lua_scripts.FORGET, keys, *arguments)
+        return bool(word != "grown")
 
     def _removal(self, run: str, member: _Member) -> list[Command]:
         """What takes a rollout out of everything but the counts of resources."""
@@ -268,46 +253,46 @@ class RedisKeeper:
         commands.append((b"ZREM", self._keys("held"), encoded(f"{member.worker}\0{member.rollout}")))
         return [*commands, *((b"HDEL", self._keys(name), rollout) for name in ("standing", "columns"))]
 
-    async def _state(self, wire: Wire, run: str) -> list[tuple[str, str]]:
-        return [(name, value.decode()) async for name, value in self._fields(wire, "state", run)]
+    async def _state(self, link: Link, run: str) -> list[tuple[str, str]]:
+        return [(name, value.decode()) async for name, value in self._fields(link, "state", run)]
 
-    async def _forget_state(self, wire: Wire, run: str, names: Sequence[str]) -> None:
-        await self._ask(wire, [(b"HDEL", self._keys("state", run), encoded(name)) for name in names])
+    async def _forget_state(self, link: Link, run: str, names: Sequence[str]) -> None:
+        await _ask(link, [(b"HDEL", self._keys("state", run), encoded(name)) for name in names])
 
-    async def _forget_servers_state(self, wire: Wire, run: str, rollouts: Collection[str]) -> None:
+    async def _forget_servers_state(self, link: Link, run: str, rollouts: Collection[str]) -> None:
         """Remove what gateways and trainers keep of a run in the state of the whole store."""
-        names = [name for name, _ in await self._state(wire, "")]
-        await self._forget_state(wire, "", queries.fleet_state(run, names))
-        traces = await self._state(wire, TRACES_RUN)
-        await self._forget_state(wire, TRACES_RUN, queries.traces_of(rollouts, traces))
+        names = [name for name, _ in await self._state(link, "")]
+        await self._forget_state(link, "", queries.fleet_state(run, names))
+        traces = await self._state(link, TRACES_RUN)
+        await self._forget_state(link, TRACES_RUN, queries.traces_of(rollouts, traces))
 
-    async def _forget_uses(self, wire: Wire, run: str) -> None:
-        fields = [field async for field, _ in self._fields(wire, "uses")]
+    async def _forget_uses(self, link: Link, run: str) -> None:
+        fields = [field async for field, _ in self._fields(link, "uses")]
         mine = [field for field in fields if json.loads(field.partition(" ")[2])[0] == run]
-        await self._ask(wire, [(b"HDEL", self._keys("uses"), encoded(field)) for field in mine])
+        await _ask(link, [(b"HDEL", self._keys("uses"), encoded(field)) for field in mine])
 
-    async def _measure(self, wire: Wire) -> tuple[dict[str, int], int]:
+    async def _measure(self, link: Link) -> tuple[dict[str, int], int]:
         """How many entries the hashes of calls, spans, steps and versions of resources have, and the bytes of all keys."""
         counts = dict.fromkeys(("calls", "spans", "steps", "resources:versions"), 0)
         size, cursor = 0, b"0"
         start = len(self._settings.prefix) + 1
         while True:
-            ((cursor, keys),) = await self._ask(
-                wire, [(b"SCAN", cursor, b"MATCH", f"{self._settings.prefix}:*".encode(), b"COUNT", b"%d" % BATCH)]
+            ((cursor, keys),) = await _ask(
+                link, [(b"SCAN", cursor, b"MATCH", f"{self._settings.prefix}:*".encode(), b"COUNT", b"%d" % BATCH)]
             )
-            sizes = await self._ask(wire, [(b"MEMORY", b"USAGE", key) for key in keys])
+            sizes = await _ask(link, [(b"MEMORY", b"USAGE", key) for key in keys])
             size += sum(found or 0 for found in sizes)
             for kind in counts:
                 mine = [key for key in keys if key[start:].startswith(f"{kind}:".encode())]
-                counts[kind] += sum(await self._ask(wire, [(b"HLEN", key) for key in mine]))
+                counts[kind] += sum(await _ask(link, [(b"HLEN", key) for key in mine]))
             if cursor == b"0":
                 return counts, size
 
-    async def _fields(self, wire: Wire, name: str, *parts: str) -> AsyncIterator[tuple[str, bytes]]:
+    async def _fields(self, link: Link, name: str, *parts: str) -> AsyncIterator[tuple[str, bytes]]:
         """The fields of a table, some of them twice when it grows meanwhile."""
         table, cursor = self._keys(name, *parts), b"0"
         while True:
-            ((cursor, flat),) = await self._ask(wire, [(b"HSCAN", table, cursor, b"COUNT", b"%d" % BATCH)])
+            ((cursor, flat),) = await _ask(link, [(b"HSCAN", table, cursor, b"COUNT", b"%d" % BATCH)])
             for field, value in zip(flat[::2], flat[1::2], strict=True):
                 yield field.decode(), value
             if cursor == b"0":
@@ -315,45 +300,33 @@ class RedisKeeper:
 
     # the connection ---------------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def _lane(self) -> AsyncIterator[Lane]:
-        """Runs scripts, as the store does it."""
+    async def _link(self) -> AsyncIterator[Link]:
+        """A link of its own, to a store that is there. Raises `ConfigError` where there is none."""
 
         async def greet(ask: Ask) -> None:
             await check_server(ask, self._settings)
+            await check_mark(ask, self._settings, self._keys, make=False)
 
-        lane = Lane(self._settings, self._keys, greet)
+        link = Link(self._settings, self._keys, greet)
         try:
-            yield lane
+            yield link
         finally:
-            await lane.close()
+            await link.close()
 
-    async def _ask(self, wire: Wire, commands: Sequence[Command]) -> list[Any]:
-        """The replies, asked for in batches. Raises the error that one of them is."""
-        replies: list[Any] = []
-        for begin in range(0, len(commands), BATCH):
-            for reply in await wire.exchange(commands[begin : begin + BATCH]):
-                if isinstance(reply, Exception):
-                    raise reply
-                replies.append(reply)
-        return replies
-
-    async def _transact(self, wire: Wire, commands: Sequence[Command]) -> None:
+    async def _transact(self, link: Link, commands: Sequence[Command]) -> None:
         """All of the commands, or none."""
-        *queued, done = await wire.exchange([(b"MULTI",), *commands, (b"EXEC",)])
-        for reply in (*queued, done, *(done if isinstance(done, list) else ())):
+        *_, done = await link.writes.read((b"MULTI",), *commands, (b"EXEC",))
+        for reply in done:
             if isinstance(reply, Exception):
-                raise reply
+                raise translate(reply, self._settings) from reply
 
-    @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[Wire]:
-        wire = Wire(self._settings)
-        try:
-            await wire.connect()
-            yield wire
-        except (RedisError, OSError, EOFError) as error:
-            raise translate(error, self._settings) from error
-        finally:
-            await wire.disconnect()
+
+async def _ask(link: Link, commands: Sequence[Command]) -> list[Any]:
+    """The replies to commands that read or remove, asked for in batches."""
+    replies: list[Any] = []
+    for begin in range(0, len(commands), BATCH):
+        replies += await link.reads.read(*commands[begin : begin + BATCH])
+    return replies
 
 
 def _name(run: str, group: str) -> str:

@@ -10,9 +10,11 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from lightning.bounded import Bounded
 from lightning.errors import StoreError
 from lightning.store import rollout_state
 from lightning.store.protocol import KNOWN_SECONDS
+from lightning.types import Rollout
 
 from lightning_redis.change_listener import Listeners
 from lightning_redis.connection import Reply
@@ -35,7 +37,7 @@ class Link:
         self.reads = Lane(settings, keys, greeting)
         self.parents = ParentCache()
         self.listeners = Listeners(settings)
-        self._homes: dict[str, Home] = {}
+        self._homes = Bounded[str, Home](MAX_HOMES)
         self._busy = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -88,19 +90,16 @@ class Link:
     async def home(self, rollout: str) -> Home:
         """Where a rollout belongs. Raises `StoreError` when nobody created it."""
         found = self._homes.get(rollout)
-        if found is None:
-            (columns,) = await self.reads.read((b"HGET", self.keys("columns"), encoded(rollout)))
-            if columns is None:
-                raise rollout_state.unknown_rollout(rollout)
-            found = home_of(columns, rollout)
-            self.remember_home(rollout, found)
-        return found
+        if found is not None:
+            return found
+        (columns,) = await self.reads.read((b"HGET", self.keys("columns"), encoded(rollout)))
+        if columns is None:
+            raise rollout_state.unknown_rollout(rollout)
+        return self._homes.keep(rollout, home_of(columns, rollout))
 
-    def remember_home(self, rollout: str, home: Home) -> None:
+    def remember_home(self, rollout: Rollout) -> None:
         """Spare the next call a look."""
-        if len(self._homes) >= MAX_HOMES:
-            self._homes.clear()
-        self._homes[rollout] = home
+        self._homes.keep(rollout.id, Home(rollout.run, rollout.group, rollout.parent))
 
 
 def done(reply: Sequence[Reply], **refusals: Callable[[list[Reply]], StoreError]) -> list[Reply]:

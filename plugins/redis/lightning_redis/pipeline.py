@@ -81,7 +81,7 @@ class Lane:
         return found
 
     async def read(self, *commands: Command) -> list[Reply]:
-        """The replies of some commands that change nothing. Raises `StoreError`."""
+        """The replies of some commands that change nothing, or nothing more when they are sent twice. Raises `StoreError`."""
         return await self._send(None, [list(command) for command in commands])
 
     def _send(self, script: Script | None, commands: list[list[bytes]]) -> asyncio.Future[list[Reply]]:

@@ -20,7 +20,7 @@ from lightning.types import Json, Run, StepRecord
 from lightning_redis import lua_scripts
 from lightning_redis.keys import encoded
 from lightning_redis.loop_client import Link, done, unexpected
-from lightning_redis.rollout_codec import stand
+from lightning_redis.rollout_codec import listed, stand
 
 STEPS_AT_ONCE: Final = 50
 """Step records in one answer at most."""
@@ -29,14 +29,6 @@ STEPS_AT_ONCE: Final = 50
 def time_text(at: float) -> str:
     """A time of the caller's own; empty when Redis is to say it."""
     return repr(float(at)) if at else ""
-
-
-def listed(text: str, what: str) -> list[Any]:
-    """A list that was kept as JSON. Raises `StoreError` when it was damaged."""
-    found = rows.load(text, what)
-    if not isinstance(found, list):
-        raise StoreError(f"{what} is corrupt in the database: expected a list. Restore the database from a backup")
-    return found
 
 
 def numbered(value: bytes, what: str, numbers: int = 1) -> tuple[list[float], str]:

@@ -36,18 +36,10 @@ class Home(NamedTuple):
     group: str
     parent: tuple[str, int, int] | None
 
-    @classmethod
-    def of(cls, rollout: Rollout) -> Home:
-        """Of a rollout that is at hand."""
-        return cls(rollout.run, rollout.group, rollout.parent)
-
 
 def home_of(columns: bytes, rollout: str) -> Home:
     """From `columns_of`."""
-    try:
-        kept = dict(zip(_CREATED, _list(columns, rollout), strict=True))
-    except (ValueError, TypeError) as error:
-        raise _corrupt(rollout, error) from error
+    kept = _created(columns, rollout)
     try:
         parent = rows.call_from_text(kept["parent"], "its parent")
     except (StoreError, ValueError, TypeError):  # damaged: whoever reads the rollout itself gets the error
@@ -57,9 +49,8 @@ def home_of(columns: bytes, rollout: str) -> Home:
 
 def read_rollout(columns: bytes, standing: bytes, rollout: str) -> Rollout:
     """From what is kept of it. Raises `StoreError` when that was damaged."""
-    found = stand(standing, rollout)
+    found, kept = stand(standing, rollout), _created(columns, rollout)
     try:
-        kept = dict(zip(_CREATED, _list(columns, rollout), strict=True))
         kept |= {
             "status": found["status"],
             "attempt": found["attempt"],
@@ -98,11 +89,19 @@ def stand(standing: bytes, rollout: str) -> dict[str, Any]:
     return found
 
 
-def _list(columns: bytes, rollout: str) -> list[Any]:
-    found = rows.load(columns.decode(errors="replace"), f"rollout {rollout!r}")
+def listed(text: str, what: str) -> list[Any]:
+    """A list that was kept as JSON. Raises `StoreError` when it was damaged."""
+    found = rows.load(text, what)
     if not isinstance(found, list):
-        raise _corrupt(rollout, "expected a list")
+        raise StoreError(f"{what} is corrupt in the database: expected a list. Restore the database from a backup")
     return found
+
+
+def _created(columns: bytes, rollout: str) -> dict[str, Any]:
+    try:
+        return dict(zip(_CREATED, listed(columns.decode(errors="replace"), f"rollout {rollout!r}"), strict=True))
+    except ValueError as error:
+        raise _corrupt(rollout, error) from error
 
 
 def _corrupt(rollout: str, why: object) -> StoreError:

@@ -21,7 +21,7 @@ from lightning_redis.connection import Reply
 from lightning_redis.keys import encoded
 from lightning_redis.loop_client import Link, done, unexpected
 from lightning_redis.records import extras_to_text
-from lightning_redis.rollout_codec import Home, columns_of, position_of, read_rollout, refuse, stand, uses_of
+from lightning_redis.rollout_codec import columns_of, position_of, read_rollout, refuse, stand, uses_of
 
 LEASED_AT_ONCE: Final = 10_000
 """Rollouts in one lease at most: Redis answers nobody else meanwhile."""
@@ -35,15 +35,10 @@ async def create(link: Link, rollouts: Sequence[Rollout]) -> int:
     columns = [columns_of(rollout) for rollout in rollouts]
     if not rollouts:
         return 0
-    keys: list[bytes] = []
-    places: dict[bytes, int] = {}
+    places: dict[bytes, int] = {}  # of keys among those of the script, from 1 on
 
     def place(name: str, *parts: str | int) -> int:
-        key = link.keys(name, *parts)
-        if key not in places:
-            keys.append(key)
-            places[key] = len(keys)
-        return places[key]
+        return places.setdefault(link.keys(name, *parts), len(places) + 1)
 
     arguments: list[str | int] = [len(rollouts)]
     for rollout, text in zip(rollouts, columns, strict=True):
@@ -52,11 +47,11 @@ async def create(link: Link, rollouts: Sequence[Rollout]) -> int:
         arguments += [place("all", run), place("pending", run), place("step", rollout.step, run), place("changes", run)]
     tables = [link.keys(name) for name in ("counter", "standing", "columns", "uses")]
     (new,) = done(
-        await link.run(lua_scripts.CREATE, (*tables, *keys), *arguments),
+        await link.run(lua_scripts.CREATE, (*tables, *places), *arguments),
         elsewhere=lambda rest: _elsewhere(rollouts[int(rest[0])]),
     )
     for rollout in rollouts:
-        link.remember_home(rollout.id, Home.of(rollout))
+        link.remember_home(rollout)
     return int(new)
 
 
@@ -163,7 +158,7 @@ async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once:
     leases = []
     for columns, standing in zip(found[::2], found[1::2], strict=True):
         rollout = read_rollout(columns, standing, "of a lease")
-        link.remember_home(rollout.id, Home.of(rollout))
+        link.remember_home(rollout)
         leases.append(Lease(rollout, worker, float(till)))
     return leases
 

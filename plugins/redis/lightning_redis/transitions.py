@@ -44,17 +44,13 @@ class _Batch:
 
     link: Link
     candidates: dict[Place, tuple[Known, ...]]
-    keys: list[bytes] = field(default_factory=list)
     places: dict[bytes, int] = field(default_factory=dict)
     arguments: list[str | int | bytes] = field(default_factory=list)
     made: list[tuple[Attempt, Group | None, Known, Known | None]] = field(default_factory=list)
 
     def place(self, key: bytes) -> int:
         """Where a key is among those of the script, from 1 on."""
-        if key not in self.places:
-            self.keys.append(key)
-            self.places[key] = len(self.keys)
-        return self.places[key]
+        return self.places.setdefault(key, len(self.places) + 1)
 
     def add(self, transition: Transition, group: Group, trunk: CallKey | None, digest: bytes | None) -> None:
         """Encode a call against its parent. `trunk` is the call that its rollout branches, if that is of its group; `digest` is
@@ -103,7 +99,9 @@ async def append(link: Link, transitions: Sequence[Transition]) -> int:
         for i, (transition, group, trunk) in enumerate(zip(transitions, groups, trunks, strict=True)):
             batch.add(transition, group, trunk, digests.get(i))
         head = (calls.DIGEST_BYTES, GROUP_ROOTS, len(transitions))
-        word, *rest = await link.run(lua_scripts.APPEND, (link.keys("standing"), *batch.keys), *head, *batch.arguments)
+        word, *rest = await link.run(
+            lua_scripts.APPEND, (link.keys("standing"), *batch.places), *head, *batch.arguments
+        )
         if word == "ok":
             _remember(link, batch)
             return int(rest[0])

@@ -9,7 +9,7 @@ import asyncio
 import difflib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -209,17 +209,12 @@ def compare(
 @app.command("promote")
 def promote(named: Named, alias: AliasName = "production", where: Runs = "runs") -> None:
     """Point an alias to a version. Runs that refer to the alias use that version from their next start."""
-    url, reference = locate(named, where, to_change=True)
 
-    async def move(store: Store) -> tuple[int | None, Alias]:
-        before = await get_resource(store, reference.name, alias)
+    async def point(store: Store, reference: ResourceReference) -> Alias:
         resource = await find(store, reference)
-        return None if before is None else before.version, await set_alias(
-            store, reference.name, alias, resource.version
-        )
+        return await set_alias(store, reference.name, alias, resource.version)
 
-    before, moved = asyncio.run(with_store(url, move))
-    _say_moved(before, moved)
+    _move(named, alias, where, point)
 
 
 @app.command("rollback")
@@ -229,14 +224,7 @@ def rollback(
     where: Runs = "runs",
 ) -> None:
     """Point an alias back to its previous version."""
-    url, reference = locate(name, where, to_change=True)
-
-    async def move(store: Store) -> tuple[int | None, Alias]:
-        before = await get_resource(store, reference.name, alias)
-        return None if before is None else before.version, await roll_back_alias(store, reference.name, alias)
-
-    before, moved = asyncio.run(with_store(url, move))
-    _say_moved(before, moved)
+    _move(name, alias, where, lambda store, reference: roll_back_alias(store, reference.name, alias))
 
 
 @app.command("put")
@@ -362,8 +350,16 @@ def _reward(value: Json) -> str:
     return f"{value:.3f}" if isinstance(value, int | float) else "-"
 
 
-def _say_moved(before: int | None, moved: Alias) -> None:
-    was = "new" if before is None else f"it was {before}"
+def _move(named: str, alias: str, where: str, move: Callable[[Store, ResourceReference], Awaitable[Alias]]) -> None:
+    """Move an alias, and say where it was before."""
+    url, reference = locate(named, where, to_change=True)
+
+    async def moved_in(store: Store) -> tuple[Resource | None, Alias]:
+        before = await get_resource(store, reference.name, alias)
+        return before, await move(store, reference)
+
+    before, moved = asyncio.run(with_store(url, moved_in))
+    was = "new" if before is None else f"it was {before.version}"
     say(f"{escape(moved.name)}@{escape(moved.alias)} is version {moved.version} ({was})")
 
 

@@ -14,7 +14,8 @@ from lightning.store import rollout_state, rows
 from lightning_redis import lua_scripts
 from lightning_redis.keys import encoded
 from lightning_redis.loop_client import Link, done
-from lightning_redis.records import listed, stamped
+from lightning_redis.records import stamped
+from lightning_redis.rollout_codec import listed
 
 from lightning_resources.nouns import LATEST, Alias, Resource, ResourceUse, check_alias, uses_of_versions
 from lightning_resources.sql import read

@@ -42,7 +42,7 @@ def checked_weights(resource: Resource) -> Path:
     name, content = f"{resource.name}@{resource.version}", resource.content
     if resource.kind is not ResourceKind.WEIGHTS:
         raise ConfigError(f"{name} is a {resource.kind.value}, not weights")
-    folder = Path(str(content.get("path"))) if isinstance(content, Mapping) else Path()
+    folder = _folder(resource)
     try:
         now = weights_content(folder)
     except (OSError, ValueError) as error:  # a path may hold the character NUL

@@ -128,7 +128,7 @@ class TestAutoGen(AdapterContract):
         own.seen = []  # it stays on the provider
 
     def leftovers(self) -> object:
-        return dict(lightning_autogen.handler._open)
+        return len(lightning_autogen.handler.open_spans)
 
     def test_beside_the_generic_adapter(self) -> None:
         """Both see AutoGen's spans: AutoGen's own adapter answers, and a tool is reported once."""

@@ -14,7 +14,7 @@ from crewai.events import LLMCallCompletedEvent, crewai_event_bus
 from crewai.tools import tool
 from lightning.testing import AdapterContract
 from lightning.types import LLM
-from lightning_crewai.methods import methods
+from lightning_crewai.methods import replaced
 
 # CrewAI reads its own deprecated attributes.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -117,7 +117,7 @@ class TestCrew(AdapterContract):
             crewai_event_bus.off(LLMCallCompletedEvent, see)
 
     def leftovers(self) -> object:
-        return methods._undo
+        return len(replaced)
 
 
 class TestAgent(TestCrew):

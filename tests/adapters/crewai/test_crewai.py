@@ -26,10 +26,10 @@ from crewai.llms.providers.openai.completion import OpenAICompletion
 from crewai.memory.unified_memory import Memory
 from crewai.tools import BaseTool, tool
 from crewai.tools.tool_usage import ToolUsage
-from lightning.instrument import ActiveAttempt, activate, emit, install_tap
+from lightning.instrument import ActiveAttempt, Installations, activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.types import LLM
-from lightning_crewai.methods import methods
+from lightning_crewai import methods
 from pydantic import BaseModel
 
 from tests.adapters import scripted_model
@@ -567,7 +567,7 @@ with hold_network() as refused, ChatServer(answer=lambda call: "done") as server
     undo()
 assert refused == [], refused
 assert asked == []
-assert [name for name in os.environ if name in lightning_crewai.QUIET] == []
+assert [name for name in os.environ if name in lightning_crewai.methods.QUIET] == []
 """
 
 
@@ -588,7 +588,8 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_release_that_lacks_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter says so and leaves all others as they were."""
-    methods.stop()
+    methods.replaced.put_back()
+    monkeypatch.setattr(lightning_crewai, "installations", Installations(methods._attach))
     before = [getattr(owner, name) for owner, name in WATCHED]
     monkeypatch.delattr(ToolUsage, "ause")
     with pytest.raises(lightning.LightningError, match=r"has no ToolUsage\.ause.*pip install 'crewai=="):

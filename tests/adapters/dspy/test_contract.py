@@ -151,4 +151,4 @@ class TestDSPy(AdapterContract):
             type(self).of_the_user = ()
 
     def leftovers(self) -> object:
-        return replaced._undo
+        return len(replaced)

@@ -34,7 +34,7 @@ from lightning.plugins import plugins
 from lightning.testing import Reply, RolloutRecord, ToolCall, rollout
 from lightning.types import LLM, Task, ToolEvent
 from lightning_openai_agents import LightningProcessor
-from lightning_openai_agents.outcomes import outcomes
+from lightning_openai_agents.outcomes import watching
 from lightning_openai_agents.steps import step_by_hand
 from openai import AsyncOpenAI
 from openai.types.responses import ResponseComputerToolCall, ResponseOutputMessage, ResponseOutputText
@@ -357,13 +357,13 @@ class Users(TracingProcessor):
 
 @pytest.mark.parametrize("kind", ["shell", "local_shell"])
 def test_by_hand_a_run_is_told_once(kind: str) -> None:
-    users = Users()
+    users, undo = Users(), watching.add(step_by_hand)
     agents.set_trace_processors([LightningProcessor(), LightningProcessor(), users])
     try:
         record = run(agent_of(tool_of(kind, lambda: "files")), [CALLS[kind], "fine"], adapters=[])
     finally:
         agents.set_trace_processors([])
-        outcomes.stop(step_by_hand)  # the next test's SDK is as it was
+        undo()  # the next test's SDK is as it was
     assert told(record.tool_events) == [(kind, "ok", "call-1")]
     assert users.spans.count("function") == (kind == "shell"), "the SDK makes no span of a local shell, nor do we"
 

@@ -16,6 +16,7 @@ import lightning_otel
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.bounded import Once as SaidOnce
 from lightning.instrument import components
 from lightning.plugins import plugins
 from lightning_otel import adapter, spans
@@ -44,7 +45,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
         setter = setter.__self__._inner
     monkeypatch.setattr(trace, "set_tracer_provider", setter)
     monkeypatch.setattr(components, "_asked", ())
-    monkeypatch.setattr(adapter, "_watch", ProviderWatch(adapter._installed))
+    monkeypatch.setattr(adapter, "_watch", ProviderWatch(adapter._reporter))
 
 
 @contextmanager
@@ -231,7 +232,7 @@ def test_without_the_sdk_there_is_nothing_to_miss(
 
 
 def test_unsampled_traces_are_named_as_the_cause(caplog: pytest.LogCaptureFixture) -> None:
-    spans._warn_of_sampling.cache_clear()
+    spans.open_spans._told = SaidOnce()
     provider = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
     with installed():
         trace.set_tracer_provider(provider)
@@ -298,7 +299,7 @@ def test_a_path_is_its_open_spans(nested: list[tuple[str, str]]) -> None:
         assert (caller.agent, list(caller.path)) == (agents[-1], path)
         assert bool(caller.span_id) == (nested[-1][0] == "chat" or _model_call_is_innermost(nested))
     assert spans.caller_here() is None
-    assert not spans._open
+    assert not spans.open_spans
 
 
 def _model_call_is_innermost(nested: list[tuple[str, str]]) -> bool:

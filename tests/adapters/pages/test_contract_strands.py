@@ -10,7 +10,7 @@ os.environ["OTEL_SEMCONV_STABILITY_OPT_IN"] = "gen_ai_latest_experimental"  # re
 
 import lightning_otel.spans
 from lightning.types import LLM
-from lightning_otel.names import OPERATION
+from lightning_otel.attributes import OPERATION
 from strands import Agent, tool
 from strands.models.openai import OpenAIModel
 from strands.models.openai_responses import OpenAIResponsesModel
@@ -80,5 +80,5 @@ class TestStrands(SpanContract):
     def leftovers(self) -> object:
         # Strands does not end the span of a model call that is cancelled: it is known for as long as asyncio keeps a timer of
         # it, and names nobody, since its agent's span has ended.
-        spans = lightning_otel.spans._open.values()
+        spans = lightning_otel.spans.open_spans._open.values()
         return [span for span in spans if (span.attributes or {}).get(OPERATION) != "chat"]

@@ -28,7 +28,7 @@ from lightning.config import Config, load_config, with_settings
 from lightning.demos import Demo
 from lightning.errors import LightningError
 from lightning.plugins import plugins
-from lightning.policy_server import make_policy_server
+from lightning.policy_server.vllm_server import make_policy_server
 from lightning.trainer import Trainer
 from lightning.trainer.runs import describe_algorithm
 from lightning.trainer.training_data import all_rollouts

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lightning.config import Config, with_settings
 from lightning.demos import Demo
-from lightning.policy_server import make_policy_server
+from lightning.policy_server.vllm_server import make_policy_server
 from lightning.types import LLM, Task
 
 AT_ONCE = 32

@@ -13,8 +13,8 @@ from lightning.gateway import Gateway, Upstream
 from lightning.gateway.dialects.base import Capture
 from lightning.gateway.dialects.completions import Chat, Completions
 from lightning.gateway.http import EventCutter, data_of
-from lightning.policy_server import OwnedVLLM
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
+from lightning.policy_server.vllm_server import OwnedVLLM
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import CallStatus, Rollout, Run, Task, VersionRun

@@ -63,7 +63,7 @@ class FakeVLLM:
             return web.json_response({"error": {"message": refusal}}, status=200 if self.tool_parser else 400)
         if path == "/v1/models":
             return web.json_response({"data": [{"id": "someone's"}]})
-        if path == "/v1/completions":
+        if path == "/v1/completions" and path not in self.answers:
             body = await request.json()
             self.calls.append("probe")
             rows = [

@@ -16,7 +16,8 @@ from lightning.config import Config
 from lightning.config.sections import PolicyServerConfig
 from lightning.errors import ConfigError, PolicyServerError
 from lightning.plugins import Plugins
-from lightning.policy_server import OwnedVLLM, make_policy_server, vllm_server
+from lightning.policy_server import vllm_server
+from lightning.policy_server.vllm_server import OwnedVLLM, make_policy_server
 
 
 class StubProcess:

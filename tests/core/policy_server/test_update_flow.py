@@ -15,10 +15,10 @@ from lightning.config import Config
 from lightning.config.sections import PolicyServerConfig
 from lightning.errors import DataError, PolicyServerError
 from lightning.installation import install_command
-from lightning.policy_server import OwnedVLLM, make_policy_server, vllm_server
+from lightning.policy_server import vllm_server
 from lightning.policy_server.control import VLLMControl
 from lightning.policy_server.protocol import Probe
-from lightning.policy_server.vllm_server import VLLMServer
+from lightning.policy_server.vllm_server import OwnedVLLM, VLLMServer, make_policy_server
 from lightning.policy_server.weights import FromDisk
 
 Alter = Callable[[Path, Callable[[dict[str, Any]], object]], Path]
@@ -87,6 +87,33 @@ async def test_a_probe_that_is_not_a_number_is_an_infinite_gap(fake: Any, model:
     probe = Probe([1, 2], [0.0, math.nan])
     update = await server.update(model / "model.safetensors", 1, probe)
     assert probe.gaps(update.served) == [math.inf]
+
+
+@pytest.mark.parametrize(("slow", "state", "asked"), [(2, 200, 3), (9, 200, 3), (9, 503, 1)])
+async def test_a_probe_that_is_not_answered_in_time_is_asked_again_while_the_server_lives(
+    fake: Any, model: Path, monkeypatch: pytest.MonkeyPatch, slow: int, state: int, asked: int
+) -> None:
+    """On a busy machine an answer takes long; the tries are bounded, and a dead server is asked once."""
+    monkeypatch.setattr(vllm_server, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(vllm_server, "PROBE_TRIES", 3)
+    tries: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        tries.append(request.path)
+        if len(tries) <= slow:
+            await asyncio.sleep(0.5)
+        row = {"1": {"logprob": 0.0}, "2": {"logprob": -1.0}}
+        return web.json_response({"choices": [{"prompt_logprobs": [None, row]}]})
+
+    fake.health = state
+    fake.answers["/v1/completions"] = answer
+    update = running(fake, model).update(model / "model.safetensors", 1, Probe([1, 2], [0.0, -1.0]))
+    if slow < asked:
+        assert (await update).served == [-1.0]
+    else:
+        with pytest.raises(PolicyServerError, match="/v1/completions was not answered in 0 s"):
+            await update
+    assert len(tries) == asked
 
 
 async def test_an_uneven_probe_is_refused_before_anything_is_paused(fake: Any, model: Path) -> None:

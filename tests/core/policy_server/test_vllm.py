@@ -26,10 +26,10 @@ from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import PolicyServerError
 from lightning.gateway.upstream.servers import Found, Pool, Upstream
-from lightning.policy_server import OwnedVLLM, vllm_server
+from lightning.policy_server import vllm_server
 from lightning.policy_server.launch import COPIED
 from lightning.policy_server.protocol import Probe
-from lightning.policy_server.vllm_server import VLLMServer
+from lightning.policy_server.vllm_server import OwnedVLLM, VLLMServer
 from lightning.testing.tiny_models import make_tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -354,7 +354,7 @@ from pathlib import Path
 import psutil
 from lightning.config import Config
 from lightning.config.sections import PolicyServerConfig
-from lightning.policy_server import make_policy_server
+from lightning.policy_server.vllm_server import make_policy_server
 
 async def main():
     config = Config(policy_server=PolicyServerConfig(device="cpu", weight_transfer=sys.argv[3]))

@@ -11,8 +11,9 @@ import pytest
 from lightning.config import Config
 from lightning.config.sections import PolicyServerConfig
 from lightning.errors import PolicyServerError
-from lightning.policy_server import OwnedVLLM, control, make_policy_server, vllm_server
+from lightning.policy_server import control, vllm_server
 from lightning.policy_server.protocol import PolicyServer, Probe
+from lightning.policy_server.vllm_server import OwnedVLLM, make_policy_server
 from lightning_attach import attached as attached_module
 from lightning_attach.attached import AttachedControl, AttachedVLLM
 

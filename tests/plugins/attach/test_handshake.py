@@ -11,7 +11,7 @@ from aiohttp import web
 from lightning.config import Config
 from lightning.config.sections import PolicyServerConfig
 from lightning.errors import PolicyServerError
-from lightning.policy_server import make_policy_server
+from lightning.policy_server.vllm_server import make_policy_server
 from lightning_attach.attached import AttachedVLLM
 
 

@@ -9,7 +9,8 @@ from lightning import Trainer
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, PluginError
 from lightning.plugins import Plugins
-from lightning.policy_server import make_policy_server, vllm_server
+from lightning.policy_server import vllm_server
+from lightning.policy_server.vllm_server import make_policy_server
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ import torch
 from lightning.config.sections import PolicyServerConfig
 from lightning.errors import PolicyServerError
 from lightning.gateway.upstream.servers import Found, Pool, Upstream
-from lightning.policy_server import OwnedVLLM, vllm_server
+from lightning.policy_server import vllm_server
 from lightning.policy_server.control import NotOursError, VLLMControl
+from lightning.policy_server.vllm_server import OwnedVLLM
 from lightning_attach.attached import AttachedControl, AttachedVLLM
 from lightning_attach.transfer import LocalSender, OverNetwork, TransferRoutes
 

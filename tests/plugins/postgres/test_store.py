@@ -170,13 +170,13 @@ async def test_a_move_whose_answer_was_lost_leaves_alone_what_was_moved_since(
         await set_alias(store, "w", "production", version)
     other = PostgresStore(store._settings)
     await other.open()
-    waited = connections._Patience.wait
+    waited = connections.Patience.wait
 
     async def wait(self: Any, error: BaseException) -> None:
         await set_alias(other, "w", "production", 3)
         await waited(self, error)
 
-    monkeypatch.setattr(connections._Patience, "wait", wait)
+    monkeypatch.setattr(connections.Patience, "wait", wait)
     session = store._session
     assert session is not None
     session.connections._idle.append(Loses(session.connections._idle.pop(), True))
@@ -229,14 +229,14 @@ async def test_a_value_whose_answer_was_lost_does_not_replace_a_newer_one(
     """The answer is lost after the commit, and another process writes before it is asked for again."""
     other = PostgresStore(store._settings)
     await other.open()
-    waited = connections._Patience.wait
+    waited = connections.Patience.wait
 
     async def wait(self: Any, error: BaseException) -> None:
         await other.put_state("run", "k", "newer")
         await other.log_metrics("run", 0, {"loss": 1.0})
         await waited(self, error)
 
-    monkeypatch.setattr(connections._Patience, "wait", wait)
+    monkeypatch.setattr(connections.Patience, "wait", wait)
     session = store._session
     assert session is not None
     for write in (lambda: store.put_state("run", "k", "older"), lambda: store.log_metrics("run", 0, {"loss": 2.0})):

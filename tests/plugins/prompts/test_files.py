@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError
 from lightning_prompts import loop
-from lightning_prompts.paths import inside
+from lightning_prompts.loop import inside
 
 NAMES = st.lists(st.sampled_from(["..", ".", "a", "b.txt", "", "~", "...", "a\0b", "C:"]), max_size=5).map("/".join)
 

@@ -183,7 +183,7 @@ async def test_copies_are_made_by_redis_itself(url: str, tmp_path: Path) -> None
 
 async def test_a_redis_that_is_away_is_named() -> None:
     with pytest.raises(UnavailableError, match="cannot be reached"):
-        await keeper_of("redis://127.0.0.1:1/0").busy_runs()
+        await keeper_of("redis://127.0.0.1:1/0?timeout=0.1").busy_runs()
 
 
 async def test_looking_makes_no_store(url: str, redis_server: RedisServer) -> None:

@@ -1,22 +1,18 @@
-"""The tap on httpx and httpx2: requests to the gateway say which rollout and which agent they come from, and what is
-reported after a reply knows which call it follows. `other_clients` taps what else speaks HTTP.
+"""What a request of an agent's says: which rollout and which agent it comes from; and which call a reply belongs to, so that
+what is reported after it follows that call. `clients` asks here for each request that an HTTP client sends.
 
 The invariant: only requests to the gateway of an active rollout are touched, and those whose host was listed
-(`runner.reroute`); a tap can never make a request fail, and after the last undo the libraries are exactly as they were.
-Neither library is imported here; one that is imported later is tapped when it is. A call to a well-known provider that
-stays what it is gets a line in the log, because what it says is neither recorded nor trained.
+(`runner.reroute`); nothing here can make a request fail. A call to a well-known provider that stays what it is gets a line in
+the log, because what it says is neither recorded nor trained.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-import threading
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from types import ModuleType
-from typing import Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 from lightning.instrument.components import component_path, current_caller, is_framework
@@ -31,12 +27,11 @@ from lightning.instrument.context import (
     log_once,
 )
 from lightning.instrument.frameworks import NO_ADAPTER, without_adapter
-from lightning.instrument.providers import NOWHERE, Url, elsewhere, is_policys
+from lightning.instrument.providers import Url, elsewhere, is_policys
 from lightning.types import CALLER_HEADER, ROLLOUT_HEADER, UNNAMED, Caller
 
 TRACE_HEADER = "traceparent"
 ID_HEADER = "x-request-id"
-LIBRARIES = ("httpx", "httpx2")
 FAILED = 400
 """From this status on a reply is a refusal or a failure, and no call that a reward could belong to."""
 
@@ -143,111 +138,6 @@ def answered(sent: Sent, reply: HttpxResponse) -> None:
             attempt.calls.add(response_id, agent)
     except Exception as error:  # noqa: BLE001 — an answer must come in even if nobody can say which it is
         log_once("reply", "rewards and tool runs after a model call are matched to it by time: %r", error)
-
-
-class _Tap:
-    """The process's one tap; counts its users."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._users = 0
-        self.hosts: tuple[str, ...] = ()
-        self._undo: list[Callable[[], None]] = []
-
-    def acquire(self, hosts: Sequence[str]) -> None:
-        with self._lock:
-            self._users += 1
-            self.hosts = (*self.hosts, *hosts)
-            if self._users > 1:
-                return
-            from lightning.instrument.other_clients import OtherClients
-            from lightning.instrument.threads import carry_names
-            from lightning.plugins.importing import on_import
-
-            self._undo.append(carry_names())
-            for name in LIBRARIES:
-                self._undo.append(on_import(name, self._attach))
-            for name, tap in OtherClients(mark, answered).taps().items():
-                self._undo.append(on_import(name, functools.partial(self._attach_other, tap)))
-
-    def release(self, hosts: Sequence[str]) -> None:
-        with self._lock:
-            self._users -= 1
-            kept = list(self.hosts)
-            for host in hosts:
-                kept.remove(host)
-            self.hosts = tuple(kept)
-            if self._users == 0:
-                while self._undo:
-                    self._undo.pop()()
-
-    def _attach_other(self, tap: Callable[[ModuleType], Callable[[], None]], module: ModuleType) -> None:
-        with self._lock:
-            if self._users:
-                self._undo.append(tap(module))
-
-    def _attach(self, module: ModuleType) -> None:
-        with self._lock:
-            if self._users == 0:
-                return
-            for name, wrap in (("Client", _wrap_sync), ("AsyncClient", _wrap_async)):
-                client = getattr(module, name, None)
-                original = vars(client).get("send") if isinstance(client, type) else None
-                if not isinstance(client, type) or not callable(original) or getattr(original, "_lightning", False):
-                    continue
-                wrapped = functools.wraps(original)(wrap(original))
-                wrapped._lightning = True  # type: ignore[attr-defined]  # noqa: SLF001 — our own mark on our own function
-                setattr(client, "send", wrapped)  # noqa: B010 — mypy forbids assigning to a method
-                self._undo.append(functools.partial(_restore, client, wrapped, original))
-
-
-def _wrap_sync(original: Callable[..., object]) -> Callable[..., object]:
-    def send(self: object, request: HttpxRequest, *args: object, **kwargs: object) -> object:
-        sent = mark(request, _tap.hosts)
-        reply = original(self, request, *args, **kwargs)
-        if sent is not None:
-            answered(sent, cast("HttpxResponse", reply))
-        return reply
-
-    return send
-
-
-def _wrap_async(original: Callable[..., object]) -> Callable[..., object]:
-    async def send(self: object, request: HttpxRequest, *args: object, **kwargs: object) -> object:
-        sent = mark(request, _tap.hosts)
-        reply = await cast("Awaitable[object]", original(self, request, *args, **kwargs))
-        if sent is not None:
-            answered(sent, cast("HttpxResponse", reply))
-        return reply
-
-    return send
-
-
-def _restore(client: type, wrapped: object, original: object) -> None:
-    if vars(client).get("send") is wrapped:
-        setattr(client, "send", original)  # noqa: B010 — mypy forbids assigning to a method
-
-
-_tap = _Tap()
-
-
-def install_tap(reroute: Sequence[str] = ()) -> Callable[[], None]:
-    """Tap HTTP clients, now or when they are imported, and carry names into threads; return the undo.
-
-    The clients are httpx, httpx2, aiohttp, and what uses the standard library's `http.client`: requests, urllib3, urllib.
-
-    Requests that a rollout sends by httpx to a host of `reroute` (a name, or a URL of it) go to its gateway instead. May be
-    called any number of times and from any thread; the tap goes when every call has been undone.
-    """
-    hosts = (NOWHERE, *(host_of(name) for name in reroute))
-    _tap.acquire(hosts)
-    done = threading.Lock()
-
-    def undo() -> None:
-        if done.acquire(blocking=False):
-            _tap.release(hosts)
-
-    return undo
 
 
 PROVIDERS = frozenset({"api.openai.com", "api.anthropic.com"})

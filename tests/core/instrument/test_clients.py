@@ -15,7 +15,7 @@ import httpx
 import httpx2
 import pytest
 from lightning.bounded import Once
-from lightning.instrument import activate, component, context, emit, httpx_patch, install_tap, reward
+from lightning.instrument import activate, component, context, emit, install_tap, marking, reward
 from lightning.plugins import Plugins, plugins
 from lightning.runner.worker import run_agent
 from lightning.testing.chat_server import ChatServer
@@ -290,8 +290,8 @@ def test_libraries_are_tapped_when_they_are_imported_later() -> None:
 
 
 def test_the_header_is_ascii_and_without_empty_fields() -> None:
-    assert httpx_patch.encode_caller(Caller("a")) == '{"agent":"a"}'
-    assert httpx_patch.encode_caller(Caller("ä", ("b", "ä"))).isascii()
+    assert marking.encode_caller(Caller("a")) == '{"agent":"a"}'
+    assert marking.encode_caller(Caller("ä", ("b", "ä"))).isascii()
 
 
 def test_adapters_get_emit_and_their_undo_is_harmless() -> None:

@@ -1,0 +1,213 @@
+"""The tap on HTTP clients: httpx, httpx2, aiohttp, and the standard library's `http.client`, by which requests, urllib3 and
+urllib send. An adapter asks here as well, for a client that only its framework has.
+
+The invariant: as that of `marking`; after the last undo the libraries are exactly as they were. None of them is imported here;
+one that is imported later is tapped when it is. Requests of httpx alone are rerouted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, cast
+from urllib.parse import urlsplit
+
+from lightning.instrument.adapter_tools import Attachment, ReplacedMethods
+from lightning.instrument.context import active, log_once
+from lightning.instrument.marking import HttpxRequest, HttpxResponse, Sent, answered, host_of, mark
+from lightning.instrument.providers import NOWHERE
+from lightning.instrument.threads import carry_names
+from lightning.plugins.importing import on_import
+
+if TYPE_CHECKING:
+    from http.client import HTTPConnection, HTTPResponse
+
+Headers = Iterable[tuple[str, str]]
+
+
+class PlainUrl:
+    """A URL as the standard library reads it."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self.scheme, self.port = parts.scheme, parts.port
+        self.netloc = parts.netloc.encode("ascii", "replace")
+        self.raw_host = _host(parts.hostname or "")
+        self.raw_path = (parts.path or "/").encode("ascii", "replace") + (
+            f"?{parts.query}".encode() if parts.query else b""
+        )
+
+
+def _host(name: str) -> bytes:
+    try:
+        return name.encode("ascii")
+    except UnicodeEncodeError:
+        return name.encode("idna")
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedRequest:
+    """A request about to be sent. `added` are the headers that it needs besides its own."""
+
+    added: Mapping[str, str]
+    _sent: Sent | None
+
+    def answered(self, status: int, headers: Headers) -> None:
+        """Tell that it was answered, once the head of the reply is there: rewards and tool runs then follow this call."""
+        if self._sent is not None:
+            had = {name.lower(): value for name, value in headers}
+            answered(self._sent, cast("HttpxResponse", SimpleNamespace(status_code=status, headers=had)))
+
+
+def mark_request(url: str, headers: Headers) -> MarkedRequest:
+    """Say what a request with these headers has to carry, asked in the thread or task that is about to send it."""
+    had = {name.lower(): value for name, value in headers}
+    try:
+        request = SimpleNamespace(url=PlainUrl(url), headers=dict(had))
+    except ValueError:  # no URL, as the client itself will say
+        return MarkedRequest({}, None)
+    sent = mark(cast("HttpxRequest", request))
+    return MarkedRequest({name: value for name, value in request.headers.items() if had.get(name) != value}, sent)
+
+
+def _tap_http_client(module: ModuleType, replaced: ReplacedMethods) -> None:
+    replaced.replace(module.HTTPConnection, "endheaders", _wrap_endheaders)
+    replaced.replace(module.HTTPConnection, "getresponse", _wrap_getresponse)
+
+
+def _tap_aiohttp(module: ModuleType, replaced: ReplacedMethods) -> None:
+    replaced.replace(module.ClientSession, "_request", _wrap_request)
+
+
+def _wrap_endheaders(original: Callable[..., None]) -> Callable[..., None]:
+    def endheaders(connection: HTTPConnection, *args: Any, **more: Any) -> None:
+        if active():
+            _mark_connection(connection)
+        original(connection, *args, **more)
+
+    return endheaders
+
+
+def _mark_connection(connection: Any) -> None:
+    """Add our headers behind those that wait to be sent, which `http.client` keeps as lines."""
+    try:
+        first, *lines = [line.decode("latin-1") for line in connection._buffer]  # noqa: SLF001 — there is no other way
+        target = first.split(" ")[1]
+        if not target.startswith("http"):  # else it goes by a proxy
+            host = f"[{connection.host}]" if ":" in connection.host else connection.host
+            scheme = "https" if connection.default_port == 443 else "http"
+            target = f"{scheme}://{host}:{connection.port}{target}"
+        pairs = [(name, value.strip()) for name, colon, value in (line.partition(":") for line in lines) if colon]
+        connection._lightning_marked = marked = mark_request(target, pairs)  # noqa: SLF001 — our own mark
+        for name, value in marked.added.items():
+            connection.putheader(name, value)
+    except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
+        log_once("http.client", "a model call goes out without the name of its agent: %r", error)
+
+
+def _wrap_getresponse(original: Callable[..., HTTPResponse]) -> Callable[..., HTTPResponse]:
+    def getresponse(connection: Any, *args: Any, **more: Any) -> HTTPResponse:
+        reply = original(connection, *args, **more)
+        marked = vars(connection).pop("_lightning_marked", None)
+        if marked is not None:
+            marked.answered(reply.status, reply.headers.items())
+        return reply
+
+    return getresponse
+
+
+def _wrap_request(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def request(session: Any, method: str, url: Any, **more: Any) -> Any:
+        marked = _mark_aiohttp(session, url, more) if active() else None
+        reply = await original(session, method, url, **more)
+        if marked is not None:
+            marked.answered(reply.status, reply.headers.items())
+        return reply
+
+    return request
+
+
+def _mark_aiohttp(session: Any, url: Any, more: dict[str, Any]) -> MarkedRequest | None:
+    try:
+        kind = type(session.headers)
+        own = kind(more.get("headers") or ())
+        marked = mark_request(str(session._build_url(url)), {**session.headers, **own}.items())  # noqa: SLF001 — as aiohttp does
+        if marked.added:
+            own.update(marked.added)
+            more["headers"] = own
+    except Exception as error:  # noqa: BLE001 — as above
+        log_once("aiohttp", "a model call goes out without the name of its agent: %r", error)
+        return None
+    return marked
+
+
+def _tap_httpx(module: ModuleType, replaced: ReplacedMethods) -> None:
+    for name, wrap in (("Client", _wrap_sync), ("AsyncClient", _wrap_async)):
+        client = getattr(module, name, None)
+        if isinstance(client, type) and callable(vars(client).get("send")):
+            replaced.replace(client, "send", wrap)
+
+
+def _wrap_sync(original: Callable[..., object]) -> Callable[..., object]:
+    def send(self: object, request: HttpxRequest, *args: object, **kwargs: object) -> object:
+        sent = mark(request, _hosts())
+        reply = original(self, request, *args, **kwargs)
+        if sent is not None:
+            answered(sent, cast("HttpxResponse", reply))
+        return reply
+
+    return send
+
+
+def _wrap_async(original: Callable[..., object]) -> Callable[..., object]:
+    async def send(self: object, request: HttpxRequest, *args: object, **kwargs: object) -> object:
+        sent = mark(request, _hosts())
+        reply = await cast("Awaitable[object]", original(self, request, *args, **kwargs))
+        if sent is not None:
+            answered(sent, cast("HttpxResponse", reply))
+        return reply
+
+    return send
+
+
+TAPS: Final = {"httpx": _tap_httpx, "httpx2": _tap_httpx, "http.client": _tap_http_client, "aiohttp": _tap_aiohttp}
+"""The clients' modules, and what taps them."""
+
+
+def _attach() -> Callable[[], None]:
+    """Tap what is imported, and what will be; returns the undo."""
+    replaced = ReplacedMethods()
+
+    def found(tap: Callable[[ModuleType, ReplacedMethods], None], module: ModuleType) -> None:
+        with _tap.lock:
+            if _tap.users:  # else the import has taken longer than the last of them
+                tap(module, replaced)
+
+    undos = ExitStack()
+    undos.callback(carry_names())
+    undos.callback(replaced.put_back)
+    for name, tap in TAPS.items():
+        undos.callback(on_import(name, functools.partial(found, tap)))
+    return undos.close
+
+
+_tap = Attachment[tuple[str, ...]](_attach)
+"""The users are the hosts whose calls each of them reroutes."""
+
+
+def _hosts() -> list[str]:
+    return [host for hosts in _tap.users for host in hosts]
+
+
+def install_tap(reroute: Sequence[str] = ()) -> Callable[[], None]:
+    """Tap HTTP clients, now or when they are imported, and carry names into threads; return the undo.
+
+    The clients are httpx, httpx2, aiohttp, and what uses the standard library's `http.client`: requests, urllib3, urllib.
+
+    Requests that a rollout sends by httpx to a host of `reroute` (a name, or a URL of it) go to its gateway instead. May be
+    called any number of times and from any thread; the tap goes when every call has been undone.
+    """
+    return _tap.add((NOWHERE, *(host_of(name) for name in reroute)))
