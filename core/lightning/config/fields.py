@@ -6,6 +6,7 @@ The invariant: everything here is read from the models, so that errors and docum
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import types
 from collections.abc import Iterable, Iterator, Sequence
@@ -146,7 +147,7 @@ def toml_value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'"{value}"'
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(toml_value(item) for item in value)}]"
     if isinstance(value, dict):

@@ -3,11 +3,14 @@ epochs, updates that are not finite, and what a step reports.
 
 The invariant: `prepare` is called once for an update and sees every trained token of it, in the order of the rows and of the
 tokens in each, whatever computes them and however often memory ran out. Which rows an update is taken on depends on the
-seed, the number of steps before and the rows alone, so a step that is taken again takes the same updates.
+seed, the number of steps before and the rows alone, so a step that is taken again takes the same updates. An update that is
+not finite is skipped, counted and said, a bounded number of times in a row; it leaves weights, moments and schedule as they
+were, so the same rows on the same weights are skipped again when a run is resumed.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.sample import Sample, TokenSpan
-from lightning.engines.failures import NonFiniteError, NonFiniteSteps
+from lightning.engines.failures import CURES, NonFiniteError
 from lightning.engines.microbatch import Tally
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.rows import Numbers, Tokens, is_trained, name
@@ -31,6 +34,8 @@ from lightning.losses.protocol import (
     check_updates,
     needs_reference,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def is_prepared(loss: Loss) -> bool:
@@ -72,7 +77,8 @@ class StepDriver:
     """Takes the steps of an engine. `steps` is how many were taken, those that changed nothing not counted."""
 
     def __init__(self, max_nonfinite_steps: int) -> None:
-        self._nonfinite = NonFiniteSteps(max_nonfinite_steps)
+        self._most_nonfinite, self._nonfinite = max_nonfinite_steps, 0
+        """How many updates may be left out in a row, and how many were since the last one that was taken."""
         self._config, self._seed = OptimizerConfig(), 0
         self._pending: _Updates | None = None
         """What the gradient at hand is of, where it was made by `forward_backward`."""
@@ -95,13 +101,13 @@ class StepDriver:
         config = self._config
         check_updates(loss, several=config.minibatches * config.epochs > 1, parts=config.minibatches > 1)
         self._pending = None
-        trained, before = [sample for sample in samples if is_trained(sample)], self._nonfinite.row
+        trained, before = [sample for sample in samples if is_trained(sample)], self._nonfinite
         made = _Updates(self._config.lr if lr is None else lr)
         try:
             if trained:
                 self._take(computer, trained, loss, made)
         except BaseException:
-            self._nonfinite.row = before  # the step may be taken again, as when workers died of it
+            self._nonfinite = before  # the step may be taken again, as when workers died of it
             raise
         self.steps += bool(made.taken)
         return made.result()
@@ -145,15 +151,34 @@ class StepDriver:
             tally = computer.accumulate(computer.prepare(part, loss), loss, self.steps)
             norms = computer.update(*self._rates(made), self.steps) if tally.parts else None
         except NonFiniteError as error:
-            self._skip(error, made, tally, first=first)
+            made.skip(tally, first=first)
+            self._skipped(error)
             return
         made.add(tally, norms, first=first)
         if norms is not None:
-            self._nonfinite.row = 0
+            self._nonfinite = 0
 
-    def _skip(self, error: NonFiniteError, made: _Updates, tally: Tally, *, first: bool) -> None:
-        made.skip(tally, first=first)
-        self._nonfinite.skipped(error)
+    def _skipped(self, error: NonFiniteError) -> None:
+        """An update was left out. Raises `EngineError` where it is one too many in a row."""
+        self._nonfinite += 1
+        if self._nonfinite > self._most_nonfinite:
+            raise EngineError(
+                f"{error}, so this update was not taken. It is the {_ordinal(self._nonfinite)} in a row, "
+                f"more than engine.max_nonfinite_steps = {self._most_nonfinite}: resume the run with other settings ({CURES}), "
+                "or go on from an earlier checkpoint if the weights themselves are no longer finite"
+            ) from error
+        logger.warning(
+            "%s: the step is skipped, and weights and optimizer are as before (%d in a row; engine.max_nonfinite_steps = %d). "
+            "If it happens again: %s",
+            error,
+            self._nonfinite,
+            self._most_nonfinite,
+            CURES,
+        )
+
+
+def _ordinal(number: int) -> str:
+    return f"{number}{'th' if 10 < number % 100 < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
 
 
 class _Present:

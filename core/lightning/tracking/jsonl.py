@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 @hookimpl
 def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], None]) -> None:
     """`trackers=["jsonl"]`."""
-    register("jsonl", json_lines)
-
-
-def json_lines(_: Config) -> Tracker:
-    """The tracker as plugins register it."""
-    return JsonLines()
+    register("jsonl", lambda _: JsonLines())
 
 
 FILE = "metrics.jsonl"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 import secrets
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning.config import RunnerConfig
+from lightning.config.fields import toml_value
 from lightning.errors import ConfigError
 from lightning.runner.protocol import Site
 from lightning.text_files import read_text
@@ -34,13 +34,6 @@ _LABELS = {
     "app.kubernetes.io/component": "runner",
     "app.kubernetes.io/managed-by": "lightning",
 }
-
-
-def _toml(value: object) -> str:
-    """As the settings' variables are read: JSON is TOML but for tables."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml(name)} = {_toml(item)}" for name, item in value.items()) + "}"
-    return json.dumps(value)
 
 
 def label_of(site: Site) -> str:
@@ -224,7 +217,7 @@ class Manifests:
         ours: dict[str, Object] = {name: {"value": value} for name, value in self.config.k8s.env.items()}
         for name in sorted(runner.keys() - OURS):
             if runner[name] is not None:
-                ours[f"LIGHTNING_RUNNER__{name.upper()}"] = {"value": _toml(runner[name])}
+                ours[f"LIGHTNING_RUNNER__{name.upper()}"] = {"value": toml_value(runner[name])}
         reference = {"name": secret["metadata"]["name"], "key": TOKEN_KEY}
         ours["LIGHTNING_TOKEN"] = {"valueFrom": {"secretKeyRef": reference}}
         theirs = [one for one in container.get("env") or () if one.get("name") not in ours]

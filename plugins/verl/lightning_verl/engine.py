@@ -1,7 +1,8 @@
 """The verl engine: our rows and losses on verl's workers, however many GPUs they are.
 
-The invariant: the loss and its gradient are those of the rows alone. Rows are dealt out to ranks whole; where they cannot
-be dealt evenly some get a copy of a row without weights; and every rank's loss is a sum, so that their sum is the step's.
+The invariant: the loss and its gradient are those of the rows alone. Rows are dealt out to ranks whole, each to exactly one
+place; places have equally many rows, which is what collectives need, and a row that only fills a place up has no weight and
+no call, so it is in no sum; and every rank's loss is a sum, so that their sum is the step's.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -35,7 +36,6 @@ from lightning.types import Json
 from lightning_verl.device import choose
 from lightning_verl.megatron_settings import layout, refuse_beside
 from lightning_verl.sender import FirstWorker
-from lightning_verl.shard_rows import deal, share
 from lightning_verl.state import Taken, check_seen, read_state, write_state
 
 if TYPE_CHECKING:
@@ -218,17 +218,17 @@ class VerlEngine:
 
     def export(self, folder: Path) -> Path:
         """Write a model folder that `transformers` and vLLM load, LoRA merged; return it."""
-        opened = self._ready()
-        self._again(lambda: self._run("write_model", opened.model.resolve(), folder.resolve(), self._dtype()))
-        check_seen("the first worker's machine", [folder / "config.json"], folder)
-        return folder
+        return self._written(folder, folder / "config.json", model=True)
 
     def weights(self, file: Path) -> Path:
         """Write the current full weights as one safetensors file, LoRA merged; return it."""
-        opened = self._ready()
-        self._again(lambda: self._run("write_weights", opened.model.resolve(), file.resolve(), self._dtype()))
-        check_seen("the first worker's machine", [file], file)
-        return file
+        return self._written(file, file, model=False)
+
+    def _written(self, target: Path, seen: Path, *, model: bool) -> Path:
+        source = self._ready().model.resolve()
+        self._again(lambda: self._run("write", source, target.resolve(), self._dtype(), model=model))
+        check_seen("the first worker's machine", [seen], target)
+        return target
 
     def numerics(self) -> dict[str, Json]:
         """In what it computes (`trainer.context.Numeric`)."""
@@ -412,7 +412,8 @@ class VerlEngine:
         self, method: str, samples: Sequence[Sample], *arguments: Any, **named: Any
     ) -> list[tuple[list[int], Any]]:
         """For each place the numbers of its rows, and what it answers about them."""
-        hands = deal([len(sample) for sample in samples], self._places())
+        places = max(place for place, _ in self._ranks) + 1
+        hands = deal([len(sample) for sample in samples], places)
         count = max(len(hand) for hand in hands)
         shares = [share(samples, hand, count) for hand in hands]
         self._longest = max(len(sample) for sample in samples)
@@ -421,9 +422,6 @@ class VerlEngine:
         self._longest = 0
         spoken = {place: answer for (place, speaks), answer in zip(self._ranks, answers, strict=True) if speaks}
         return [(hand, spoken[place]) for place, hand in enumerate(hands)]
-
-    def _places(self) -> int:
-        return max(place for place, _ in self._ranks) + 1
 
     def _run(self, method: str, *arguments: Any, **named: Any) -> list[Any]:
         """The same call on every rank."""
@@ -446,3 +444,28 @@ def _vocab_size(model: Path) -> int:
         return int(AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().vocab_size)
     except (OSError, ValueError, AttributeError) as error:
         raise EngineError(f"cannot read the model's configuration in {model}: {error}") from error
+
+
+def deal(lengths: Sequence[int], places: int) -> list[list[int]]:
+    """For each place the numbers of its rows, longest first, so that places have about equally many tokens; the last ones
+    may have one row less."""
+    order = np.argsort(-np.asarray(lengths), kind="stable").tolist()
+    hands: list[list[int]] = [[] for _ in range(places)]
+    for turn, start in enumerate(range(0, len(order), places)):
+        row = order[start : start + places]
+        # To and fro: who got the longest of one round gets the shortest of the next.
+        for place, index in zip(range(places) if turn % 2 == 0 else reversed(range(places)), row, strict=False):
+            hands[place].append(index)
+    return hands
+
+
+def filler(sample: Sample) -> Sample:
+    """A copy of a row that is computed and counts for nothing."""
+    zeros = np.zeros(len(sample), np.float32)
+    return replace(sample, weights=zeros, spans=())
+
+
+def share(samples: Sequence[Sample], hand: Sequence[int], count: int) -> list[Sample]:
+    """The rows of a place, filled up to a number with the shortest row of all."""
+    shortest = min(samples, key=len)
+    return [*(samples[index] for index in hand), *[filler(shortest)] * (count - len(hand))]

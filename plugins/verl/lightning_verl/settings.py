@@ -86,27 +86,16 @@ def worker_config(config: Config, model: Path, optimizer: OptimizerConfig, *, se
     of_model = _model(config, model, device)
     if theirs.strategy == "megatron":
         refuse_model(config, of_model.hf_config)
-        return api.TrainingWorkerConfig(
-            model_type="language_model",
-            model_config=of_model,
-            engine_config=_megatron(config, seed, device),
-            optimizer_config=_made(
-                api.McoreOptimizerConfig, "optimizer", megatron_optimizer(optimizer), theirs.optimizer, OWN_OPTIMIZER
-            ),
-            checkpoint_config=api.CheckpointConfig(),
-        )
-    sharding = _made(api.FSDPEngineConfig, "sharding", _sharding(config, seed, device), theirs.sharding)
-    attention = of_model.hf_config._attn_implementation  # noqa: SLF001 — where transformers keeps it
-    if sharding.ulysses_sequence_parallel_size > 1 and attention != "flash_attention_2":
-        raise ConfigError(
-            "engine.verl.sharding.ulysses_sequence_parallel_size needs flash_attention_2, and the model computes with "
-            f"{attention}: install flash-attn and train in bfloat16 on GPUs, or leave it out"
-        )
+        of_engine, ours = _megatron(config, seed, device), megatron_optimizer(optimizer)
+        of_optimizer = _made(api.McoreOptimizerConfig, "optimizer", ours, theirs.optimizer, OWN_OPTIMIZER)
+    else:
+        of_engine = _fsdp2(config, of_model, seed, device)
+        of_optimizer = _made(api.FSDPOptimizerConfig, "optimizer", _optimizer(optimizer), theirs.optimizer)
     return api.TrainingWorkerConfig(
         model_type="language_model",
         model_config=of_model,
-        engine_config=sharding,
-        optimizer_config=_made(api.FSDPOptimizerConfig, "optimizer", _optimizer(optimizer), theirs.optimizer),
+        engine_config=of_engine,
+        optimizer_config=of_optimizer,
         checkpoint_config=api.CheckpointConfig(),
     )
 
@@ -167,8 +156,8 @@ def _model(config: Config, model: Path, device: str) -> Any:
     return _made(api.HFModelConfig, "model", values, theirs)
 
 
-def _sharding(config: Config, seed: int, device: str) -> dict[str, object]:
-    return {
+def _fsdp2(config: Config, of_model: Any, seed: int, device: str) -> Any:
+    values = {
         "strategy": "fsdp2",
         "use_dynamic_bsz": True,
         "max_token_len_per_gpu": config.engine.tokens_per_microbatch,
@@ -177,6 +166,14 @@ def _sharding(config: Config, seed: int, device: str) -> dict[str, object]:
         "mixed_precision": {"param_dtype": _DTYPES[compute_dtype(config, device)], "reduce_dtype": "fp32"},
         "use_torch_compile": device == "cuda",
     }
+    made = _made(api.FSDPEngineConfig, "sharding", values, config.engine.verl.sharding)
+    attention = of_model.hf_config._attn_implementation  # noqa: SLF001 — where transformers keeps it
+    if made.ulysses_sequence_parallel_size > 1 and attention != "flash_attention_2":
+        raise ConfigError(
+            "engine.verl.sharding.ulysses_sequence_parallel_size needs flash_attention_2, and the model computes with "
+            f"{attention}: install flash-attn and train in bfloat16 on GPUs, or leave it out"
+        )
+    return made
 
 
 def _megatron(config: Config, seed: int, device: str) -> Any:

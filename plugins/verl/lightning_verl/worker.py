@@ -115,13 +115,14 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         """Logprobs (T,) of this rank's rows, by the model or by the reference, which is the teacher or the model that training
         began with; index 0 is NaN."""
         data = self._data(samples, budget, calculate_entropy=False, values="none")
+        engine = self.engine
+        weights: AbstractContextManager[None] = nullcontext()
         if reference and self._teacher is not None:
-            with self._teacher.eval_mode(), torch.no_grad():
-                found = _infer(self._teacher, data, "log_probs")
-            return [] if found is None else _rows(found)
-        first = self._first_weights() if reference else None
-        with self.engine.eval_mode(), torch.no_grad(), self._other_weights(first):
-            found = _infer(self.engine, data, "log_probs")
+            engine = self._teacher
+        elif reference:
+            weights = self._first_weights().in_place(self._part.trained)
+        with engine.eval_mode(), torch.no_grad(), weights:
+            found = _infer(engine, data, "log_probs")
         return [] if found is None else _rows(found)
 
     def values(self, samples: Sequence[Sample], budget: int) -> list[FloatArray]:
@@ -133,17 +134,11 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         columns = [[span.start - 1 for span in sample.spans] for sample in samples]
         return [own[at].cpu().numpy() for own, at in zip(found.unbind(), columns, strict=True)]
 
-    def write_weights(self, source: Path, file: Path, dtype: str) -> None:
-        """Write the full weights; every rank takes part, the first one writes."""
+    def write(self, source: Path, target: Path, dtype: str, *, model: bool) -> None:
+        """Write the full weights as a file, or as a `model` folder; every rank takes part, the first one writes."""
         weights = self._part.whole_weights(getattr(torch, dtype), wanted=self.rank == 0)
         if self.rank == 0:
-            write_file(source, weights, getattr(torch, dtype), file)
-
-    def write_model(self, source: Path, folder: Path, dtype: str) -> None:
-        """Write a model folder; every rank takes part, the first one writes."""
-        weights = self._part.whole_weights(getattr(torch, dtype), wanted=self.rank == 0)
-        if self.rank == 0:
-            write_folder(source, weights, getattr(torch, dtype), folder)
+            (write_folder if model else write_file)(source, weights, getattr(torch, dtype), target)
 
     def sending(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, str]:
         """A call of the first rank's sender: what it answers, and what went wrong, whatever it is: a transfer that failed
@@ -178,9 +173,6 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         if self._reference is None:
             self._reference = self._part.first_weights(moved=self._moved)
         return self._reference
-
-    def _other_weights(self, other: ReferenceWeights | None) -> AbstractContextManager[None]:
-        return nullcontext() if other is None else other.in_place(self._part.trained)
 
     def _data(self, samples: Sequence[Sample], budget: int, *, calculate_entropy: bool, values: Wanted) -> Any:
         """Rows in verl's form: packed ids, with a number for each row by which its tokens are found."""

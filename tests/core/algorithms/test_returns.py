@@ -7,10 +7,10 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.algorithms.intake import Overlong, trained_tokens
+from lightning.algorithms.intake import Overlong
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.presets import PRESETS, LowLevel
-from lightning.batch.trajectory import Group
+from lightning.batch.trajectory import Group, trained_tokens
 from lightning.credit import (
     Decayed,
     Discounted,
@@ -56,7 +56,7 @@ def test_all_calls_of_a_rollout_count_together_and_the_record_keeps_its_reward()
 
 def test_calls_that_are_not_trained_are_nobodys_length() -> None:
     member = make_trajectory([((1,), (2, 3)), ((1,), (4, 5, 6))], trainable=(True, False))
-    assert trained_tokens(member) == 2
+    assert trained_tokens(zip(member.transitions, member.trainable, strict=True)) == 2
 
 
 @pytest.mark.parametrize("low_level", ["grpo", "rloo", "reinforce++", "gspo"])
