@@ -12,10 +12,9 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import orjson
 from starlette.applications import Starlette
@@ -26,6 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning.addresses import Allowed
+from lightning.config import GatewayConfig
 from lightning.errors import GatewayError
 from lightning.gateway.call import Recorder
 from lightning.gateway.calls import CallEndpoint, Parts
@@ -37,16 +37,9 @@ from lightning.gateway.policy import Policies, Policy
 from lightning.gateway.stages import CONTRACT, Line, recording_refusals
 from lightning.gateway.upstream import UNANSWERED, Forwarder, Upstream
 from lightning.plugins import plugins
+from lightning.policy_server.protocol import Update
+from lightning.store.protocol import Store
 from lightning.types import LLM, Lease
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from starlette.types import ASGIApp
-
-    from lightning.config import GatewayConfig
-    from lightning.policy_server.protocol import Update
-    from lightning.store.protocol import Store
 
 log = logging.getLogger(__name__)
 
