@@ -52,7 +52,6 @@ PREFIXES = tuple(f"{root}{version}" for root in ("", "/r/{token}") for version i
 OWN_PATHS = frozenset({"v1", "r", "openai", "health"})
 """What paths of the gateway begin with."""
 MODELS = "/models"
-GET = "GET"
 OTHERS = (
     " Other calls of a provider's API go to the provider from the agent's process, if its runner was started with a key for it "
     "(OPENAI_API_KEY, ANTHROPIC_API_KEY) and the client is based on httpx, or from the gateway, if gateway.providers has one "
@@ -281,8 +280,8 @@ def build_front(parts: Parts) -> Front:
     gets: dict[str, ASGIApp] = {}
     for name in plugins().names("routes"):
         method, _, route = name.rpartition(" ")
-        if method not in ("", GET):
-            raise GatewayError(f"a plugin registers the route {name!r}: name it as its path, or {GET!r} and its path")
+        if method not in ("", "GET"):
+            raise GatewayError(f"a plugin registers the route {name!r}: name it as its path, or 'GET' and its path")
         if (path := f"/{route}") in (*endpoints, *gets, MODELS):
             raise GatewayError(f"a plugin registers the route {name!r}, which the gateway answers already")
         (gets if method else endpoints)[path] = plugins().route(name)(parts)
@@ -291,7 +290,7 @@ def build_front(parts: Parts) -> Front:
     for prefix in PREFIXES:
         routes += [Route(f"{prefix}{path}", endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
         routes.append(Route(f"{prefix}{MODELS}", info.models, methods=["GET"]))
-        routes += [Route(f"{prefix}{path}", endpoint, methods=[GET]) for path, endpoint in gets.items()]
+        routes += [Route(f"{prefix}{path}", endpoint, methods=["GET"]) for path, endpoint in gets.items()]
     others = Others(parts, directory)
     routes += [Route(f"{prefix}/{{route:path}}", others) for prefix in PREFIXES]
     app = Starlette(routes=routes, exception_handlers={HTTPException: directory.http_error, RefusalError: _refusal})

@@ -25,7 +25,7 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self, TypeAlias
 
 from lightning.bounded import Once
-from lightning.errors import ConfigError, PluginError
+from lightning.errors import ConfigError, PluginError, StoreError
 from lightning.plugins import plugins
 from lightning.plugins.stages import Contract, NamedStage, Stage, StageError, StageLine
 from lightning.types import Json
@@ -234,7 +234,7 @@ class StepLine(StageLine[StepStage]):
         """See `StepStage.alarmed`. Raises nothing."""
         for each in self.at("alarmed"):
             with _heard(each, "alarmed"):
-                each.stage.alarmed(alarm)
+                each.stage.alarmed(dict(alarm))
 
     def rehearsal(self) -> Rehearse:
         """See `StepStage.rehearsed`. Raises `ConfigError` where no stage stands there."""
@@ -250,16 +250,18 @@ class StepLine(StageLine[StepStage]):
 
 
 def _number(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise TypeError(f"the metric {name!r} is {value!r} and no number: leave out what was not measured")
     return float(value)
 
 
 @contextmanager
 def _failing(each: NamedStage[StepStage], point: str, what: str) -> Iterator[None]:
-    """What a stage raises in the block is its failure, and ends the run."""
+    """What a stage raises in the block is its failure, and ends the run; a store that fails it is the store's."""
     try:
         yield
+    except StoreError:
+        raise
     except Exception as error:
         raise StageError(
             f"the stage {each.said} failed on {what} ({point}: {type(error).__name__}: {error}). Mend the plugin and resume "

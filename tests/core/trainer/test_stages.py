@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from lightning.config import Config
-from lightning.errors import ConfigError, PluginError
+from lightning.errors import ConfigError, PluginError, StoreError
 from lightning.plugins.stages import NamedStage, StageError
 from lightning.trainer.context import ADDED, STAGES
 from lightning.trainer.stages import Added, Alarm, StepLine, StepStage, StepTaken
@@ -122,6 +122,7 @@ async def test_a_step_on_which_a_stage_fails_is_not_committed_and_a_resume_takes
     ("added", "why"),
     [
         (Added({"share": float("nan")}), "the metric 'share' is nan and no number"),
+        (Added({"share": float("inf")}), "the metric 'share' is inf and no number"),
         (Added({"share": "much"}), "the metric 'share' is 'much' and no number"),  # type: ignore[dict-item]
         (Added(context={"at": {1, 2}}), "Object of type set is not JSON serializable"),  # type: ignore[dict-item]
         ({"share": 1.0}, "has no attribute 'metrics'"),
@@ -133,6 +134,13 @@ async def test_what_no_record_takes_is_the_stages_failure(added: Any, why: str) 
     line = standing(Watch(), fails)(Config())
     with pytest.raises(StageError, match=rf"^the stage 'fails' of the plugin 'theirs' failed on step 1, .*{why}"):
         await line.taken(StepTaken(0, [], [1, 2], None, {"rollouts": 0.0}))  # type: ignore[arg-type, list-item]
+
+
+async def test_a_store_that_fails_a_stage_is_not_the_stages_failure() -> None:
+    fails = Fails()
+    fails.raised = StoreError("the store is away")
+    with pytest.raises(StoreError, match=r"^the store is away$"):
+        await standing(Watch(), fails)(Config()).taken(StepTaken(1, [], [1, 2], None, {}))  # type: ignore[arg-type, list-item]
 
 
 class Rehearses(StepStage):
