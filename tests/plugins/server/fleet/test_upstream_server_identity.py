@@ -194,8 +194,7 @@ async def test_an_outage_is_said_once_and_its_end_too(site, caplog):
 async def slow(monkeypatch: pytest.MonkeyPatch, *hanging: str) -> AsyncIterator[tuple[Pool, aiohttp.ClientSession]]:
     """A pool with one attached server, some routes of which never answer; whoever asks waits a tenth of a second."""
     patience = aiohttp.ClientTimeout(total=0.1)
-    monkeypatch.setattr("lightning.gateway.upstream.TIMEOUT", patience)
-    monkeypatch.setattr("lightning.gateway.upstream.TIMEOUT", patience)
+    monkeypatch.setattr("lightning.gateway.upstream.CHECK_TIMEOUT", patience)
 
     async def answer(request: web.Request) -> web.Response:
         if request.path in hanging:
