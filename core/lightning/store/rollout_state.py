@@ -220,8 +220,12 @@ def settled(transitions: Sequence[Transition]) -> tuple[Transition, ...]:
         call = found[at]
         if call.status is CallStatus.ABORTED:
             aborted[call.key] = call
-        elif call.status.answered and replace(call, status=CallStatus.ABORTED) == aborted.get(call.key):
-            found[at] = aborted[call.key]
+        elif (
+            call.status.answered
+            and (later := aborted.get(call.key)) is not None
+            and replace(call, status=CallStatus.ABORTED) == later
+        ):
+            found[at] = later
     return tuple(found)
 
 
