@@ -112,12 +112,16 @@ def place(kind: str, root: Path) -> Iterator[str]:
         yield ""
 
 
-def measured(tree: Path, url: str) -> dict[str, float]:
-    """What a fresh process of a checkout measures."""
+def measured(tree: Path, url: str, compiled: Path) -> dict[str, float]:
+    """What a fresh process of a checkout measures. Its modules are compiled once, in a folder, as an installation has them."""
     own = tree / ".venv/bin/python"
     packages = [tree / "core", *sorted((tree / "plugins").iterdir()), *sorted((tree / "adapters").iterdir())]
     command = [str(own if own.exists() else sys.executable), __file__, "--here", url]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, packages))}
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
+        "PYTHONPATH": os.pathsep.join(map(str, packages)),
+        "PYTHONPYCACHEPREFIX": str(compiled),
+    }
     ran = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
     return json.loads(ran.stdout)
 
@@ -130,7 +134,7 @@ def main(trees: list[Path], kinds: list[str], rounds: int) -> dict[str, dict[str
             with place(kind, Path(folder)) as url:
                 for number in range(rounds):
                     for tree in trees if number % 2 == 0 else reversed(trees):
-                        for name, value in measured(tree, url).items():
+                        for name, value in measured(tree, url, Path(folder)).items():
                             found.setdefault(f"{kind}: {name}", defaultdict(list))[tree].append(value)
     medians = {name: [statistics.median(values[tree]) for tree in trees] for name, values in found.items()}
     table = {}
