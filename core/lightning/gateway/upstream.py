@@ -75,7 +75,7 @@ LARGE_BODY = 1 << 20
 """From this size on aiohttp wants bodies as a stream."""
 MAX_TRIES = 8
 MODELS_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
-"""The model name agents use; `policy:NAME` also names the agent that calls."""
+"""For the model list and the tokenizer, which answer at once."""
 UNANSWERED = (aiohttp.ClientError, TimeoutError, OSError, UpstreamError)
 """What asking a policy server raises when it does not answer as itself."""
 

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from lightning.gateway.call import Answer, Call, Request
     from lightning.gateway.calls import Parts
 
+log = logging.getLogger(__name__)
+
 CONVERSATION_HEADER = b"x-lightning-conversation"
 """Names the conversation that a call belongs to: any text of its client's choice."""
 LONGEST_NAME = 512
@@ -52,7 +54,6 @@ LONGEST_TASK = 65_536
 SAID = ("messages", "system", "instructions", "input", "prompt")
 """Where the APIs have what the client says."""
 _OF_ANSWER = re.compile(r"s([0-9a-f]{32})r[0-9a-f]+\Z")
-log = logging.getLogger(__name__)
 MOST_BYTES = 64 << 20
 NODE_BYTES = 200
 """What a message takes besides its text."""

@@ -143,6 +143,16 @@ async def test_a_store_that_fails_a_stage_is_not_the_stages_failure() -> None:
         await standing(Watch(), fails)(Config()).taken(StepTaken(1, [], [1, 2], None, {}))  # type: ignore[arg-type, list-item]
 
 
+def test_each_stage_hears_an_alarm_of_its_own() -> None:
+    class Forgets(Watch):
+        def alarmed(self, alarm: Mapping[str, Json]) -> None:
+            alarm.clear()  # type: ignore[attr-defined]
+
+    watch = Watch()
+    standing(Forgets(), watch)(Config()).alarmed({"cause": "slow"})
+    assert watch.asked == [{"cause": "slow"}]
+
+
 class Rehearses(StepStage):
     api = 1
 
