@@ -240,7 +240,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> type[Server]:
-    monkeypatch.setattr("lightning.policy_server.OwnedVLLM", Server)
+    monkeypatch.setattr("lightning.policy_server.vllm_server.OwnedVLLM", Server)
     monkeypatch.setattr("lightning.testing.tiny_models.make_tiny_model", lambda folder, **_: folder)
     monkeypatch.setattr(sleep_and_wake, "used", lambda: Server.taken)
     return Server
