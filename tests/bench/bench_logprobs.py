@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 import orjson
 from fastapi.responses import JSONResponse
-from lightning.gateway.dialects.base import Capture
-from lightning.gateway.dialects.completions import Chat
+from lightning.gateway.dialects import Capture, Chat
 from lightning.gateway.http import write_object
 from lightning.policy_server import packed_logprobs as packed
 from lightning.testing.tiny_models import make_tiny_model

@@ -30,8 +30,7 @@ from starlette.types import Scope, Send
 
 from lightning.bounded import Bounded
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
-from lightning.gateway.dialects import Capture, Choice, Dialect, Plan, Translator
-from lightning.gateway.dialects.base import error_text
+from lightning.gateway.dialects import Capture, Choice, Dialect, Plan, Translator, error_text
 from lightning.gateway.http import (
     JSON_TYPE,
     LONGEST_EVENT,

@@ -36,13 +36,17 @@ from lightning.gateway.call import (
     refuse_unsound,
     refuse_unstored,
 )
-from lightning.gateway.dialects import Capture, Dialect, Plan, Translator, offered_tools
-from lightning.gateway.dialects.base import (
+from lightning.gateway.dialects import (
+    Capture,
+    Dialect,
+    Plan,
     Tokenize,
+    Translator,
     apply_sampling,
     call_seed,
     has_media,
     is_constrained,
+    offered_tools,
     temperature_of,
     why_no_ids,
     without_limit,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -176,15 +175,6 @@ def is_canonical(token: str) -> bool:
     return base64url_encode(base64url_decode(signature)).decode() == signature
 
 
-def seconds_left(token: str) -> float:
-    """How long a token will still be good by this machine's clock, its signature unread; infinite for what does not say so."""
-    try:
-        said = jwt.decode(token, options={"verify_signature": False})
-        return float(said["exp"]) - time.time()
-    except (jwt.InvalidTokenError, KeyError, ValueError, TypeError):
-        return math.inf
-
-
 log = logging.getLogger(__name__)
 
 ROLLOUT_HEADER, CALLER_HEADER = recorded.ROLLOUT_HEADER.encode(), recorded.CALLER_HEADER.encode()
@@ -243,12 +233,16 @@ class Identity:
         The token is remembered and not the attempt: one that the store has lost (a failover) begins again with a new token.
         """
         self._stale.keep(_key(claims), str(why))
-        return refuse_stale(why)
+        message = (
+            f"This attempt of the rollout is over, its calls are no longer taken: {why}. Stop the agent; if a client is kept "
+            "between rollouts, give it the new llm.api_key."
+        )
+        return RefusalError(409, "stale_attempt", message, [NO_RETRY])
 
     def check_over(self, claims: Claims) -> None:
         """Raise `RefusalError` (409) for a token that `over` was told of."""
-        if (key := _key(claims)) in self._stale:
-            raise refuse_stale(self._stale.used(key))
+        if (why := self._stale.get(_key(claims))) is not None:
+            raise self.over(claims, why)
 
     def watch(self, watcher: KeyWatcher) -> None:
         """Tell it of every key from now on. One that raises is logged, and the key is as good as before."""
@@ -273,15 +267,6 @@ class Identity:
             if self._said.first():
                 log.warning("ignoring a bad %s header (said once): %s", CALLER_HEADER.decode(), error)
             return None
-
-
-def refuse_stale(why: object) -> RefusalError:
-    """The refusal (409) of a call of an attempt that is over."""
-    message = (
-        f"This attempt of the rollout is over, its calls are no longer taken: {why}. Stop the agent; if a client is kept "
-        "between rollouts, give it the new llm.api_key."
-    )
-    return RefusalError(409, "stale_attempt", message, [NO_RETRY])
 
 
 def _key(claims: Claims) -> tuple[str, int, float]:

@@ -29,8 +29,7 @@ from lightning.addresses import Allowed
 from lightning.asyncio_utils import end
 from lightning.bounded import Once
 from lightning.errors import StoreError
-from lightning.gateway.dialects import Capture
-from lightning.gateway.dialects.base import Tokenize, prompt_of
+from lightning.gateway.dialects import Capture, Tokenize, prompt_of
 from lightning.gateway.http import Body, RefusalError, UpstreamError
 from lightning.gateway.identity import ALIAS, MODEL, NO_RETRY
 from lightning.gateway.upstream import GRACE, Pool, Slot, Upstream
@@ -418,14 +417,9 @@ class Fleet(Protocol):
         `StoreError`."""
 
 
-def fleet_of(wanted: str) -> Fleet:
-    """What is registered. Raises `PluginError`, which says what `wanted` it, where there is none or several."""
-    return plugins().fleet(wanted)()
-
-
 def owner_of(store: Store, run: str, seed: int | None) -> PolicyOwner:
     """What owns the policy of a run, by the plugin that knows of other gateways, if there is one."""
-    return fleet_of("a trainer").owner(store, run, seed) if plugins().names("fleets") else PolicyOwner()
+    return plugins().fleet("a trainer")().owner(store, run, seed) if plugins().names("fleets") else PolicyOwner()
 
 
 class Policies:
@@ -438,7 +432,7 @@ class Policies:
         self.others: OtherPolicies | None = None
         """Those of runs whose trainers are elsewhere, where a plugin knows of them."""
         if plugins().names("fleets"):
-            self.others = fleet_of("a gateway").others(store, hold_timeout, allowed)
+            self.others = plugins().fleet("a gateway")().others(store, hold_timeout, allowed)
 
     @property
     def known(self) -> list[Policy]:

@@ -167,7 +167,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "a replay of recorded rollouts": (
             "lightning.batch.branches",
-            "lightning.gateway.dialects.base",
+            "lightning.gateway.dialects",
             "lightning.instrument.recorded_tools",
             "lightning.runner.inline",
             "lightning.runner.seeding",

@@ -22,7 +22,7 @@ from lightning.errors import PolicyServerError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.connections import bind
 from lightning.gateway.identity import gateway_secret
-from lightning.gateway.policy import UNKNOWN, fleet_of, owner_of
+from lightning.gateway.policy import UNKNOWN, owner_of
 from lightning.gateway.stages import Line
 from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import Demand
@@ -284,7 +284,7 @@ async def open_gateway(
 async def join_gateway(resources: AsyncExitStack, store: Store, config: Config) -> Gateway:
     """A gateway without a policy server of its own, started: keys of a run are answered by those that its trainer serves.
     `resources` closes it. Raises `PluginError` where no plugin finds them."""
-    fleet_of("a gateway before the policies that trainers serve")
+    plugins().fleet("a gateway before the policies that trainers serve")
     gateway = Gateway(store, (), config.gateway, secret=await gateway_secret(store))
     resources.push_async_callback(gateway.close)
     await gateway.start()
@@ -299,7 +299,7 @@ async def why_not_served(store: Store, run: str, version: int, config: Config) -
     wanted = f"the policy of run {run}, which its trainer serves,"
     if not plugins().names("fleets"):
         return plugins().missing("fleets", wanted)
-    served = await fleet_of(wanted).served_version(store, run)
+    served = await plugins().fleet(wanted)().served_version(store, run)
     if served is None:
         return f"nobody serves the policy of run {run} now"
     return "" if served == version else f"the policy of run {run} has version {served} now, not version {version}"

@@ -16,7 +16,7 @@ from lightning.cli.runs import answers
 from lightning.config import Config, with_settings
 from lightning.config.fields import did_you_mean, find
 from lightning.errors import ConfigError, DataError, LightningError
-from lightning.gateway.dialects.base import ALIASES, NEUTRAL, TOKEN_LIMITS
+from lightning.gateway.dialects import ALIASES, NEUTRAL, TOKEN_LIMITS
 from lightning.store.places import run_id_of, store_in
 from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import orjson
-from lightning.gateway.dialects.base import Tokenize, effort_in_template
+from lightning.gateway.dialects import Tokenize, effort_in_template
 from lightning.gateway.http import Body, RefusalError, UpstreamError
 from lightning.gateway.policy import NO_ANSWER, Policy
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import orjson
-from lightning.gateway.dialects.base import prompt_of
+from lightning.gateway.dialects import prompt_of
 from lightning.gateway.http import (
     JSON_TYPE,
     Body,

@@ -16,8 +16,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 import orjson
-from lightning.gateway.dialects import refuse_parameter
-from lightning.gateway.dialects.base import Tokenize
+from lightning.gateway.dialects import Tokenize, refuse_parameter
 from lightning.gateway.http import Body, RefusalError
 from lightning.gateway.policy import Policy
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import ConfigError, UnavailableError
-from lightning.gateway.dialects.base import is_constrained
+from lightning.gateway.dialects import is_constrained
 from lightning.gateway.http import RefusalError, read_object, write_object
 from lightning.gateway.identity import TokenSigner, is_canonical, parse_caller
 from lightning.types import EXPIRED, Caller, CallStatus, Outcome

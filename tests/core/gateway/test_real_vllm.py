@@ -10,8 +10,7 @@ import openai
 import pytest
 from lightning.config.sections import GatewayConfig
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.dialects.base import Capture
-from lightning.gateway.dialects.completions import Chat, Completions
+from lightning.gateway.dialects import Capture, Chat, Completions
 from lightning.gateway.http import EventCutter, data_of
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
 from lightning.policy_server.vllm_server import OwnedVLLM

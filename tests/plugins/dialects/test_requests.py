@@ -7,8 +7,7 @@ import json
 import time
 
 import pytest
-from lightning.gateway.dialects.base import prompt_of
-from lightning.gateway.dialects.completions import IGNORED, Chat
+from lightning.gateway.dialects import IGNORED, Chat, prompt_of
 from lightning.gateway.http import RefusalError
 from lightning.gateway.policy import ShownTools
 from lightning.testing.fake_vllm import Reply, ToolCall

@@ -25,11 +25,11 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import jwt
 from lightning import asyncio_utils
 from lightning.asyncio_utils import until_told
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, DataError, LightningError, StaleAttemptError, UnavailableError
-from lightning.gateway.identity import seconds_left
 from lightning.plugins import plugins
 from lightning.runner.lease_loop import deliver
 from lightning.runner.outcomes import encode_outcome, failed, without_arguments
@@ -384,6 +384,15 @@ class ServerDelivery:
             return outcome
         message = f"the server at {url} went away while the agent ran, then the agent failed: {outcome.error}"
         return replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
+
+
+def seconds_left(token: str) -> float:
+    """How long a token will still be good by this machine's clock, its signature unread; infinite for what does not say so."""
+    try:
+        said = jwt.decode(token, options={"verify_signature": False})
+        return float(said["exp"]) - time.time()
+    except (jwt.InvalidTokenError, KeyError, ValueError, TypeError):
+        return math.inf
 
 
 def _less_and_less(outcome: Outcome) -> list[Outcome]:

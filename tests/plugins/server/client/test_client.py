@@ -13,7 +13,6 @@ import pytest
 from lightning.config import with_settings
 from lightning.errors import ConfigError, DataError, StoreError, UnavailableError
 from lightning.gateway import Upstream
-from lightning.gateway.identity import seconds_left
 from lightning.instrument import emit
 from lightning.runner.attempt_completion import NEVER_CALLED, OUTLIVED
 from lightning.trainer.epochs import mark_over
@@ -23,6 +22,7 @@ from lightning_resources import Resource, put_resource
 from lightning_server.auth import issue_token
 from lightning_server.client import AttemptCounts, Client
 from lightning_server.client import run_discovery as finding
+from lightning_server.client.client import seconds_left
 from lightning_server.fleet.owner import Owner
 from lightning_server.http_store.transport import TokenRefusedError, TooLongError
 from lightning_server.tokens import list_tokens, put_token, revoke_token
