@@ -74,7 +74,7 @@ class SqliteTransaction:
     A write begins with the one lock that SQLite has, so whatever it finds stays as it is.
     """
 
-    def __init__(self, connection: sqlite3.Connection, parents: ParentCache | None = None) -> None:
+    def __init__(self, connection: sqlite3.Connection, parents: ParentCache[int] | None = None) -> None:
         self._connection = connection
         self._now: float | None = None
         self._parents = parents
@@ -99,7 +99,7 @@ class SqliteTransaction:
         return self._now
 
     @property
-    def parents(self) -> ParentCache:
+    def parents(self) -> ParentCache[int]:
         """See `Transaction.parents`."""
         assert self._parents is not None, "a reading transaction does not append"
         return self._parents
@@ -448,7 +448,7 @@ class Writer:
         self._stop = False
         self._broken = False
         self.identity: Identity = None
-        self._parents = ParentCache()
+        self._parents = ParentCache[int]()
         self._connection: sqlite3.Connection
         self.ready: Future[None] = Future()
         self.ready.set_running_or_notify_cancel()  # one caller that gives up must not cancel the others' wait

@@ -7,22 +7,20 @@ awaited is committed, and every later read sees it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
 from lightning.errors import ConfigError
-from lightning.store.protocol import RunWatch
 from lightning.store.relational.store import RelationalStore
 from lightning.store.relational.transaction import Again, Operation, Transaction
 from lightning.store.sqlite.connection import MEMORY, Settings, SqliteTransaction, Writer, connect, drive, translate
-from lightning.store.threads import Bell, check_process, closed_error
+from lightning.store.threads import Bell, LookingWatch, check_process, closed_error
 from lightning.store.url import StoreURL, parse
 
 SELECT_REVISION: Final = "SELECT n FROM revisions WHERE run = ?"
@@ -34,38 +32,6 @@ async def revision(transaction: Transaction, run: str) -> int:
     """How often the run has changed."""
     row = await transaction.one(SELECT_REVISION, (run,))
     return int(row[0]) if row else 0
-
-
-class RevisionWatch:
-    """A `RunWatch` that compares how often a run has changed with what it knew."""
-
-    def __init__(self, revision: Callable[[], Awaitable[int]], event: asyncio.Event, known: int) -> None:
-        self._revision, self._event, self._known = revision, event, known
-
-    async def wait(self, timeout: float) -> bool:
-        """See `RunWatch.wait`."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        while True:
-            self._event.clear()
-            revision = await self._revision()
-            if revision != self._known:
-                self._known = revision
-                return True
-            left = deadline - loop.time()
-            if left <= 0:
-                return False
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(POLL, left)):
-                    await self._event.wait()
-
-
-@asynccontextmanager
-async def watching(bell: Bell, run: str, revision: Callable[[], Awaitable[int]]) -> AsyncIterator[RevisionWatch]:
-    """A watch from now on."""
-    event = asyncio.Event()
-    with bell.listening(run, event):
-        yield RevisionWatch(revision, event, await revision())
 
 
 T = TypeVar("T")
@@ -206,9 +172,16 @@ class SqliteStore(RelationalStore):
         check_process(self._settings.path, self._process)
         return writer
 
-    def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
-        """See `Store.watch`."""
-        return watching(self._bell, run, lambda: self._read(lambda tx: revision(tx, run)))
+    @asynccontextmanager
+    async def watch(self, run: str) -> AsyncIterator[LookingWatch[int]]:
+        """See `Store.watch`. Compares how often the run has changed."""
+
+        def look() -> Awaitable[int]:
+            return self._read(lambda tx: revision(tx, run))
+
+        event = asyncio.Event()
+        with self._bell.listening(run, event):
+            yield LookingWatch(look, event, await look(), POLL)
 
 
 _inherited: list[tuple[Writer, _Readers | None]] = []
