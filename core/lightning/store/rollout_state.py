@@ -19,13 +19,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
-from lightning.store import codec, extras
+from lightning.store import codec
 from lightning.store.rows import (
     CALLS,
     dump,
+    extras_digest,
     finite,
     labels_to_text,
     nouns_to_text,
+    pack_extras,
     plain_text,
     step_rewards_to_text,
 )
@@ -194,8 +196,8 @@ def ending(rollout: str, outcome: Outcome) -> Ending:
         labels_to_text(outcome.labels),
         nouns_to_text(outcome.step_states, "a state"),
     )
-    packed = extras.pack(outcome.extras, f"the extras of the outcome of rollout {rollout!r}")
-    text = json.dumps([*values, extras.digest(packed)])
+    packed = pack_extras(outcome.extras, f"the extras of the outcome of rollout {rollout!r}")
+    text = json.dumps([*values, extras_digest(packed)])
     return Ending(*values, packed, digest=hashlib.sha256(text.encode()).hexdigest())
 
 

@@ -60,10 +60,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.cli.train",
             "lightning.store.pages",
         ),
-        "a client": (
-            "lightning.runner.lease_loop",
-            "lightning.store.extras",
-        ),
+        "a client": ("lightning.runner.lease_loop",),
         "a store": (
             "lightning.store.codec",
             "lightning.store.operation",
@@ -81,6 +78,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.store.schema",
             "lightning.store.relational.store",
             "lightning.store.sqlite.connection",
+            "lightning.store.sqlite.store",
         ),
         "a stage of attempts": (
             "lightning.instrument.context",
