@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from lightning_resources import LATEST, Resource, ResourceUse
+from lightning_resources.nouns import LATEST, Resource, ResourceUse
 
 from lightning_console.blocks import (
     Action,

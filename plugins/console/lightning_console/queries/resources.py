@@ -12,16 +12,8 @@ from typing import Final
 from lightning.errors import DataError, LightningError
 from lightning.store.protocol import Store
 from lightning.trainer.run_server import of_project
-from lightning_resources import (
-    LATEST,
-    Alias,
-    Resource,
-    ResourceUse,
-    alias_history,
-    list_aliases,
-    list_resources,
-    resource_uses,
-)
+from lightning_resources.nouns import LATEST, Alias, Resource, ResourceUse
+from lightning_resources.operations import alias_history, list_aliases, list_resources, resource_uses
 
 from lightning_console.places import Places, mark_of
 
