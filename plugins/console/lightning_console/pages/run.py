@@ -24,6 +24,7 @@ from lightning_console.pages.words import (
     located,
     name_of,
     number,
+    rollout_link,
     seconds,
     share,
     to,
@@ -357,10 +358,7 @@ def _alarm(found: Located, alarm: Alarm) -> Notice:
 def _evidence(found: Located, steps: tuple[int, ...], rollouts: tuple[str, ...]) -> list[Link]:
     return [
         *(Link(f"step {step}", to("step", found.key, step)) for step in steps[:LINKS]),
-        *(
-            Link(rollout.removeprefix(f"{found.run.id}/"), to("rollout", found.key, rollout))
-            for rollout in rollouts[:LINKS]
-        ),
+        *(rollout_link(found, rollout) for rollout in rollouts[:LINKS]),
     ]
 
 
@@ -469,13 +467,7 @@ def _helps(found: Located, helps: tuple[Help, ...], profile: Profile) -> Notices
         Notice(
             f"{each.cause}: saves about {share(each.saves)} {'of a step' if each.of == STEP else f'for each {each.of}'}",
             detail=f"{each.text} ({each.how})",
-            links=[
-                *(Link(f"step {step}", to("step", found.key, step)) for step in each.steps[:3]),
-                *(
-                    Link(one.removeprefix(f"{found.run.id}/"), to("rollout", found.key, one))
-                    for one in each.rollouts[:3]
-                ),
-            ],
+            links=_evidence(found, each.steps[:3], each.rollouts[:3]),
             commands=[f"--set {shlex.quote(setting)}" for setting in each.settings],
         )
         for each in helps

@@ -40,6 +40,16 @@ def to(page: str, *about: str | int, **options: str | int) -> str:
     return str(Address(page, tuple(map(str, about)), {name: str(value) for name, value in options.items()}))
 
 
+def inside(found: Located, name: str) -> str:
+    """The id of a group or a rollout without that of its run."""
+    return name.removeprefix(f"{found.run.id}/")
+
+
+def rollout_link(found: Located, rollout: str) -> Link:
+    """Opens a rollout of a run."""
+    return Link(inside(found, rollout), to("rollout", found.key, rollout))
+
+
 def place_of(found: Located) -> str:
     """Where a run is, as a command's option says it; of a server's own store only its owner knows that."""
     return "PLACE" if found.url == SERVER else shlex.quote(found.url)
