@@ -46,7 +46,7 @@ def made(rewards: list[float], evaluations: tuple[Evaluation, ...] = ()) -> Curv
     steps = tuple(range(len(rewards)))
     values = tuple({"reward_with_failures": reward} for reward in rewards)
     seconds = tuple(10.0 * (step + 1) for step in steps)
-    return Curves("r", ABOUT, 0.0, steps, values, seconds, seconds, seconds, evaluations, (), {}, {})
+    return Curves(ABOUT, steps, values, seconds, seconds, evaluations, (), {}, {})
 
 
 def test_when_most_of_the_gain_was_there() -> None:

@@ -61,14 +61,11 @@ class Curves:
     and `seconds[i]` say how many tokens were sampled and how long it took up to the end of it, where the first is about: what
     the trainer measured of its speed, times how long it sampled."""
 
-    run: str
     about: About
-    created_at: float
     steps: tuple[int, ...]
     values: tuple[Mapping[str, float], ...]
     tokens: tuple[float, ...]
     seconds: tuple[float, ...]
-    at: tuple[float, ...]
     evaluations: tuple[Evaluation, ...]
     changes: tuple[Change, ...]
     settings: Mapping[str, Json]
@@ -113,7 +110,7 @@ async def _read(store: Store, run: Run) -> Curves:
     points = {point.step: point for point in await store.metrics(run.id)}
     whole = run if run.config else await store.get_run(run.id) or run
     epochs = await read_epochs(store, whole)
-    tokens, seconds, values, at = 0.0, 0.0, [], []
+    tokens, seconds, values = 0.0, 0.0, []
     sums: list[tuple[float, float]] = []
     phases: dict[str, float] = {}
     for name, value in (each for point in points.values() for each in point.values.items()):
@@ -129,17 +126,13 @@ async def _read(store: Store, run: Run) -> Curves:
         tokens += speed * sampling if math.isfinite(speed) else 0.0
         seconds += sum(took.values())
         values.append(metrics)
-        at.append(record.at)
         sums.append((tokens, seconds))
     return Curves(
-        run=run.id,
         about=await about_of(store, whole),
-        created_at=run.created_at,
         steps=tuple(record.step for record in records),
         values=tuple(values),
         tokens=tuple(each[0] for each in sums),
         seconds=tuple(each[1] for each in sums),
-        at=tuple(at),
         evaluations=measured(await evaluations(store, run.id)),
         changes=tuple(Change(each.first, tuple(changes_of(epochs, each.number))) for each in epochs[1:]),
         settings=settings_and_tasks(epochs[-1].config) if whole.config else {},
@@ -203,23 +196,6 @@ def points_of(
         points.append([xs[place], mean, min(known, default=None), max(known, default=None)])
         places.append(place)
     return points, places
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Runs that differ in nothing but their seed, by their places among the runs that are compared, and what their settings
-    are."""
-
-    members: tuple[int, ...]
-    settings: Mapping[str, Json]
-
-
-def grouped_by_seed(runs: Sequence[Curves]) -> list[Spread]:
-    """The runs, those together that differ in nothing but their seed."""
-    groups: dict[str, list[int]] = {}
-    for place, run in enumerate(runs):
-        groups.setdefault(run.about.alike, []).append(place)
-    return [Spread(tuple(members), runs[members[0]].settings) for members in groups.values()]
 
 
 def different_settings(runs: Sequence[Curves]) -> dict[str, list[Json]]:
