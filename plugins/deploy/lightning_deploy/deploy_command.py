@@ -13,9 +13,8 @@ import typer
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError
 
-from lightning_deploy.agent_sources import Included
+from lightning_deploy.agent_sources import Included, lock
 from lightning_deploy.deploy_plan import DeployPlan, Options, checked_name, make_plan, sweep_plans
-from lightning_deploy.locked import lock
 from lightning_deploy.render import Cloud, Written, diff, render, render_sweep, write
 from lightning_deploy.smoke import smoke
 from lightning_deploy.validators import Overlay, Verdict, check, check_cluster

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.trainer.summary import Evaluation
 from lightning_console.pages.words import count, number, seconds, share, written
-from lightning_console.queries.curves import Curves, gain_of, mean_and_spread, points_of
-from lightning_console.queries.runs import About, thinned
+from lightning_console.queries.curves import Curves, gain_of, mean_and_spread
+from lightning_console.queries.runs import About, points_of, thinned
 
 VALUES = st.lists(st.none() | st.floats(-1e6, 1e6), max_size=300)
 ABOUT = About("m", "grpo", 0, "x", 1, 1)

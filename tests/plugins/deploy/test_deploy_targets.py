@@ -18,8 +18,8 @@ from lightning.errors import ConfigError
 from lightning.installation import Origin
 from lightning_deploy import deploy_command, validators
 from lightning_deploy import render as rendering
+from lightning_deploy.agent_sources import lock
 from lightning_deploy.deploy_plan import Options, make_plan
-from lightning_deploy.locked import lock
 from lightning_deploy.render import TARGETS, Cloud, render, write
 from lightning_deploy.validators import check
 from lightning_server.port import OPEN

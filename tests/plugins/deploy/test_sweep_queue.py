@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from lightning.errors import ConfigError
 from lightning_deploy import sweep_command
-from lightning_deploy.sweep_command import BEGUN, LOG, REPORT, Slot, alone, check_begun, slots, summed, work
-from lightning_deploy.sweep_file import PlannedRun
+from lightning_deploy.sweep import BEGUN, LOG, REPORT, PlannedRun, Slot, alone, check_begun, slots, summed, work
 from lightning_examples import raw_python, word_problems
 
 PRETENDS = """#!{python}

@@ -33,10 +33,10 @@ from lightning_console.queries.curves import (
     gain_of,
     held_out_points,
     mean_and_spread,
-    points_of,
     read_curves,
     total,
 )
+from lightning_console.queries.runs import points_of
 from lightning_console.router import Address
 
 MOST: Final = 24

@@ -35,9 +35,9 @@ from lightning_console.pages.words import (
 )
 from lightning_console.places import Located, Places, folder_of
 from lightning_console.queries.branches import parent_of
-from lightning_console.queries.curves import Curves, gain_of, held_out_points, points_of, read_curves, total
+from lightning_console.queries.curves import Curves, gain_of, held_out_points, read_curves, total
 from lightning_console.queries.memo import Memo, apart, stamp_of
-from lightning_console.queries.runs import ODD, RunLine, about_of, chosen_settings, line_of, said_of
+from lightning_console.queries.runs import ODD, RunLine, about_of, chosen_settings, line_of, points_of, said_of
 from lightning_console.router import Address
 
 OTHERS: Final = 200

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final, Literal
 
 import numpy as np
@@ -25,8 +24,6 @@ from lightning_console.queries.runs import About, about_of, finite, measured, se
 
 Axis = Literal["step", "tokens", "time"]
 AXES: Final[Mapping[Axis, str]] = {"step": "steps", "tokens": "sampled tokens (about)", "time": "wall time (s)"}
-POINTS: Final = 400
-"""Points of a curve; of a longer run a point stands for several steps, with the least and the most of them."""
 MOST_OF: Final = 0.8
 """The share of the gain that is asked for: when was most of it there?"""
 LEAST: Final = 6
@@ -177,25 +174,6 @@ def held_out_points(curves: Curves, axis: Axis = "step") -> list[list[float | No
         [curves.x_after(each.step, axis), each.score, each.score - LEVEL * each.error, each.score + LEVEL * each.error]
         for each in curves.evaluations
     ]
-
-
-def points_of(
-    xs: Sequence[float], values: Sequence[float | None], most: int = POINTS
-) -> tuple[list[list[float | None]], list[int]]:
-    """A curve of at most `most` points, and the index of the value that each stands for: with the least and the most of the
-    values around it where it stands for several."""
-    if len(values) <= most:
-        return [[x, value] for x, value in zip(xs, values, strict=True)], list(range(len(values)))
-    ends = [round(place * len(values) / most) for place in range(most + 1)]
-    points: list[list[float | None]] = []
-    places = []
-    for first, end in pairwise(ends):
-        known = [value for value in values[first:end] if value is not None]
-        place = (first + end - 1) // 2
-        mean = sum(known) / len(known) if known else None
-        points.append([xs[place], mean, min(known, default=None), max(known, default=None)])
-        places.append(place)
-    return points, places
 
 
 def different_settings(runs: Sequence[Curves]) -> dict[str, list[Json]]:
