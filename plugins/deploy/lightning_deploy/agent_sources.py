@@ -1,5 +1,5 @@
-"""What an agent needs in an image: its own files, the distributions that these import, the variables that they read; and what an
-image installs, in versions that uv locks: for Linux on x86-64, with the digest of each file.
+"""What an agent needs in an image: its own files, the distributions that these import, the variables that they read; and what
+an image installs, in versions that uv locks: for Linux on x86-64, with the digest of each file.
 
 The invariant: nothing of the agent is run. An import that cannot be found, a file that an image could not get and a secret in
 a file are errors that name the place; an error about a secret names its kind, never the secret. A library that is installed
@@ -29,7 +29,7 @@ from lightning.errors import ConfigError, MissingExtraError
 from lightning.installation import Origin, source
 
 PLATFORM = "x86_64-manylinux_2_28"
-SECONDS = 300
+LOCKING_SECONDS = 300
 
 
 def own_source() -> Origin:
@@ -61,11 +61,11 @@ def lock(extras: Sequence[str], requirements: Sequence[str], python: str) -> str
                 input="\n".join([own, *requirements, ""]),
                 capture_output=True,
                 text=True,
-                timeout=SECONDS,
+                timeout=LOCKING_SECONDS,
                 check=False,
             )
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"uv found no versions for the images in {SECONDS} s: is there a network?") from error
+        raise ConfigError(f"uv found no versions for the images in {LOCKING_SECONDS} s: is there a network?") from error
     if ran.returncode:
         raise ConfigError(f"the images' versions cannot be locked: {' '.join(ran.stderr.split())}")
     return ran.stdout

@@ -41,7 +41,7 @@ from lightning_deploy.sweep import read_sweep
 GIB = 2**30
 LEAST_MEMORY, LEAST_DISK = 32, 60
 """GiB of a machine without counting: vLLM, torch and the agents' records; images of the hub, logs and the database's dumps."""
-MOST = 8
+MOST_GPUS = 8
 """GPUs that one machine has at most."""
 
 
@@ -84,10 +84,10 @@ def _gpus(config: Config, engine: str) -> int:
     if engine != "verl":
         return 1
     workers, nodes = config.engine.verl.world_size, config.engine.verl.nodes
-    if nodes > 1 or workers > MOST:
+    if nodes > 1 or workers > MOST_GPUS:
         raise ConfigError(
-            f"{workers} workers on {nodes} machines: deployments are made for one machine of up to {MOST} GPUs. Start Ray on "
-            "several yourself, and set engine.verl.address (docs/multi-gpu.md)"
+            f"{workers} workers on {nodes} machines: deployments are made for one machine of up to {MOST_GPUS} GPUs. Start Ray "
+            "on several yourself, and set engine.verl.address (docs/multi-gpu.md)"
         )
     return max(1, workers)
 
@@ -112,7 +112,7 @@ def _check_fits(shape: Shape, config: Config, gpu: str, gpus: int, uses: list[Me
 
 def _least(shape: Shape, config: Config, gpu: str) -> int:
     """The smallest number of GPUs of one machine on which it fits; 0 for none."""
-    fitting = (n for n in (1, 2, 4, MOST) if all(use.fits for use in _uses(shape, config, gpu, n)))
+    fitting = (n for n in (1, 2, 4, MOST_GPUS) if all(use.fits for use in _uses(shape, config, gpu, n)))
     return next(fitting, 0)
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -117,7 +118,7 @@ def built(overlay: str) -> list[dict]:
     return list(yaml.safe_load_all(ran.stdout))
 
 
-@pytest.mark.parametrize("overlay", validators.Overlay)
+@pytest.mark.parametrize("overlay", get_args(validators.Overlay))
 def test_a_cluster_gets_what_production_asks_for(project: Path, overlay: str) -> None:
     write(files_of(project, "k8s"), OUT)
     objects = built(overlay)
