@@ -113,3 +113,11 @@ def change(before: float | None, after: float | None) -> str:
 def written(value: Json, longest: int = 160) -> str:
     """A value as a text of one line: a text as it is, anything else as JSON."""
     return one_line(value, longest)
+
+
+def page_links(address: Address, total: int, each: int) -> list[Link]:
+    """Links to the pages of a long table, each with so many rows; none where there is one page."""
+    firsts = range(0, total, each) if total > each else ()
+    return [
+        Link(f"{first + 1}–{min(first + each, total)}", str(address.having(cursor=first or None))) for first in firsts
+    ]

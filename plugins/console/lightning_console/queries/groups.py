@@ -18,7 +18,7 @@ from lightning.errors import DataError
 from lightning.store.exchanges import parents_of
 from lightning.store.protocol import Attempt
 from lightning.trainer.reasons import reason
-from lightning.types import Rollout, Run, Transition
+from lightning.types import Rollout, Transition
 
 from lightning_console.places import Located, group_of, may_change, neighbours, why_no_calls
 from lightning_console.queries.branches import (
@@ -238,7 +238,6 @@ class GroupView:
     rollouts that are not among `members`; `before` and `after` are the groups beside it, empty where there is none; `empty`
     says why there is no call."""
 
-    run: Run
     id: str
     members: tuple[Member, ...]
     nodes: tuple[TreeNode, ...]
@@ -303,7 +302,6 @@ async def group_view(located: Located, group: str, *, patience: float | None = N
     beside, _ = await neighbours(located, rollouts[0], proof.record)
     here = beside.index(group) if group in beside else -1
     return GroupView(
-        located.run,
         group,
         tuple(members),
         nodes,
