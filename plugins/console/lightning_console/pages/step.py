@@ -39,6 +39,7 @@ from lightning_console.pages.words import (
     count,
     inside,
     located,
+    mean_of,
     number,
     page_links,
     rollout_link,
@@ -50,7 +51,6 @@ from lightning_console.pages.words import (
     written,
 )
 from lightning_console.places import Located, Places
-from lightning_console.queries.groups import mean_of
 from lightning_console.queries.runs import line_of
 from lightning_console.queries.steps import REMOVED, StepProof, prove_step
 from lightning_console.router import Address

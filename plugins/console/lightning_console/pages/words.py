@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -76,6 +76,12 @@ def number(value: float | None, digits: int = 3) -> str:
     if value and abs(value) < 0.5 * 10**-digits:
         return f"{value:.1e}"
     return f"{value:.{digits}f}"
+
+
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """The mean of those that are known."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
 
 
 def tone_of(value: float | None) -> Tone:
