@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import stdev
 from typing import Any, Final
 
 from lightning.asyncio_utils import outside_of_loops, run_to_end
@@ -393,7 +394,4 @@ def _has_prompt(prompts: Mapping[str, str], requests: list[Any]) -> bool:
 
 
 def _standard_error(values: list[float]) -> float | None:
-    if len(values) < 2:
-        return None
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

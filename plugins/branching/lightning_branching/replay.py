@@ -141,7 +141,7 @@ def served(server: ReplayServer) -> Iterator[ReplayServer]:
 
 def _run(recorded: RecordedRollout, agent: Agent, server: ReplayServer) -> Outcome:
     def run() -> Outcome:
-        server.count_threads()
+        server.threads = threading.active_count()
         with asyncio.Runner() as loop:
             return run_here(agent, recorded.rollout.task, server.llm, loop)
 

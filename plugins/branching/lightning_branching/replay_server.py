@@ -55,7 +55,8 @@ class ReplayServer:
         self._refusals: list[Transition] = list(self.recorded.refusals)
         self._key = f"replay-{secrets.token_urlsafe(16)}"
         self._url = ""
-        self._threads = threading.active_count()
+        self.threads = threading.active_count()
+        """How many threads there were before the agent ran."""
         self._runner: web.AppRunner | None = None
         self._finished = asyncio.Event()
 
@@ -63,10 +64,6 @@ class ReplayServer:
     def llm(self) -> LLM:
         """What the agent is given, with the prompts and the seed that it had."""
         return LLM(f"{self._url}/v1", self._key, MODEL, prompts=self.prompts, seed=self.seed)
-
-    def count_threads(self) -> None:
-        """Remember how many threads there are before the agent runs."""
-        self._threads = threading.active_count()
 
     @property
     def left(self) -> Sequence[RecordedCall]:
@@ -165,7 +162,7 @@ class ReplayServer:
             self._refusals.remove(refused)
             self._end_if_done()
             return _refuse(path, 400, refused.finish_reason, refused.error)
-        threads = threading.active_count() > self._threads or self._overlap()
+        threads = threading.active_count() > self.threads or self._overlap()
         found = diverged(body, caller, path, self._calls.left, threads=threads)
         self._diverge(found)
         return _refuse(path, 409, "not_recorded", str(found))
