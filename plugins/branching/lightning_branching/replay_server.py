@@ -23,7 +23,7 @@ from lightning.types import CALLER_HEADER, LLM, ROLLOUT_HEADER, UNNAMED, Caller,
 
 from lightning_branching.divergence import Divergence, diverged
 from lightning_branching.recorded import RecordedCalls
-from lightning_branching.streams import STREAMS, stream_of
+from lightning_branching.streams import STREAMS, answer_of
 
 MODEL: Final = "policy"
 ALIAS: Final = "policy:"
@@ -137,7 +137,7 @@ class ReplayServer:
             return await self._broken_off(call, path)
         self.served.append(call)
         try:
-            return await _send(request, call, path, body)
+            return await _send(request, call, body)
         finally:
             self._end_if_done()
 
@@ -187,18 +187,11 @@ class ReplayServer:
         return any(secrets.compare_digest(each.encode(), self._key.encode()) for each in given)
 
 
-async def _send(request: web.Request, call: RecordedCall, path: str, body: Mapping[str, Any]) -> web.StreamResponse:
+async def _send(request: web.Request, call: RecordedCall, body: Mapping[str, Any]) -> web.StreamResponse:
     """The recorded answer, written to its end."""
-    reply: Any = call.exchange.reply
-    if body.get("stream") is not True or call.exchange.status != 200:
-        whole = web.json_response(reply, status=call.exchange.status)
-        await whole.prepare(request)
-        await whole.write_eof()
-        return whole
-    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+    status, kind, content = answer_of(call, body)
+    response = web.Response(body=content, status=status, headers={"content-type": kind})
     await response.prepare(request)
-    for event in stream_of(path, reply, body):
-        await response.write(event)
     await response.write_eof()
     return response
 

@@ -20,11 +20,11 @@ from lightning.asyncio_utils import cancel
 from lightning.config import Config
 from lightning.errors import ConfigError, RunnerError
 from lightning.plugins import plugins
-from lightning.runner.protocol import Agent, Runner
+from lightning.runner.protocol import Agent
 from lightning.store.places import DATABASE
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
-from lightning.trainer.agents import hidden_from_agents
+from lightning.trainer.agents import runner_here
 from lightning.trainer.epochs import is_over, mark_over
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.plan import VAL, generation, newest_generation, train_rollouts
@@ -259,21 +259,12 @@ class Evaluator:
                 folder=folder,
                 model=variant.model.folder,
                 store=store,
-                runner=self._runner(config),
+                runner=runner_here(self.setup.runner, self.setup.agent, config, folder, self._url),
                 prompts=prompts,
                 restores=False,
             )
         await stack.tell_how_to_call()
         return stack
-
-    def _runner(self, config: Config) -> Runner:
-        settings = hidden_from_agents(config, self.setup.folder, self._url)
-        runner = plugins().runner(self.setup.runner)(self.setup.agent, settings)
-        if runner.concurrency == 0:
-            raise ConfigError(
-                f"runner {self.setup.runner!r} runs no agents here, and an evaluation needs that: use process or inline"
-            )
-        return runner
 
 
 @dataclass(frozen=True, slots=True)
