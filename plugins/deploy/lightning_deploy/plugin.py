@@ -17,6 +17,4 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]
             "Write the files of a deployment: images, Compose, Kubernetes or SkyPilot.",
         ),
     )
-    register(
-        "sweep", later("lightning_deploy.sweep_command:sweep", "Train with several seeds and settings, and compare.")
-    )
+    register("sweep", later("lightning_deploy.sweep:sweep", "Train with several seeds and settings, and compare."))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -173,7 +173,7 @@ def conversation(
 ) -> tuple[list[Line], int]:
     """The messages of an attempt, and how many are left out."""
     lines: list[Line] = []
-    told: dict[str, list[object]] = {}
+    told: dict[str, list[_Message]] = {}
     asked: dict[str, str] = {}
     waiting = list(states)
     for number, (call, one) in enumerate(zip(calls, said, strict=True), 1):
@@ -183,17 +183,15 @@ def conversation(
             waiting.remove(state)
         if not call.choice:
             given = list(_sent(one.request, asked)) if one.request else _decoded(call, vocabulary)
-            known = told.get(name, [])
-            fresh = _behind(known, [_key(each) for each in given])
-            lines += [_line(each, number, name) for each in given[fresh:]]
-            told[name] = [_key(each) for each in given]
+            lines += [_line(each, number, name) for each in given[_shared(told.get(name, ()), given) :]]
+            told[name] = given
         answer = _Message("assistant", one.text, tuple((made.name, made.arguments) for made in one.tool_calls))
         if answer.text or answer.calls or not call.status.answered:
             end = call.finish_reason if call.finish_reason not in ("stop", "") else ""
             choice = f"choice {call.choice + 1}" if call.choice else ""
             tag = ", ".join(filter(None, [str(call.status) if call.status != "ok" else "", end, choice]))
             lines.append(_line(answer, number, name, tag, one.missing))
-        told[name] = [*told.get(name, []), _key(answer)]
+        told[name] = [*told.get(name, ()), answer]
     lines += [_state(state, len(calls)) for state in waiting]
     return lines[:MOST], max(0, len(lines) - MOST)
 
@@ -203,22 +201,14 @@ class _Message:
     role: str
     text: str
     calls: tuple[tuple[str, Any], ...] = ()
-    tool: str = ""
-    missing: str = ""
+    tool: str = field(default="", compare=False)
+    missing: str = field(default="", compare=False)
 
 
-def _key(message: _Message) -> object:
-    return message.role, message.text, json.dumps(message.calls, sort_keys=True, default=str)
-
-
-def _behind(known: Sequence[object], now: Sequence[object]) -> int:
+def _shared(known: Sequence[_Message], now: Sequence[_Message]) -> int:
     """How many of the messages were told before: those that both begin with."""
-    count = 0
-    for one, other in zip(known, now, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+    differ = (place for place, (one, other) in enumerate(zip(known, now, strict=False)) if one != other)
+    return next(differ, min(len(known), len(now)))
 
 
 def _decoded(call: Transition, vocabulary: Vocabulary) -> list[_Message]:

@@ -198,14 +198,18 @@ class Member:
     trained calls; `key` names its run. `guest` is a rollout of another group, whose branches this group has."""
 
     rollout: Rollout
-    calls: tuple[Transition, ...]
-    total: float | None
-    advantage: float | None
     key: str
-    error: str = ""
-    origin: Origin | None = None
     branch: Branch | None = None
     guest: bool = False
+    calls: tuple[Transition, ...] = ()
+    total: float | None = None
+    advantage: float | None = None
+    origin: Origin | None = None
+
+    @property
+    def error(self) -> str:
+        """Why it failed."""
+        return str(reason(self.rollout.error)) if self.rollout.error else ""
 
     @property
     def tokens(self) -> int:
@@ -315,33 +319,23 @@ async def group_view(located: Located, group: str, *, patience: float | None = N
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Listed:
-    """A rollout that is shown. `key` names its run."""
-
-    rollout: Rollout
-    key: str
-    branch: Branch | None = None
-    guest: bool = False
-
-
 async def _with_branches(
     located: Located, rollouts: Sequence[Rollout], patience: float | None
-) -> tuple[list[_Listed], bool]:
-    """The rollouts of a group, those of others that they are branches of, and the branches that they have elsewhere; and
-    whether there may be more of these."""
+) -> tuple[list[Member], bool]:
+    """The rollouts of a group, those of others that they are branches of, and the branches that they have elsewhere, as far as
+    they are known without their calls; and whether there may be more of these."""
     changed, edit = await changes_of(located.store, located.run)
-    own = [_Listed(each, located.key) for each in rollouts if each.parent is None]
+    own = [Member(each, located.key) for each in rollouts if each.parent is None]
     mine = [Branch(each, located.key, changed, edit) for each in rollouts if each.parent is not None]
     ids = {each.id for each in rollouts}
     for parent in dict.fromkeys(each.rollout.parent[0] for each in mine if each.rollout.parent):
         found = None if parent in ids else await located.store.get_rollout(parent)
         if found is not None:
-            own.append(_Listed(found, key_beside(located, found.run), guest=True))
+            own.append(Member(found, key_beside(located, found.run), guest=True))
     trunks = [each.rollout.id for each in own if not each.guest]
     elsewhere, grows = await branches_of(located, trunks, patience=patience)
     branches = [*mine, *(each for each in elsewhere if each.rollout.id not in ids)]
-    return [*own, *(_Listed(each.rollout, each.key, each) for each in branches)], grows
+    return [*own, *(Member(each.rollout, each.key, each) for each in branches)], grows
 
 
 def _looked_at(rollouts: Sequence[Rollout]) -> Rollout:
@@ -354,7 +348,7 @@ def _why_no_texts(said: Mapping[int, Sequence[Said]], vocabulary: Vocabulary) ->
 
 
 def _member(
-    listed: _Listed,
+    listed: Member,
     calls: Sequence[Transition],
     ended: Attempt,
     proof: StepProof,
@@ -367,9 +361,8 @@ def _member(
     else:
         total = None if rollout.reward is None else rollout.reward + sum(each.value for each in ended.step_rewards)
     values = [each.advantage for each in credit.calls.values()] if credit else []
-    error = str(reason(rollout.error)) if rollout.error else ""
     origin = _origin(rollout.parent, known) if rollout.parent is not None else None
-    return Member(rollout, tuple(calls), total, mean_of(values), listed.key, error, origin, listed.branch, listed.guest)
+    return replace(listed, calls=tuple(calls), total=total, advantage=mean_of(values), origin=origin)
 
 
 def _origin(key: tuple[str, int, int], known: Mapping[str, tuple[int, Sequence[Transition]]]) -> Origin:
