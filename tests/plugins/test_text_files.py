@@ -16,8 +16,8 @@ from lightning_command.harbor import read_task
 from lightning_deploy.sweep import read_sweep
 from lightning_k8s.manifests import read_template
 from lightning_planner.shape import KNOWN, read_shape
-from lightning_resources import ResourceKind
 from lightning_resources.command import read_content
+from lightning_resources.nouns import ResourceKind
 
 TOML = 'title = "grün"\n'
 

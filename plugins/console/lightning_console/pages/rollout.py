@@ -35,10 +35,21 @@ from lightning_console.blocks import (
     TokenStrip,
     Tone,
 )
-from lightning_console.pages.words import NONE, count, located, number, place_of, seconds, to, tone_of, trail, written
+from lightning_console.pages.words import (
+    NONE,
+    count,
+    located,
+    mean_of,
+    number,
+    place_of,
+    seconds,
+    to,
+    tone_of,
+    trail,
+    written,
+)
 from lightning_console.places import Located, Places
 from lightning_console.queries.branches import is_sample
-from lightning_console.queries.groups import mean_of
 from lightning_console.queries.rollouts import PROMPT_TOKENS, BranchLine, CallLine, RolloutView, Tokens, rollout_view
 from lightning_console.queries.steps import StepProof
 from lightning_console.router import Address

@@ -39,7 +39,9 @@ from lightning_console.pages.words import (
     count,
     inside,
     located,
+    mean_of,
     number,
+    page_links,
     rollout_link,
     seconds,
     share,
@@ -49,7 +51,6 @@ from lightning_console.pages.words import (
     written,
 )
 from lightning_console.places import Located, Places
-from lightning_console.queries.groups import mean_of
 from lightning_console.queries.runs import line_of
 from lightning_console.queries.steps import REMOVED, StepProof, prove_step
 from lightning_console.router import Address
@@ -259,11 +260,7 @@ def _groups(found: Located, step: Step, address: Address, first: int) -> Table:
     ]
     if any(group.members[0].step != step.number for group in step.groups):
         columns.append(Column("begun in", "number", "the step whose policy it was begun with"))
-    pages = [
-        Link(f"{start + 1}–{min(start + GROUPS, len(ordered))}", str(address.having(cursor=start or None)))
-        for start in range(0, len(ordered), GROUPS)
-        if len(ordered) > GROUPS
-    ]
+    pages = page_links(address, len(ordered), GROUPS)
     rows = [_row(found, step, group)[: len(columns)] for group in ordered[first : first + GROUPS]]
     note = "those that taught first, the largest spread first" if rows and step.record else ""
     return Table(columns, rows, title="Groups", empty="this step looked at no group", pages=pages, note=note)

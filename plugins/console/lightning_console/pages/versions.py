@@ -17,9 +17,8 @@ from lightning_debug.ab import DivergentCall, PairedTask, divergent_call, paired
 from lightning_debug.statistics import SequentialTest, interval
 
 from lightning_console.blocks import Block, Cell, Column, Fact, Facts, Link, Notice, Notices, Page, Table, Tone
-from lightning_console.pages.words import NONE, cannot_read, count, number, to, tone_of, when, written
+from lightning_console.pages.words import NONE, cannot_read, count, mean_of, number, to, tone_of, when, written
 from lightning_console.places import Located, Places, key_of
-from lightning_console.queries.groups import mean_of
 from lightning_console.queries.runs import ODD, said_of
 from lightning_console.router import Address
 

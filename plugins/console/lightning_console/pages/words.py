@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -78,6 +78,12 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}f}"
 
 
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """The mean of those that are known."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
 def tone_of(value: float | None) -> Tone:
     """Whether a number is above or below 0."""
     return "" if not value else "good" if value > 0 else "bad"
@@ -113,3 +119,11 @@ def change(before: float | None, after: float | None) -> str:
 def written(value: Json, longest: int = 160) -> str:
     """A value as a text of one line: a text as it is, anything else as JSON."""
     return one_line(value, longest)
+
+
+def page_links(address: Address, total: int, each: int) -> list[Link]:
+    """Links to the pages of a long table, each with so many rows; none where there is one page."""
+    firsts = range(0, total, each) if total > each else ()
+    return [
+        Link(f"{first + 1}–{min(first + each, total)}", str(address.having(cursor=first or None))) for first in firsts
+    ]

@@ -20,7 +20,7 @@ from lightning.errors import StoreError
 from lightning.store import exchanges
 from lightning.store.exchanges import Exchange, Parent
 from lightning.store.url import parse
-from lightning.types import Json, Run, StepState, Transition
+from lightning.types import Json, StepState, Transition
 from lightning_debug.transcript import REDACTED, ToolCall, said_in, text_of, tool_calls_of, why_not_whole
 
 from lightning_console.places import SERVER, Located
@@ -61,12 +61,14 @@ class Vocabulary:
 
 def vocabulary_of(located: Located) -> Vocabulary:
     """The tokenizer of the model that the run began with, or the one in the run's own folder, if the model has moved."""
-    model = _model(located.run)
+    config, url = located.run.config, located.url
+    model = str(config.get("model") or config.get("evaluates") or "")
     if not model:
         return Vocabulary(missing="the run names no model, so that tokens are shown as ids")
-    if located.url == SERVER:
+    if url == SERVER:
         return Vocabulary(missing="tokens are shown as ids: a server reads no folder that a run names")
-    for folder in _folders(model, located.url):
+    beside = [Path(parse(url).path).parent / "model"] if url.startswith("sqlite:") else []
+    for folder in (Path(model), *beside):
         file = folder / FILE
         try:
             return Vocabulary(_loaded(file, file.stat().st_mtime_ns))
@@ -75,17 +77,6 @@ def vocabulary_of(located: Located) -> Vocabulary:
     return Vocabulary(
         missing=f"tokens are shown as ids: there is no {FILE} of the run's model {model} that can be read here"
     )
-
-
-def _model(run: Run) -> str:
-    return str(run.config.get("model") or run.config.get("evaluates") or "")
-
-
-def _folders(model: str, url: str) -> list[Path]:
-    folders = [Path(model)]
-    if url.startswith("sqlite:"):
-        folders.append(Path(parse(url).path).parent / "model")
-    return folders
 
 
 @functools.lru_cache(maxsize=4)

@@ -16,7 +16,7 @@ from lightning.errors import DataError
 from lightning.store.exchanges import parents_of
 from lightning.store.protocol import Attempt
 from lightning.trainer.runs import agent_of
-from lightning.types import UNNAMED, Rollout, Run, StepReward, StepState, ToolEvent, Transition
+from lightning.types import UNNAMED, Rollout, StepReward, StepState, ToolEvent, Transition
 
 from lightning_console.places import Located, at_attempt, group_of, may_change, rollout_of, why_no_calls
 from lightning_console.queries.branches import (
@@ -96,7 +96,6 @@ class RolloutView:
     `fork` says whether there can be one at the chosen call. `agent` is the run's as MODULE:FUNCTION, empty where that is not
     known."""
 
-    run: Run
     rollout: Rollout
     attempts: int
     calls: tuple[CallLine, ...]
@@ -167,7 +166,6 @@ async def rollout_view(
     group = await group_of(located, found.group, found)
     branches, grows = await _branches(located, own, transitions, group, patience)
     return RolloutView(
-        located.run,
         own,
         newest,
         calls,
