@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from lightning.instrument.adapter_tools import (
     Attachment,
+    FrameworkAdapter,
     Installations,
     ReplacedMethods,
     by_type,
@@ -26,6 +27,7 @@ __all__ = [
     "ActiveAttempt",
     "ActiveScope",
     "Attachment",
+    "FrameworkAdapter",
     "Installations",
     "MarkedRequest",
     "ReplacedMethods",

@@ -1,5 +1,5 @@
 """What adapters need of a framework: whether its version is one that they were made for, what an exception of it is, methods of
-it replaced where it has no hook, and one attachment for all installations.
+it replaced where it has no hook, one attachment for all installations, and the hooks themselves.
 
 The invariant: nothing of the framework is imported here, and what was replaced can be put back.
 """
@@ -13,12 +13,13 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from lightning.errors import PluginError
-from lightning.types import StepState, ToolEvent
+from lightning.hooks import hookimpl
+from lightning.types import Caller, StepState, ToolEvent
 
 User = TypeVar("User")
 Emit: TypeAlias = Callable[[Any], None]
@@ -61,18 +62,25 @@ def by_type(error: BaseException, table: Mapping[str, str]) -> str | None:
     return next((table[name] for name in names if name in table), None)
 
 
-def replace_method(
-    owner: type | ModuleType, name: str, wrap: Callable[..., Callable[..., object]]
-) -> Callable[[], None]:
-    """Put `wrap(the method)`, under the method's name and with its description, in the place of a class's method, or of a
-    module's function; returns the undo.
+def replace_method(owner: type | ModuleType, name: str, instead: Callable[..., Any]) -> Callable[[], None]:
+    """Put `instead`, under the method's name and with its description, in the place of a class's method, or of a module's
+    function; returns the undo. It is called with that method, and then with what the method would have been called with.
 
-    A method is given as its class binds it: what another library has put there may need that to find its instance. So `wrap`
-    gets a class method with its class.
+    A method is given as its class binds it: what another library has put there may need that to find its instance. So `instead`
+    gets a class method with its class. For one that is awaited it is a coroutine function as well.
     """
     inherited, original = name not in vars(owner), vars(owner).get(name)
     found = getattr(owner, name)
-    wrapper = functools.wraps(found)(wrap(found))
+
+    @functools.wraps(found)
+    def call(*args: Any, **more: Any) -> Any:
+        return instead(found, *args, **more)
+
+    @functools.wraps(found)
+    async def call_async(*args: Any, **more: Any) -> Any:
+        return await instead(found, *args, **more)
+
+    wrapper = call_async if inspect.iscoroutinefunction(instead) else call
     ours = staticmethod(wrapper) if inspect.ismethod(found) else wrapper
     setattr(owner, name, ours)
 
@@ -94,11 +102,11 @@ class ReplacedMethods:
         self._undos: dict[tuple[object, str], Callable[[], None]] = {}
         self._lock = threading.Lock()
 
-    def replace(self, owner: type | ModuleType, name: str, wrap: Callable[..., Callable[..., object]]) -> None:
+    def replace(self, owner: type | ModuleType, name: str, instead: Callable[..., Any]) -> None:
         """See `replace_method`."""
         with self._lock:
             if (owner, name) not in self._undos:
-                self._undos[owner, name] = replace_method(owner, name, wrap)
+                self._undos[owner, name] = replace_method(owner, name, instead)
 
     def put_back(self) -> None:
         """Put back all of them."""
@@ -173,6 +181,36 @@ class Installations(Attachment[Emit]):
             raise
         finally:
             self.tell(run)
+
+
+@dataclass
+class FrameworkAdapter:
+    """The hooks of a framework's adapter, for its entry point: `"acme.acme" = "lightning_acme:adapter"`.
+
+    `supported` is what `check_supported` takes, and `identify` says who is calling. `policy_fault` tells of exceptions that are
+    the model's own fault; by default no exception of the framework's is.
+    """
+
+    supported: Mapping[str, tuple[str, str]]
+    installations: Installations
+    identify: Callable[[], Caller | None]
+    policy_fault: Callable[[BaseException], str | None] = lambda error: None
+
+    @hookimpl
+    def lightning_install(self, emit: Emit) -> Callable[[], None]:
+        """Attach to the framework. Raises `PluginError` for versions out of range."""
+        check_supported(self.supported)
+        return self.installations.add(emit)
+
+    @hookimpl(tryfirst=True)  # before the spans of whoever instruments the framework as well
+    def lightning_identify(self) -> Caller | None:
+        """Who is calling, if the framework knows."""
+        return self.identify()
+
+    @hookimpl
+    def lightning_policy_fault(self, error: BaseException) -> str | None:
+        """What an exception of the framework's tells of the model."""
+        return self.policy_fault(error)
 
 
 def in_words(value: object) -> str:

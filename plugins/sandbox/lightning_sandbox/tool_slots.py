@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, Self
 
 from lightning.errors import ConfigError, RunnerError
-from lightning.instrument import ActiveAttempt, replace_method
+from lightning.instrument import ActiveAttempt, ReplacedMethods
 from lightning.instrument.context import calling_attempt
 from lightning.instrument.starters import starter, starter_here
 from lightning.instrument.tool_slots import set_slots
@@ -74,18 +74,19 @@ class _Limited:
 
     def hold(self, module: str, owner: str, methods: Iterable[str], name_of: Callable[..., str]) -> Callable[[], None]:
         """See `ToolSlots`."""
-        undos: list[Callable[[], None]] = []
+        replaced = ReplacedMethods()
 
         def replace(found: ModuleType) -> None:
             place: Any = getattr(found, owner) if owner else found
-            wrap = functools.partial(_holding, name_of)
-            undos.extend(replace_method(place, name, wrap) for name in methods if name in vars(place))
+            for name in methods:
+                if name in vars(place):
+                    replaced.replace(place, name, functools.partial(_holding(getattr(place, name)), name_of))
 
-        undos.append(on_import(module, replace))
+        ends = on_import(module, replace)
 
         def undo() -> None:
-            while undos:
-                undos.pop()()
+            ends()
+            replaced.put_back()
 
         return undo
 
@@ -220,40 +221,32 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def _holding(name_of: Callable[..., str], original: Callable[..., Any]) -> Callable[..., Any]:
-    if inspect.isasyncgenfunction(original):
-        return _holding_stream(name_of, original)
-    if inspect.iscoroutinefunction(original):
-        return _holding_awaitable(name_of, original)
-
-    @functools.wraps(original)
-    def call(*args: Any, **more: Any) -> Any:
-        with tool_slot(name_of(*args, **more)):
-            return original(*args, **more)
-
-    return call
+def _holding(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What holds a slot while a method of this kind runs."""
+    if inspect.isasyncgenfunction(method):
+        return _hold_stream
+    return _hold_awaitable if inspect.iscoroutinefunction(method) else _hold
 
 
-def _holding_awaitable(name_of: Callable[..., str], original: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    async def call(*args: Any, **more: Any) -> Any:
-        async with tool_slot(name_of(*args, **more)):
-            return await original(*args, **more)
-
-    return call
+def _hold(name_of: Callable[..., str], original: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
+    with tool_slot(name_of(*args, **more)):
+        return original(*args, **more)
 
 
-def _holding_stream(
-    name_of: Callable[..., str], original: Callable[..., AsyncGenerator[Any, None]]
-) -> Callable[..., AsyncGenerator[Any, None]]:
-    @functools.wraps(original)
-    async def call(*args: Any, **more: Any) -> AsyncGenerator[Any, None]:
-        async with tool_slot(name_of(*args, **more)):
-            stream = original(*args, **more)
-            try:
-                async for item in stream:
-                    yield item
-            finally:
-                await stream.aclose()
+async def _hold_awaitable(
+    name_of: Callable[..., str], original: Callable[..., Awaitable[Any]], /, *args: Any, **more: Any
+) -> Any:
+    async with tool_slot(name_of(*args, **more)):
+        return await original(*args, **more)
 
-    return call
+
+async def _hold_stream(
+    name_of: Callable[..., str], original: Callable[..., AsyncGenerator[Any, None]], /, *args: Any, **more: Any
+) -> AsyncGenerator[Any, None]:
+    async with tool_slot(name_of(*args, **more)):
+        stream = original(*args, **more)
+        try:
+            async for item in stream:
+                yield item
+        finally:
+            await stream.aclose()
