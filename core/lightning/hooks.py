@@ -72,7 +72,7 @@ def lightning_identify() -> Caller | None:
 
 @hookspec(firstresult=True)
 def lightning_policy_fault(error: BaseException) -> str | None:
-    """Say that the model itself is what an agent failed by: one of the words of `lightning.runner.policy_faults.CAUSES`.
+    """Say that the model itself is what an agent failed by: one of the words of `lightning.runner.outcomes.CAUSES`.
 
     Called in the agent's process, for each exception in the chain of the one that the agent has raised. None for all others.
     """

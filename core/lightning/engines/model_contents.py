@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.engines.adapters import add_adapters
-from lightning.engines.loading import names_and_shapes, quantisation, read_model
-from lightning.engines.rope import fix_positions
+from lightning.engines.loading import fix_positions, names_and_shapes, quantisation, read_model
 from lightning.errors import ConfigError, EngineError
 from lightning.policy_server.model_folder import TensorSpec, check_model_folder, checkpoint_files, folder_tensors
 

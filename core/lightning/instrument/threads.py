@@ -21,8 +21,7 @@ from lightning.instrument.adapter_tools import ReplacedMethods
 from lightning.instrument.components import component_path, only_around
 from lightning.instrument.context import attempt_in_context
 from lightning.instrument.frames import start_task, thread_started_by, user_functions
-from lightning.instrument.last_call import started_in
-from lightning.instrument.starters import Starter, starter
+from lightning.instrument.last_call import Starter, started_in, starter
 
 P = ParamSpec("P")
 R = TypeVar("R")

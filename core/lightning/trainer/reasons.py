@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import lightning
-from lightning.runner.policy_faults import CAUSES, read_cause
+from lightning.runner.outcomes import CAUSES, read_cause
 
 FRAME: Final = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+), in (?P<name>.+)$')
 GROUP: Final = re.compile(r"^(?: +\+ (?=Exception Group)|(?: *\| ?)+)")
