@@ -7,19 +7,22 @@ import random
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from lightning.store import Store, sqlite_url
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Caller, Rollout, Run, Task, Transition, logprobs, token_ids
-from lightning_postgres.store import PostgresStore
-from lightning_redis.store import RedisStore
 from lightning_server.http_store import HttpStore
 
 from tests.core.store.backends import BACKENDS
-from tests.servers.postgres import PostgresServer
-from tests.servers.redis import RedisServer
+
+if TYPE_CHECKING:  # the environment of frameworks has no client of these servers
+    from lightning_redis.store import RedisStore
+
+    from tests.servers.postgres import PostgresServer
+    from tests.servers.redis import RedisServer
 
 
 @pytest.fixture
@@ -33,6 +36,13 @@ def postgres_url(postgres_server: PostgresServer) -> Iterator[Callable[[], str]]
 
     yield take
     asyncio.run(postgres_server.clear(taken))
+
+
+def redis_store(server: RedisServer) -> RedisStore:
+    """An empty store of this server that is not open yet."""
+    from lightning_redis.store import RedisStore
+
+    return RedisStore.from_url(server.url(f"prefix=test-{uuid.uuid4().hex}"))
 
 
 @pytest.fixture(params=BACKENDS)
@@ -51,10 +61,11 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Calla
             served.append(url)
             return HttpStore(url, token=token)
         if request.param == "postgres":
+            from lightning_postgres.store import PostgresStore
+
             return PostgresStore.from_url(request.getfixturevalue("postgres_url")())
         if request.param == "redis":
-            server = request.getfixturevalue("redis_server")
-            return RedisStore.from_url(server.url(f"prefix=test-{uuid.uuid4().hex}"))
+            return redis_store(request.getfixturevalue("redis_server"))
         return SqliteStore(tmp_path / f"store-{made}.db")
 
     yield make
@@ -164,4 +175,4 @@ def branched(rollout: Callable[..., Rollout], call: Callable[..., Transition]) -
 @pytest.fixture
 def make_redis(redis_server: RedisServer) -> Callable[[], RedisStore]:
     """Each call makes an empty Redis store that is not open yet."""
-    return lambda: RedisStore.from_url(redis_server.url(f"prefix=test-{uuid.uuid4().hex}"))
+    return lambda: redis_store(redis_server)

@@ -337,11 +337,9 @@ class Plugins:
         elif disabled:
             names = ", ".join(repr(info.name) for info in disabled)
             text += f" The plugins {names}, which might have it, are disabled: {DISABLE} lists them."
-        return text + "".join(
-            f" The plugin {info} is loaded once {info.waits_for} is imported."
-            for info in missing
-            if info.state == "waiting"
-        )
+        if waiting := ", ".join(repr(info.name) for info in missing if info.state == "waiting"):
+            text += f" Plugins that are loaded once their framework is imported: {waiting}."
+        return text
 
     def adapters(self) -> list[PluginInfo]:
         """The plugins that name agents or report tools, those that wait for a framework, and any that is broken."""

@@ -157,8 +157,8 @@ def uncalled(evidence: Evidence) -> Iterator[Diagnosis]:
         "no calls",
         f"{silent} rollouts returned a reward with 0 model calls"
         + (
-            f", and {others} others called the model. Is it a cache of the agent's client (DSPy and litellm have one)? Switch "
-            "it off: a rollout that was answered from it teaches nothing"
+            f", and {others} others called the model. Is it a cache of the agent's client (DSPy and litellm have one), or a "
+            "plugin's stage of calls? Switch it off: a rollout that was answered from it teaches nothing"
             if others
             else ". Does the client use llm.base_url and llm.api_key, or a model that gateway.providers sends elsewhere?"
         ),

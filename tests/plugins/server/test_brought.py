@@ -156,6 +156,12 @@ def test_two_that_answer_the_same_requests_are_refused_at_the_start(lab: Callabl
         app.routes()
 
 
+def test_a_parameter_without_a_meaning_is_refused_at_the_start_by_the_plugins_name(lab: Callable[..., Any]) -> None:
+    lab(**{"def verdicts(self, rollout: str)": "def verdicts(self, rollout: str, least: int = 1)"})
+    with pytest.raises(PluginError, match=r"the plugin .*'verdicts' has the operation 'verdicts'.*give it query="):
+        app.routes()
+
+
 def test_a_word_that_means_a_key_of_the_state_needs_a_rule(lab: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match=r"an argument `key`, which means a key of the state"):
         lab(**{"def judges(self, text: str)": "def judges(self, run: str, key: str)", ", owned=for_admins": ""})
