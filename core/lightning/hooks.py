@@ -5,7 +5,7 @@ name; `name.module` (one dot or more) delays importing the plugin until `module`
 
     [project.entry-points.lightning]
     raw = "lightning_raw"                           # loaded with the plugin manager
-    "langchain.langchain_core" = "lightning_langchain"   # loaded when langchain_core is
+    "langchain.langchain_core" = "lightning_langchain:adapter"   # loaded when langchain_core is
 
 `register_*` hooks receive a function `register(name, factory)`, and `register_credits` one `register(name, function)`: a credit
 function is called with each group, so it is registered itself and not a class that makes it. A name registered twice is an

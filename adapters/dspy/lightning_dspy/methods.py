@@ -29,7 +29,6 @@ from lightning.instrument import (
     ReplacedMethods,
     Scopes,
     ToolSlot,
-    adapter_tools,
     current_attempt,
     mark_request,
     tool_slot,
@@ -47,7 +46,7 @@ UNNAMED_SIGNATURE = "StringSignature"
 """What DSPy calls a signature that is written as a text, `question -> answer`."""
 NO_PARTS = ("history", "callbacks", "demos", "traces", "train")
 """Attributes of modules in which DSPy keeps what it has seen."""
-OURS = (__name__, adapter_tools.__name__)
+OURS = (__name__, ReplacedMethods.__module__)
 """The modules of the frames that stand for a method which was replaced."""
 
 replaced = ReplacedMethods()
