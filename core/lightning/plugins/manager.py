@@ -274,8 +274,9 @@ class Plugins:
                 other = brought.get(operation.name)
                 if other is not None or hasattr(Store, operation.name):
                     first = "the store" if other is None else f"the plugin {self._owner_of(other)}"
+                    culprit = "the plugin" if other is None else "one of them"
                     raise PluginError(
-                        f"{first} and the plugin {owner} both have the operation {operation.name!r}. Uninstall the plugin, or "
+                        f"{first} and the plugin {owner} both have the operation {operation.name!r}. Uninstall {culprit}, or "
                         f"set {DISABLE} to it."
                     )
                 brought[operation.name] = operation

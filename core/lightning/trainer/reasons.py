@@ -35,7 +35,7 @@ LONGEST: Final = 300
 class Reason:
     """Why an attempt failed; as a text it is a line: `KeyError: 'answer' at my_agent.py:12 in solve`.
 
-    `cause` is one of `runner.policy_faults.CAUSES`, empty unless the policy is at fault. `exception` is the class as a
+    `cause` is one of `runner.outcomes.CAUSES`, empty unless the policy is at fault. `exception` is the class as a
     traceback names it, `place` the innermost frame in the user's code; both are empty where the error is no traceback. `cure`
     is what can be done, where that is known.
     """

@@ -28,7 +28,7 @@ from lightning.trainer.epochs import epoch_at, read_epochs
 from lightning.trainer.how_to_call import HowToCall
 from lightning.trainer.run_server import of_project
 from lightning.types import DEFAULT_PROJECT, Json, Rollout, Run
-from lightning_resources import get_resource
+from lightning_resources.operations import get_resource
 
 from lightning_branching.recorded import read_whole
 from lightning_branching.replay import ReplayResult, replay_agent, result_of

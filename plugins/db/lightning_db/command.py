@@ -23,10 +23,9 @@ from lightning.store.protocol import Store
 from lightning.store.url import parse, sqlite_url
 from rich.filesize import decimal
 
-from lightning_db import DatabaseStatus, keeper_of, look
 from lightning_db.export import TABLES, ExportScope, chosen_runs, read_table
 from lightning_db.export_files import Format, write_lines, write_table
-from lightning_db.keeper import SERVERS
+from lightning_db.keeper import SERVERS, DatabaseStatus, keeper_of, look
 from lightning_db.prune import PruneRequest, RunPlan, carry_out, plan
 
 app = typer.Typer(no_args_is_help=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @hookspec
 def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -> None:
-    """Keepers by URL scheme: a function from the URL to a `lightning_db.Keeper`.
+    """Keepers by URL scheme: a function from the URL to a `lightning_db.keeper.Keeper`.
 
     `lightning db` inspects, copies and prunes a database with it.
     """

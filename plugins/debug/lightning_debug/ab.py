@@ -22,7 +22,8 @@ from lightning.trainer.summary import Reporter
 from lightning.types import Fault, Json, Rollout, Task
 from lightning_branching.divergence import first_difference
 from lightning_branching.prompt_texts import longest_literal, texts_in
-from lightning_resources import Resource, ResourceKind, put_resource, set_alias
+from lightning_resources.nouns import Resource, ResourceKind
+from lightning_resources.operations import put_resource, set_alias
 from lightning_resources.weights import WEIGHTS_NAME, weights_content
 
 from lightning_debug.evaluate import Evaluator, Setup, Variant, check_any_scored, faults_of

@@ -38,7 +38,8 @@ from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Fault, Json, Rollout, Run, Status, Task
 from lightning_branching.policies import EvaluatedModel
-from lightning_resources import Resource, put_resource
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import put_resource
 from lightning_resources.prompts import bindable
 
 from lightning_debug.statistics import Estimate, avg_at_k, ks_of, pass_at_k

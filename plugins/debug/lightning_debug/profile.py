@@ -25,8 +25,7 @@ from lightning.trainer.training_data import PolicyFault, all_rollouts, is_traina
 from lightning.types import Fault, Rollout, Status, StepRecord
 from lightning_planner.calibration import Calibration, calibrate
 from lightning_planner.costs import ServerCosts
-from lightning_planner.planner import recorded_config
-from lightning_planner.recorded import CHUNK, Recorded, RecordedCall, RecordedRollout, read_run
+from lightning_planner.recorded import CHUNK, Recorded, RecordedCall, RecordedRollout, read_run, recorded_config
 
 CALL = ("queue", "prefill", "decode")
 """States in which the policy server has something to do."""
@@ -109,7 +108,7 @@ def max_calls(recorded: Recorded) -> int | None:
 
 def policy_args(recorded: Recorded) -> list[str]:
     """`policy_server.args` of the run."""
-    return list(recorded_config(recorded).policy_server.args)
+    return list(recorded_config(recorded.config).policy_server.args)
 
 
 def admitted(recorded: Recorded) -> dict[tuple[float, float], float]:
@@ -353,7 +352,7 @@ async def read_profile(store: Store, run: str, first: int | None = None, end: in
         steps=tuple(times),
         seconds=sum(time.wall for time in times),
         parts=parts,
-        tokens=_tokens(took, records, times, found, recorded_config(recorded).trainer.policy_fault),
+        tokens=_tokens(took, records, times, found, recorded_config(recorded.config).trainer.policy_fault),
         server_idle=server_idle,
         places_idle=places_idle,
         tools=dict(sorted(tools.items(), key=lambda one: -one[1])),

@@ -23,6 +23,6 @@ def deploy_command() -> Callable[..., None]:
 
 def sweep_command() -> Callable[..., None]:
     """Train with several seeds and settings, and compare."""
-    from lightning_deploy.sweep_command import sweep
+    from lightning_deploy.sweep import sweep
 
     return sweep

@@ -136,7 +136,7 @@ def test_two_owners_of_a_name_are_refused_at_the_start(lab: Callable[..., Any]) 
     lab()
     lab("more")
     both = r"the plugin 'more' \(more-lab 1.0\) and the plugin 'verdicts' \(verdicts-lab 1.0\) both have the operation"
-    with pytest.raises(PluginError, match=both):
+    with pytest.raises(PluginError, match=rf"{both} .*Uninstall one of them"):
         app.routes()
 
 

@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 class TorchEngine:
     """Implements `lightning.engines.protocol.Engine`. Arguments are those of `EngineConfig`; `dtype` may also be `float64`, and
-    `max_model_len` is the policy server's (`engines.rope`)."""
+    `max_model_len` is the policy server's (`engines.loading`)."""
 
     def __init__(
         self,

@@ -190,7 +190,7 @@ def load_model(
     gradient_checkpointing: bool = False,
     max_model_len: int | None = None,
 ) -> CausalLM:
-    """Load a `transformers` causal LM folder for training beside a vLLM of this `max_model_len` (`engines.rope` says what no
+    """Load a `transformers` causal LM folder for training beside a vLLM of this `max_model_len` (`engines.loading` says what no
     number means). Raises `EngineError` naming the folder and what is wrong."""
     kind = _resolve_dtype(dtype, device)
     held = torch.bfloat16 if lora is not None and kind is torch.bfloat16 else _master(kind)
