@@ -19,8 +19,10 @@ be absent says `@lightning.hookimpl(optionalhook=True)`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -55,6 +57,16 @@ if TYPE_CHECKING:
 
 hookspec = pluggy.HookspecMarker("lightning")
 hookimpl = pluggy.HookimplMarker("lightning")
+
+
+def later(place: str, text: str = "") -> Callable[[], Any]:
+    """A function that imports what is at `MODULE:NAME` and returns it: a plugin is listed without importing what it brings.
+
+    `text` is its docstring, which for a command is its line in `lightning --help`.
+    """
+    found = partial(resolve_name, place)
+    found.__doc__ = text
+    return found
 
 
 @hookspec

@@ -173,7 +173,8 @@ def find_helps(profile: Profile) -> list[Help]:
     """What would save at least `WORTH`, the most first, and what is paid for with `OLDER` tokens at half of its saving. Nothing
     simulated where the planner cannot calibrate on the run."""
     config, what_if = recorded_config(profile.recorded.config), WhatIf.of(profile)
-    found = [*_counted(profile, config)]
+    counted = (_checkpoints, _evaluations, _processes, _microbatches, _rows, _recomputing, _update, _untaught)
+    found = [help_ for rule in counted for help_ in rule(profile, config)]
     if what_if is not None:
         for rule in (_concurrency, _staleness, _queue, _tools, _agent_code, _prefixes):
             found += rule(profile, config, what_if)
@@ -182,11 +183,6 @@ def find_helps(profile: Profile) -> list[Help]:
 
 def _worth(found: Help) -> float:
     return found.saves * (OLDER if found.cause == TURNS else 1.0)
-
-
-def _counted(profile: Profile, config: Config) -> Iterable[Help]:
-    for rule in (_checkpoints, _evaluations, _processes, _microbatches, _rows, _recomputing, _update, _untaught):
-        yield from rule(profile, config)
 
 
 def _worst(profile: Profile, phase: str) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import numpy as np
 from lightning.batch import is_trained
@@ -118,7 +119,7 @@ def admitted(recorded: Recorded) -> dict[tuple[float, float], float]:
         return {}
     running: list[float] = []
     found = {}
-    for call in sorted((call for one in recorded.rollouts for call in one.calls), key=_came):
+    for call in sorted((call for one in recorded.rollouts for call in one.calls), key=attrgetter("started", "ended")):
         while running and running[0] <= call.started:
             heapq.heappop(running)
         begin = call.started
@@ -128,10 +129,6 @@ def admitted(recorded: Recorded) -> dict[tuple[float, float], float]:
         heapq.heappush(running, call.ended)
         found[call.started, call.ended] = begin
     return found
-
-
-def _came(call: RecordedCall) -> tuple[float, float]:
-    return call.started, call.ended
 
 
 def _server_costs(recorded: Recorded) -> ServerCosts | None:

@@ -56,8 +56,9 @@ def diagnose(
 ) -> list[Diagnosis]:
     """What all the rules find in these attempts, those of one wave, and in the run up to now; `failures` are the errors of
     rollouts that failed."""
-    evidence = Evidence(list(attempts), train_agents, failures, course or Course())
-    return [diagnosis for rule in (*RULES, *COURSE_RULES) for diagnosis in rule(evidence)]
+    evidence = Evidence(list(attempts), train_agents, failures)
+    found = [diagnosis for rule in RULES for diagnosis in rule(evidence)]
+    return found + [diagnosis for rule in COURSE_RULES for diagnosis in rule(course or Course())]
 
 
 def refused_calls(evidence: Evidence) -> Iterator[Diagnosis]:
