@@ -11,11 +11,9 @@ import contextlib
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
 from lightning.store.operation import Operation, Operations
-from lightning.store.protocol import RunWatch
 from lightning.store.threads import check_process, closed_error
 
 from lightning_redis import records
@@ -146,12 +144,9 @@ class RedisStore(Operations):
         function: Callable[..., Awaitable[Any]] = group.function(operation, group.part(operation, "redis", self), self)
         return function
 
-    def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
-        """See `Store.watch`."""
-        return self._watch(run)
-
     @contextlib.asynccontextmanager
-    async def _watch(self, run: str) -> AsyncIterator[RunWatch]:
+    async def watch(self, run: str) -> AsyncIterator[EntryWatch]:
+        """See `Store.watch`."""
         stream = self._keys("changes", run)
 
         async def look() -> bytes:
