@@ -5,7 +5,7 @@ name; `name.module` (one dot or more) delays importing the plugin until `module`
 
     [project.entry-points.lightning]
     raw = "lightning_raw"                           # loaded with the plugin manager
-    "langchain.langchain_core" = "lightning_langchain"   # loaded when langchain_core is
+    "langchain.langchain_core" = "lightning_langchain:adapter"   # loaded when langchain_core is
 
 `register_*` hooks receive a function `register(name, factory)`, and `register_credits` one `register(name, function)`: a credit
 function is called with each group, so it is registered itself and not a class that makes it. A name registered twice is an
@@ -84,7 +84,7 @@ def lightning_identify() -> Caller | None:
 
 @hookspec(firstresult=True)
 def lightning_policy_fault(error: BaseException) -> str | None:
-    """Say that the model itself is what an agent failed by: one of the words of `lightning.runner.policy_faults.CAUSES`.
+    """Say that the model itself is what an agent failed by: one of the words of `lightning.runner.outcomes.CAUSES`.
 
     Called in the agent's process, for each exception in the chain of the one that the agent has raised. None for all others.
     """

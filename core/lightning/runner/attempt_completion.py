@@ -17,7 +17,7 @@ from lightning.errors import DataError, StaleAttemptError
 from lightning.gateway.stages import NO_LINE, Line
 from lightning.instrument.texts import number
 from lightning.redaction import redacted_outcome
-from lightning.runner.policy_faults import cause_in_record, described
+from lightning.runner.outcomes import cause_in_record, described
 from lightning.store.protocol import Store
 from lightning.types import (
     BRANCH_VOID,

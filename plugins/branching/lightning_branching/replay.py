@@ -21,7 +21,7 @@ from lightning.instrument.recorded_tools import RecordedRuns, answer_tools
 from lightning.plugins import plugins
 from lightning.runner.inline import run_here
 from lightning.runner.protocol import Agent
-from lightning.runner.seeding import seed_process
+from lightning.runner.worker import seed_process
 from lightning.types import Fault, Json, Outcome, ToolEvent
 
 from lightning_branching.divergence import Divergence

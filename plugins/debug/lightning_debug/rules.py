@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from lightning.instrument.frameworks import framework_without_adapter
+from lightning.instrument.marking import framework_without_adapter
 from lightning.runner.attempt_completion import UNCALLED
 from lightning.store.exchanges import packed_in, why_not_replayable
 from lightning.trainer.metrics import MOST_NAMES, names_of, unmatched

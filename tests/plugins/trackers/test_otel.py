@@ -15,7 +15,7 @@ import pytest
 from lightning.config import Config
 from lightning.errors import ConfigError, MissingExtraError
 from lightning.installation import install_command
-from lightning.instrument.trace import root_span_id
+from lightning.instrument.context import root_span_id
 from lightning.plugins import plugins
 from lightning.store.memory import MemoryStore
 from lightning.tracking import trackers
