@@ -5,7 +5,7 @@ name; `name.module` (one dot or more) delays importing the plugin until `module`
 
     [project.entry-points.lightning]
     raw = "lightning_raw"                           # loaded with the plugin manager
-    "langchain.langchain_core" = "lightning_langchain"   # loaded when langchain_core is
+    "langchain.langchain_core" = "lightning_langchain:adapter"   # loaded when langchain_core is
 
 `register_*` hooks receive a function `register(name, factory)`, and `register_credits` one `register(name, function)`: a credit
 function is called with each group, so it is registered itself and not a class that makes it. A name registered twice is an
@@ -19,8 +19,10 @@ be absent says `@lightning.hookimpl(optionalhook=True)`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -57,6 +59,16 @@ hookspec = pluggy.HookspecMarker("lightning")
 hookimpl = pluggy.HookimplMarker("lightning")
 
 
+def later(place: str, text: str = "") -> Callable[[], Any]:
+    """A function that imports what is at `MODULE:NAME` and returns it: a plugin is listed without importing what it brings.
+
+    `text` is its docstring, which for a command is its line in `lightning --help`.
+    """
+    found = partial(resolve_name, place)
+    found.__doc__ = text
+    return found
+
+
 @hookspec
 def lightning_install(emit: Callable[[ToolEvent | StepState], None]) -> Callable[[], None]:  # type: ignore[empty-body]
     """Attach to the framework's own callbacks and report tool runs and states through `emit`; return a function that undoes it.
@@ -72,7 +84,7 @@ def lightning_identify() -> Caller | None:
 
 @hookspec(firstresult=True)
 def lightning_policy_fault(error: BaseException) -> str | None:
-    """Say that the model itself is what an agent failed by: one of the words of `lightning.runner.policy_faults.CAUSES`.
+    """Say that the model itself is what an agent failed by: one of the words of `lightning.runner.outcomes.CAUSES`.
 
     Called in the agent's process, for each exception in the chain of the one that the agent has raised. None for all others.
     """

@@ -13,8 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from lightning.testing import Reply, ToolCall
-from lightning_sandbox.tool_limits import make_slots
-from lightning_sandbox.tool_slots import limit_tools
+from lightning_sandbox.tool_slots import limit_tools, make_slots
 
 AT_ONCE = 4
 SCRIPT = [

@@ -21,7 +21,7 @@ from lightning.types import Json, Rollout, Status, Task
 from lightning_prompts import BudgetSpentError, Trial
 from lightning_prompts.apo import APO
 from lightning_prompts.protocol import Messages
-from lightning_resources import Resource
+from lightning_resources.nouns import Resource
 
 WORTH = (0.2, 0.15, 0.15, 0.1, 0.1, 0.05, 0.0, 0.0, 0.0, 0.0, -0.05, -0.1, -0.1, -0.15)
 """What each instruction adds to the probability of success."""

@@ -56,8 +56,8 @@ from lightning.trainer.summary import Reporter
 from lightning.types import LLM, Run, Task, token_ids
 from lightning_planner.calibration import Calibration, calibrate
 from lightning_planner.costs import Changes, Schedule, draw
-from lightning_planner.planner import LABEL, Target, calibrated, make_plan, recorded_config
-from lightning_planner.recorded import Recorded, read_run
+from lightning_planner.planner import LABEL, Target, calibrated, make_plan
+from lightning_planner.recorded import Recorded, read_run, recorded_config
 from lightning_planner.simulation import simulate
 
 GROUP, SEEDS, BATCH = 4, 8, 8
@@ -301,7 +301,7 @@ def _compare(recorded: Recorded, calibration: Calibration, name: str, real: Reco
         rng = random.Random(seed)
         again = replace(calibration, steady=tuple(rng.choices(calibration.steady, k=len(calibration.steady))))
         changes = Changes(tool_scale=setting.tool_scale)
-        plans.append(make_plan(recorded, again, Target(schedule, recorded_config(recorded), changes, seed=seed)))
+        plans.append(make_plan(recorded, again, Target(schedule, recorded_config(recorded.config), changes, seed=seed)))
     totals = [plan.step.total for plan in plans]
     planned, seconds = fmean(totals), [step.total for step in real.steady]
     batches = [fmean(seconds[at : at + BATCH]) for at in range(0, len(seconds) - BATCH + 1, BATCH)]
@@ -326,7 +326,7 @@ def _on_its_groups(calibration: Calibration, schedule: Schedule, real: Recorded)
     """Seconds of a step with the recorded run's costs and the groups of another run, in the order in which it had them."""
     own = calibrate(real)
     teams = chain(own.teams, draw(own.steady, schedule.group_size, 0))
-    return simulate(schedule, calibration.costs, teams).mean(lambda step: step.seconds)
+    return simulate(schedule, calibration.costs, teams).mean(lambda step: step.total)
 
 
 def table(found: Found) -> str:

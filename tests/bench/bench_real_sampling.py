@@ -31,9 +31,8 @@ from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import choose, this_machine
 from lightning.policy_server.control import VLLMControl
 from lightning.policy_server.model_facts import read_facts
-from lightning.policy_server.process import ServerProcess, reserved_port
 from lightning.policy_server.profiles import server_env
-from lightning.policy_server.vllm_server import OwnedVLLM
+from lightning.policy_server.vllm_server import OwnedVLLM, ServerProcess, reserved_port
 from lightning.store.protocol import Store
 from lightning.trainer.stack import open_gateway
 from lightning.types import Rollout, Run, Task

@@ -28,7 +28,7 @@ from typing import Any
 
 from lightning.errors import UnavailableError
 from lightning.store.sqlite import SqliteStore
-from lightning.store.sqlite.connection import Writer
+from lightning.store.sqlite.store import Writer
 from lightning.types import Caller, Rollout, Run, Task, Transition, logprobs
 
 CALLERS = 64

@@ -37,7 +37,7 @@ from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.rows import by_call, states_of, trained_length, trained_tokens
 from lightning.engines.torch.engine import TorchEngine
 from lightning.engines.torch.layouts import Forest
-from lightning.engines.torch.packing import pack_tree
+from lightning.engines.torch.path_attention import pack_tree
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.testing.trajectories import make_trajectory

@@ -14,7 +14,8 @@ from lightning.plugins import plugins
 from lightning.store.url import sqlite_url
 from lightning.trainer.training_data import all_rollouts
 from lightning_examples.raw_python import MODEL
-from lightning_resources import Resource, ResourceKind, put_resource, roll_back_alias, set_alias
+from lightning_resources.nouns import Resource, ResourceKind
+from lightning_resources.operations import put_resource, roll_back_alias, set_alias
 from lightning_resources.reference import find, parse_reference
 from lightning_resources.weights import WEIGHTS_NAME, weights_content
 from lightning_server import following

@@ -28,8 +28,7 @@ from lightning.runner.attempt_completion import report
 from lightning.runner.process import ProcessRunner
 from lightning.store.memory import MemoryStore
 from lightning.testing import FakeVLLM, Reply
-from lightning.testing.vllm_replies import tokenize_reply
-from lightning.testing.vllm_shapes import ChatShape
+from lightning.testing.vllm_replies import ChatShape, tokenize_reply
 from lightning.types import CallStatus, Outcome, Rollout, Run, Status, Task, ToolEvent, Transition
 
 from tests.official.listing import CACHE, Listing, Program, load

@@ -13,11 +13,11 @@ from lightning.config import load_config
 from lightning.errors import ConfigError, LightningError
 from lightning_branching.prompt_texts import read_prompt
 from lightning_command.harbor import read_task
-from lightning_deploy.sweep_file import read_sweep
+from lightning_deploy.sweep import read_sweep
 from lightning_k8s.manifests import read_template
 from lightning_planner.shape import KNOWN, read_shape
-from lightning_resources import ResourceKind
 from lightning_resources.command import read_content
+from lightning_resources.nouns import ResourceKind
 
 TOML = 'title = "grün"\n'
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import lightning
-from lightning.instrument import Installations, check_supported, hold_slots
+from lightning.instrument import FrameworkAdapter, Installations, hold_slots
 
 try:
     from opentelemetry.sdk.trace import SpanProcessor  # AutoGen itself only brings the API
@@ -19,11 +19,16 @@ except ImportError as error:
 from lightning.plugins.importing import on_import
 from lightning_otel.tracer_provider import ProviderWatch
 
-from lightning_autogen.direct import DirectCalls
-from lightning_autogen.handler import AutoGenReporter, LightningHandler, caller_here
-from lightning_autogen.results import results
+from lightning_autogen.handler import (
+    AutoGenReporter,
+    LightningHandler,
+    caller_here,
+    replaced,
+    results,
+    watch_agents,
+)
 
-__all__ = ["SUPPORTED", "LightningHandler", "lightning_identify", "lightning_install"]
+__all__ = ["SUPPORTED", "LightningHandler", "adapter"]
 
 SUPPORTED = {
     "autogen-core": ("0.7.2", "0.8"),
@@ -38,7 +43,6 @@ def _reporter() -> SpanProcessor:
 
 
 _watch = ProviderWatch(_reporter)
-_direct = DirectCalls(lambda: caller.path if (caller := caller_here()) else ())
 
 
 def _attach() -> Callable[[], None]:
@@ -47,11 +51,11 @@ def _attach() -> Callable[[], None]:
     undos.callback(_watch.stop)
     results.start()
     undos.callback(results.stop)
-    undos.callback(_direct.replaced.put_back)
+    undos.callback(replaced.put_back)
     # A program may import `autogen_agentchat.agents` first: it has begun by now, and the module of its class has not.
     agents, tools = "autogen_agentchat.agents", "autogen_core.tools._base"
     for name in (agents, f"{agents}._base_chat_agent"):
-        undos.callback(on_import(name, _direct.start))
+        undos.callback(on_import(name, watch_agents))
     undos.callback(hold_slots(tools, "BaseTool", ("run_json",)))
     undos.callback(hold_slots(tools, "BaseStreamTool", ("run_json_stream",)))
     return undos.close
@@ -59,15 +63,5 @@ def _attach() -> Callable[[], None]:
 
 installations = Installations(_attach)
 
-
-@lightning.hookimpl
-def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
-    """Watch AutoGen's spans and events. Raises `PluginError` for versions out of range."""
-    check_supported(SUPPORTED)
-    return installations.add(emit)
-
-
-@lightning.hookimpl(tryfirst=True)
-def lightning_identify() -> lightning.Caller | None:
-    """The innermost agent at work here, if it is AutoGen's. Its path has agents, tools and inner teams."""
-    return caller_here()
+adapter = FrameworkAdapter(SUPPORTED, installations, caller_here)
+"""Names the innermost agent at work here, if it is AutoGen's. Its path has agents, tools and inner teams."""

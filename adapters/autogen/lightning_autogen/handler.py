@@ -1,17 +1,30 @@
-"""What AutoGen's spans say: `invoke_agent` and `execute_tool` of agents and tools, `process` of its runtimes' agents.
+"""What AutoGen's spans say: `invoke_agent` and `execute_tool` of agents and tools, `process` of its runtimes' agents; and what
+they do not: agents whose `on_messages` or `on_messages_stream` is called directly have no span, and what tools were given and
+returned is in the event log `autogen_core.events`.
 
-The invariant: only spans that are open are known here, so whoever has ended calls no model.
+The invariant: only spans that are open are known here, so whoever has ended calls no model. The name of an agent without a span
+is known while the method runs, and for a stream only while its next item is made. The methods do what they did, the last undo
+puts the very ones back, and the log's handlers get the records that they would get without us.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 import lightning
-from lightning.instrument import ask
+from autogen_core import EVENT_LOGGER_NAME
+from autogen_core.logging import ToolCallEvent
+from lightning.instrument import ReplacedMethods, ask
 from lightning.instrument import emit as report
 from lightning_otel import attributes as names
 from lightning_otel.processor import SpanReporter
@@ -19,10 +32,82 @@ from lightning_otel.spans import OpenSpans, key
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
 
-from lightning_autogen.direct import direct
-from lightning_autogen.results import results
-
 open_spans = OpenSpans("AutoGen's agents")
+replaced = ReplacedMethods()
+
+
+class Direct(NamedTuple):
+    """A call of an agent without a span of its own."""
+
+    around: tuple[int, int]
+    """The span in which it was made: trace and span id."""
+    path: tuple[str, ...]
+    """From the outermost name to the agent's."""
+    span_id: str
+
+
+direct: ContextVar[Direct | None] = ContextVar("lightning_autogen_direct", default=None)
+
+
+LEVEL = logging.INFO - 1
+"""Lets AutoGen's events (INFO) through, and is nobody's choice: another level on the logger was set by the user since."""
+
+Pending = tuple[lightning.ToolEvent, Callable[[lightning.ToolEvent], None]]
+_pending: ContextVar[list[Pending] | None] = ContextVar("lightning_autogen_pending", default=None)
+_log = logging.getLogger(EVENT_LOGGER_NAME)
+
+
+class Results(logging.Filter):
+    """Sees the log's records before its handlers do."""
+
+    _before = logging.NOTSET
+
+    def start(self) -> None:
+        """Listen. Again: does nothing."""
+        if self not in _log.filters:
+            self._before = _log.level
+            _log.setLevel(LEVEL)
+            _log.addFilter(self)
+
+    def stop(self) -> None:
+        """Leave the log as it was."""
+        _log.removeFilter(self)
+        if _log.level == LEVEL:
+            _log.setLevel(self._before)
+
+    def complete(self, event: lightning.ToolEvent, emit: Callable[[lightning.ToolEvent], None]) -> None:
+        """Emit the event of a tool that has just returned, with arguments and output if AutoGen logs them.
+
+        It does so right after the tool's span has closed, without an await between. Tools of MCP servers are not logged, and
+        their spans close alike whether the server answered well or that the tool failed: nobody knows their status.
+        """
+        if self not in _log.filters or not _log.isEnabledFor(logging.INFO):
+            emit(event)
+            return
+        pending: list[Pending] = [(event, emit)]
+        _pending.set(pending)
+        asyncio.get_running_loop().call_soon(_emit, pending)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record would be there without us."""
+        if isinstance(record.msg, ToolCallEvent):
+            _emit(_pending.get() or [], record.msg)
+        if _log.level != LEVEL:
+            return True
+        above = _log.parent.getEffectiveLevel() if _log.parent else logging.WARNING
+        return record.levelno >= (self._before or above)
+
+
+def _emit(pending: list[Pending], logged: ToolCallEvent | None = None) -> None:
+    if pending:
+        event, emit = pending.pop()
+        if logged is None:
+            emit(replace(event, status="unknown"))
+        else:
+            emit(replace(event, arguments=logged.kwargs["arguments"], output=logged.kwargs["result"]))
+
+
+results = Results()
 
 
 class AutoGenReporter(SpanReporter):
@@ -112,3 +197,65 @@ def _named(span: ReadableSpan) -> tuple[str, str]:
 def _is_autogen(span: ReadableSpan) -> bool:
     scope = span.instrumentation_scope
     return scope is not None and scope.name.startswith("autogen")
+
+
+def watch_agents(module: ModuleType) -> None:
+    """Watch `BaseChatAgent` of a module, and what derives from it, now or later."""
+    replaced.replace(module.BaseChatAgent, "__init__", _init)
+    kinds = [module.BaseChatAgent]
+    while kinds:
+        kind = kinds.pop()
+        _watch_kind(kind)
+        kinds += kind.__subclasses__()
+
+
+def _watch_kind(kind: type) -> None:
+    for name, instead in (("on_messages", _on_messages), ("on_messages_stream", _on_messages_stream)):
+        if callable(vars(kind).get(name)):
+            replaced.replace(kind, name, instead)
+
+
+def _init(original: Callable[..., None], agent: Any, /, *args: Any, **more: Any) -> None:
+    for kind in type(agent).__mro__:
+        _watch_kind(kind)
+    original(agent, *args, **more)
+
+
+@contextmanager
+def _inside(known: Direct | None) -> Iterator[None]:
+    token = direct.set(known)
+    try:
+        yield
+    finally:
+        direct.reset(token)
+
+
+def _direct_call(agent: Any) -> Direct | None:
+    """What to know in a call of an agent: nothing new where its span, or a call of its own, says so already."""
+    caller, here = caller_here(), trace.get_current_span().get_span_context()
+    path = caller.path if caller else ()
+    if path[-1:] == (agent.name,):
+        return direct.get()
+    return Direct((here.trace_id, here.span_id), (*path, agent.name), uuid4().hex[:16])
+
+
+async def _on_messages(original: Callable[..., Awaitable[Any]], agent: Any, /, *args: Any, **more: Any) -> Any:
+    with _inside(_direct_call(agent)):
+        return await original(agent, *args, **more)
+
+
+async def _on_messages_stream(
+    original: Callable[..., AsyncGenerator[Any, None]], agent: Any, /, *args: Any, **more: Any
+) -> AsyncGenerator[Any, None]:
+    known = _direct_call(agent)
+    stream = original(agent, *args, **more)
+    try:
+        while True:
+            with _inside(known):
+                try:
+                    item = await anext(stream)
+                except StopAsyncIteration:
+                    return
+            yield item
+    finally:
+        await stream.aclose()

@@ -5,14 +5,11 @@ The invariant: it only listens, in the place of CrewAI's own methods; the undo p
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import lightning
-from lightning.instrument import by_type, check_supported
+from lightning.instrument import FrameworkAdapter, by_type
 
 from lightning_crewai.methods import caller_now, installations
 
-__all__ = ["SUPPORTED", "lightning_identify", "lightning_install", "lightning_policy_fault"]
+__all__ = ["SUPPORTED", "adapter"]
 
 SUPPORTED = {"crewai": ("1.15.10", "2")}
 """Distribution -> (first version this works with, first that it does not)."""
@@ -22,7 +19,7 @@ POLICY_FAULTS = {
     "crewai.ConverterError": "malformed_output",
     "crewai.LLMContextLengthExceededError": "context_overflow",
 }
-"""Exceptions that tell of the model's own fault, by package and class; see `lightning_policy_fault`."""
+"""Exceptions that tell of the model's own fault, by package and class; see `FrameworkAdapter`."""
 
 FAULTS_BY_TEXT = (
     "Invalid response from LLM call - None or empty",
@@ -32,20 +29,9 @@ FAULTS_BY_TEXT = (
 """How the texts of errors begin that tell of an answer which is not what was asked for; their classes are Python's own."""
 
 
-@lightning.hookimpl
-def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
-    """Stand before the methods that run agents, tasks, flows and tools. Raises `PluginError` for versions out of range."""
-    check_supported(SUPPORTED)
-    return installations.add(emit)
-
-
-@lightning.hookimpl(tryfirst=True)  # before the spans of whoever instruments the framework as well
-def lightning_identify() -> lightning.Caller | None:
-    """The model call that is under way, else the agent, flow or tool whose code is running."""
-    return caller_now()
-
-
-@lightning.hookimpl
-def lightning_policy_fault(error: BaseException) -> str | None:
-    """What CrewAI's exceptions tell of the model."""
+def _policy_fault(error: BaseException) -> str | None:
     return "malformed_output" if str(error).startswith(FAULTS_BY_TEXT) else by_type(error, POLICY_FAULTS)
+
+
+adapter = FrameworkAdapter(SUPPORTED, installations, caller_now, _policy_fault)
+"""Names the model call that is under way, else the agent, flow or tool whose code is running."""

@@ -1,7 +1,9 @@
 """The methods of CrewAI that run agents, tasks, flows and tools, replaced while the adapter is installed, and its telemetry,
 which is off meanwhile.
 
-The invariant: a method does what it did, with the arguments that it got.
+The invariant: a method does what it did, with the arguments that it got. One request of the model's for a tool is one
+`ToolEvent`, however often CrewAI runs the tool for it. CrewAI's events are heard in the thread or task that sends them: the
+event bus calls its handlers in threads of its own, where nobody knows who is calling.
 """
 
 from __future__ import annotations
@@ -20,15 +22,14 @@ from typing import Any
 import lightning
 from crewai import Agent, BaseLLM, Flow, Task
 from crewai.agents import step_executor
-from crewai.events import crewai_event_bus
+from crewai.events import ToolUsageErrorEvent, ToolUsageFinishedEvent, crewai_event_bus
 from crewai.llms.base_llm import _current_call_id as current_call_id
+from crewai.tools.tool_failure import ToolFailureReason
 from crewai.tools.tool_usage import ToolUsage
 from crewai.utilities.agent_utils import extract_tool_call_info
 from crewai.utilities.string_utils import sanitize_tool_name
 from lightning.errors import PluginError
 from lightning.instrument import Installations, ReplacedMethods, Scopes
-
-from lightning_crewai.tools import ToolRequest, is_end
 
 EXECUTOR = Agent.model_fields["executor_class"].default
 """The class of the flow that runs an agent; its module differs between releases."""
@@ -39,6 +40,10 @@ OLD = (
     ("crewai.lite_agent", "LiteAgent", "kickoff"),
 )
 """What later releases have no more, or will not have: module, class and method."""
+BLOCKED = "Tool execution blocked by hook"
+"""How the text begins that a tool has returned which a hook of the user's did not let run."""
+PLAN = "create_reasoning_plan"
+"""The function by which an agent's model answers with a plan; it is no tool of the user's."""
 
 scopes = Scopes("crewai")
 """The subject of an agent's scope is the model call that it runs in, if any; that of a tool's is its `ToolRequest`."""
@@ -87,7 +92,8 @@ def _replace(owner: Any, name: str, enter: Callable[..., Any]) -> None:
             f"crewai {version} has no {owner.__name__}.{name}, which this adapter watches. Run: pip install "
             "'crewai==1.15.30', or a newer lightning"
         )
-    replaced.replace(found, name, functools.partial(_inside, enter))
+    inside = _inside_async if inspect.iscoroutinefunction(getattr(found, name)) else _inside
+    replaced.replace(found, name, functools.partial(inside, enter))
 
 
 installations = Installations(_attach)
@@ -106,21 +112,15 @@ def _call_around(subject: object) -> object:
     return subject.call if isinstance(subject, ToolRequest) else subject
 
 
-def _inside(enter: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _inside(enter: Callable[..., Any], original: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
     """The method, run in the scopes that `enter` opens for its arguments."""
-    if inspect.iscoroutinefunction(original):
+    with enter(*args, **more):
+        return original(*args, **more)
 
-        async def run_async(*args: Any, **more: Any) -> Any:
-            with enter(*args, **more):
-                return await original(*args, **more)
 
-        return run_async
-
-    def run(*args: Any, **more: Any) -> Any:
-        with enter(*args, **more):
-            return original(*args, **more)
-
-    return run
+async def _inside_async(enter: Callable[..., Any], original: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
+    with enter(*args, **more):
+        return await original(*args, **more)
 
 
 def _role(agent: Any) -> str:
@@ -190,16 +190,56 @@ def _report(use: ToolRequest) -> None:
         installations.tell(use.run)
 
 
-def _heard(original: Callable[..., Any]) -> Callable[..., Any]:
-    def emit(bus: Any, source: Any, event: Any, *args: Any, **more: Any) -> Any:
-        if is_end(event):
-            here = scopes.here()
-            if isinstance(source, BaseLLM):  # it has made the run itself, of the functions that it was given
-                use = ToolRequest(sanitize_tool_name(event.tool_name), "", caller_now())
-                use.hear(event)
-                _report(use)
-            elif here is not None and isinstance(here.subject, ToolRequest):
-                here.subject.hear(event)
-        return original(bus, source, event, *args, **more)
+def _heard(original: Callable[..., Any], bus: Any, /, source: Any, event: Any, *args: Any, **more: Any) -> Any:
+    if isinstance(event, ToolUsageFinishedEvent | ToolUsageErrorEvent):  # they tell how a tool's run has ended
+        here = scopes.here()
+        if isinstance(source, BaseLLM):  # it has made the run itself, of the functions that it was given
+            use = ToolRequest(sanitize_tool_name(event.tool_name), "", caller_now())
+            use.hear(event)
+            _report(use)
+        elif here is not None and isinstance(here.subject, ToolRequest):
+            here.subject.hear(event)
+    return original(bus, source, event, *args, **more)
 
-    return emit
+
+class ToolRequest:
+    """A request of the model's for a tool, while it is carried out."""
+
+    def __init__(
+        self,
+        name: str,
+        call_id: str,
+        caller: lightning.Caller | None,
+        call: str | None = None,
+        source: object = None,
+    ) -> None:
+        self.call, self.source = call, source
+        """The model call that it is made in, if any, and CrewAI's object that carries it out."""
+        self._event = lightning.ToolEvent(name, "unknown", call_id, caller=caller)
+        self._heard = False
+
+    def hear(self, event: Any) -> None:
+        """A run of the tool has ended; the last one counts."""
+        failure = getattr(event, "failure", None)
+        if failure is not None and failure.reason is ToolFailureReason.UNKNOWN_TOOL:
+            return  # the model has invented it: nothing ran
+        self._event, self._heard = _ended(self._event, event, failure), True
+
+    @property
+    def run(self) -> lightning.ToolEvent | None:
+        """What is to be reported once it has been carried out, if anything is."""
+        return self._event if self._heard and self._event.name != PLAN else None
+
+
+def _ended(use: lightning.ToolEvent, event: Any, failure: Any) -> lightning.ToolEvent:
+    told = replace(use, arguments=event.tool_args)
+    if isinstance(event, ToolUsageErrorEvent):
+        error = event.error
+        return replace(told, status="error", error=repr(error) if isinstance(error, Exception) else str(error))
+    if failure is not None:
+        spent = failure.reason is ToolFailureReason.USAGE_LIMIT
+        return replace(told, status="blocked" if spent else "error", error=failure.message)
+    output = str(event.output)
+    if output.startswith(BLOCKED):
+        return replace(told, status="blocked", error=output)
+    return replace(told, status="ok", output=output)

@@ -1,26 +1,38 @@
-"""The methods of DSPy that run modules, language models and tools, replaced while the adapter is installed.
+"""The methods of DSPy that run modules, language models and tools, and those of the HTTP client that it brings along, replaced
+while the adapter is installed; and what a user calls a module: the attribute that holds it, else its signature or its class.
 
 The invariant: a method does what it did, with the arguments that it got. DSPy shows the model the traceback of a tool's error:
-no frame of ours stands in it.
+no frame of ours stands in it. A request that is not for the gateway of an active rollout goes out as it was; calls that go
+through LiteLLM are tapped as all others. A name has no slash, which separates the names of a path.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import dspy
 import lightning
+from dspy import Module
+from dspy._vendor.lm15.transports import StdlibAsyncTransport, StdlibTransport
 from dspy.clients.cache import Cache
 from dspy.predict import react, react_v2
-from lightning.instrument import Installations, ReplacedMethods, Scopes, ToolSlot, current_attempt, tool_slot
-
-from lightning_dspy.client import watch_client
-from lightning_dspy.names import name_of, own_name
+from dspy.primitives.base_module import BaseModule
+from lightning.instrument import (
+    Installations,
+    MarkedRequest,
+    ReplacedMethods,
+    Scopes,
+    ToolSlot,
+    current_attempt,
+    mark_request,
+    tool_slot,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +42,12 @@ OWN_TOOLS = "dspy.predict."
 """Where the functions come from by which DSPy's modules end their loops, such as `finish`; they are no tools of the user's."""
 LM_CALLS = "dspy.clients.lm"
 """How DSPy's cache calls what it keeps of language models; it also keeps embeddings."""
-
+UNNAMED_SIGNATURE = "StringSignature"
+"""What DSPy calls a signature that is written as a text, `question -> answer`."""
+NO_PARTS = ("history", "callbacks", "demos", "traces", "train")
+"""Attributes of modules in which DSPy keeps what it has seen."""
+OURS = (__name__, ReplacedMethods.__module__)
+"""The modules of the frames that stand for a method which was replaced."""
 
 replaced = ReplacedMethods()
 
@@ -42,7 +59,8 @@ def _attach() -> Callable[[], None]:
     replaced.replace(Cache, "get", _get)
     for module in (react, react_v2):
         replaced.replace(module, "format_error_for_lm", _format_error)
-    watch_client(replaced)
+    replaced.replace(StdlibTransport, "stream", _stream)
+    replaced.replace(StdlibAsyncTransport, "_do_stream", _do_stream)
     return replaced.put_back
 
 
@@ -54,25 +72,21 @@ Inside = Callable[[Any, dict[str, Any]], AbstractContextManager[Ended]]
 """From an object and the arguments of its call to what goes around the call."""
 
 
-def _around(inside: Inside, original: Callable[..., Any]) -> Callable[..., Any]:
-    def call(subject: Any, *args: Any, **more: Any) -> Any:
-        with _slot(subject), inside(subject, more) as ended:
-            result = original(subject, *args, **more)
+def _around(inside: Inside, original: Callable[..., Any], subject: Any, /, *args: Any, **more: Any) -> Any:
+    with _slot(subject), inside(subject, more) as ended:
+        result = original(subject, *args, **more)
+        ended(result)
+        return result
+
+
+async def _around_async(
+    inside: Inside, original: Callable[..., Awaitable[Any]], subject: Any, /, *args: Any, **more: Any
+) -> Any:
+    async with _slot(subject):
+        with inside(subject, more) as ended:
+            result = await original(subject, *args, **more)
             ended(result)
             return result
-
-    return call
-
-
-def _around_async(inside: Inside, original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def acall(subject: Any, *args: Any, **more: Any) -> Any:
-        async with _slot(subject):
-            with inside(subject, more) as ended:
-                result = await original(subject, *args, **more)
-                ended(result)
-                return result
-
-    return acall
 
 
 def _slot(subject: Any) -> ToolSlot:
@@ -114,15 +128,12 @@ def _in_tool(tool: Any, arguments: dict[str, Any]) -> Iterator[Ended]:
         yield ended
 
 
-def _get(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get(cache: Any, request: dict[str, Any], *args: Any, **more: Any) -> Any:
-        found = original(cache, request, *args, **more)
-        is_lms = str(request.get("_fn_identifier", "")).startswith(LM_CALLS)
-        if found is not None and is_lms and current_attempt() is not None:
-            _warn_of_cache()
-        return found
-
-    return get
+def _get(original: Callable[..., Any], cache: Any, /, request: dict[str, Any], *args: Any, **more: Any) -> Any:
+    found = original(cache, request, *args, **more)
+    is_lms = str(request.get("_fn_identifier", "")).startswith(LM_CALLS)
+    if found is not None and is_lms and current_attempt() is not None:
+        _warn_of_cache()
+    return found
 
 
 @functools.cache
@@ -133,12 +144,9 @@ def _warn_of_cache() -> None:
     )
 
 
-def _format_error(original: Callable[..., str]) -> Callable[..., str]:
-    def format_error_for_lm(error: BaseException, **more: Any) -> str:
-        _leave_tracebacks(error)
-        return original(error, **more)
-
-    return format_error_for_lm
+def _format_error(original: Callable[..., str], /, error: BaseException, **more: Any) -> str:
+    _leave_tracebacks(error)
+    return original(error, **more)
 
 
 def _leave_tracebacks(error: BaseException) -> None:
@@ -163,6 +171,74 @@ def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None
 
 
 def _next_of_others(traceback: TracebackType | None) -> TracebackType | None:
-    while traceback is not None and str(traceback.tb_frame.f_globals.get("__name__")) == __name__:
+    while traceback is not None and traceback.tb_frame.f_globals.get("__name__") in OURS:
         traceback = traceback.tb_next
     return traceback
+
+
+# DSPy's own HTTP client ------------------------------------------------------------------------------------------------
+def _marked(request: Any) -> tuple[MarkedRequest, Any]:
+    marked = mark_request(request.url, request.headers)
+    kept = [(name, value) for name, value in request.headers if name.lower() not in marked.added]
+    return marked, replace(request, headers=[*kept, *marked.added.items()]) if marked.added else request
+
+
+def _stream(original: Callable[..., Any], transport: Any, /, request: Any) -> Any:
+    marked, request = _marked(request)
+    reply = original(transport, request)
+    marked.answered(reply.status, reply.headers)
+    return reply
+
+
+async def _do_stream(original: Callable[..., Awaitable[Any]], transport: Any, /, request: Any) -> Any:
+    marked, request = _marked(request)
+    reply = await original(transport, request)
+    marked.answered(reply.status, reply.headers)
+    return reply
+
+
+# the names of modules ---------------------------------------------------------------------------------------------------
+def name_of(module: Module, around: Sequence[object], *, part: bool) -> str:
+    """The name of a module that is called inside others, given from the innermost; empty where it has none.
+
+    A program has none: its parts have. Nor has a `part` of one of DSPy's own modules, such as the predictor in a
+    `ChainOfThought`; a module that is called by a tool is no part.
+    """
+    for program in around:
+        for name, held in _parts(program):
+            if held is module:
+                return name
+    if part and _is_dspys(around[0]):
+        return ""
+    return own_name(module) if _is_dspys(module) else ""
+
+
+def own_name(module: object) -> str:
+    """What a module is called by itself."""
+    kind = type(module)
+    if not kind.__module__.startswith("dspy."):
+        return kind.__name__
+    name = str(getattr(getattr(module, "signature", None), "__name__", UNNAMED_SIGNATURE))
+    return kind.__name__ if name == UNNAMED_SIGNATURE else name
+
+
+def _is_dspys(module: object) -> bool:
+    """Whether a module is one of those that DSPy brings, or derived from one: it calls its parts as DSPy does."""
+    kinds = [kind for kind in type(module).__mro__ if kind not in (Module, BaseModule)]
+    return any(kind.__module__.startswith("dspy.") for kind in kinds)
+
+
+def _parts(program: object) -> Iterator[tuple[str, object]]:
+    """The modules that a user's program holds: `writer`, `writers.0`, `writers.draft`."""
+    if _is_dspys(program):
+        return
+    for name, value in list(vars(program).items()):
+        if name in NO_PARTS:
+            continue
+        if isinstance(value, list | tuple):
+            items: Iterable[tuple[object, object]] = enumerate(value)
+        else:
+            items = list(value.items()) if isinstance(value, dict) else ()
+            yield name, value
+        for key, item in items:
+            yield f"{name}.{key}".replace("/", "."), item

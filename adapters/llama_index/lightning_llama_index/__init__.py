@@ -5,21 +5,17 @@ The invariant: it only listens, through LlamaIndex's own instrumentation; the un
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from lightning.instrument import FrameworkAdapter, by_type
 
-import lightning
-from lightning.instrument import by_type, check_supported
+from lightning_llama_index.spans import installations, steps
 
-from lightning_llama_index.spans import installations
-from lightning_llama_index.steps import steps
-
-__all__ = ["SUPPORTED", "lightning_identify", "lightning_install", "lightning_policy_fault"]
+__all__ = ["SUPPORTED", "adapter"]
 
 SUPPORTED = {"llama-index-core": ("0.14.25", "0.15"), "llama-index-workflows": ("2.20", "3")}
 """Distribution -> (first version this works with, first that it does not); what is not installed does not matter."""
 
 POLICY_FAULTS = {"llama_index.OutputParserException": "malformed_output"}
-"""Exceptions that tell of the model's own fault, by package and class; see `lightning_policy_fault`."""
+"""Exceptions that tell of the model's own fault, by package and class; see `FrameworkAdapter`."""
 FAULTS_BY_TEXT = {
     "Max iterations of ": {"workflows.WorkflowRuntimeError": "max_turns"},
     "Expected at least one tool call": {"builtins.ValueError": "malformed_output"},
@@ -29,22 +25,11 @@ FAULTS_BY_TEXT = {
 """The same of classes that tell of other faults too, by how the error's text begins."""
 
 
-@lightning.hookimpl
-def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
-    """Hear of every span of LlamaIndex from now on. Raises `PluginError` for versions out of range."""
-    check_supported(SUPPORTED)
-    return installations.add(emit)
-
-
-@lightning.hookimpl(tryfirst=True)  # before the spans of whoever instruments the framework as well
-def lightning_identify() -> lightning.Caller | None:
-    """The model call that is under way, else the agent, step, component or tool whose code is running."""
-    return steps.caller()
-
-
-@lightning.hookimpl
-def lightning_policy_fault(error: BaseException) -> str | None:
-    """What LlamaIndex's exceptions tell of the model."""
+def _policy_fault(error: BaseException) -> str | None:
     text = str(error)
     by_text = next((table for start, table in FAULTS_BY_TEXT.items() if text.startswith(start)), {})
     return by_type(error, POLICY_FAULTS) or by_type(error, by_text)
+
+
+adapter = FrameworkAdapter(SUPPORTED, installations, steps.caller, _policy_fault)
+"""Names the model call that is under way, else the agent, step, component or tool whose code is running."""

@@ -6,39 +6,24 @@ prompts to OpenAI, sends nothing while the adapter is installed. The undo puts b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from lightning.instrument import FrameworkAdapter, by_type
 
-import lightning
-from lightning.instrument import by_type, check_supported
+from lightning_openai_agents.steps import LightningProcessor, caller_here, installations
 
-from lightning_openai_agents.steps import LightningProcessor, current_step, installations
-
-__all__ = ["SUPPORTED", "LightningProcessor", "lightning_identify", "lightning_install", "lightning_policy_fault"]
+__all__ = ["SUPPORTED", "LightningProcessor", "adapter"]
 
 SUPPORTED = {"openai-agents": ("0.20", "1")}
 """Distribution -> (first version this works with, first that it does not)."""
 
 POLICY_FAULTS = {"agents.MaxTurnsExceeded": "max_turns", "agents.ModelBehaviorError": "malformed_output"}
-"""Exceptions that tell of the model's own fault, by package and class; see `lightning_policy_fault`."""
+"""Exceptions that tell of the model's own fault, by package and class; see `FrameworkAdapter`."""
 
 
-@lightning.hookimpl
-def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
-    """Stand before the SDK's trace provider from now on. Raises `PluginError` for versions out of range."""
-    check_supported(SUPPORTED)
-    return installations.add(emit)
-
-
-@lightning.hookimpl(tryfirst=True)  # before the spans of whoever instruments the framework as well
-def lightning_identify() -> lightning.Caller | None:
-    """The innermost agent, tool or guardrail that runs here, with the model call that is under way."""
-    step = current_step()
-    return step.caller() if step else None
-
-
-@lightning.hookimpl
-def lightning_policy_fault(error: BaseException) -> str | None:
-    """What the SDK's exceptions tell of the model."""
+def _policy_fault(error: BaseException) -> str | None:
     if "not found in agent" in str(error) and by_type(error, POLICY_FAULTS) == "malformed_output":
         return "invented_tool"
     return by_type(error, POLICY_FAULTS)
+
+
+adapter = FrameworkAdapter(SUPPORTED, installations, caller_here, _policy_fault)
+"""Names the innermost agent, tool or guardrail that runs here, with the model call that is under way."""

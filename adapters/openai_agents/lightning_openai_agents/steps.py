@@ -1,23 +1,34 @@
 """What the SDK's spans tell: who runs inside whom, and how each tool run ended. A provider that stands before the SDK's keeps a
-`Step` beside each span.
+`Step` beside each span. What spans do not say of a tool run comes from the functions that know: its call's id, a timeout, a
+guardrail's refusal, an MCP server's `isError`; all of the run of a tool that is no function: a shell, a patch, a computer, a
+custom tool.
 
 The invariant: a step is known as long as its span is open, and keeps nothing alive but the steps around it. The real provider
 makes every trace and span, with the arguments it would have got, and its processors see them as ever. A span that is switched
-off stays so; the step beside it is lightning's alone.
+off stays so; the step beside it is lightning's alone. The SDK's functions get and return what they did, and the last undo puts
+back the very ones that were there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar, Token
 from dataclasses import replace
 from typing import Any, Self, cast
 
 import lightning
+from agents.exceptions import ToolTimeoutError
+from agents.items import ToolApprovalItem
+from agents.mcp import MCPUtil
+from agents.run_internal import tool_actions, turn_resolution
+from agents.run_internal.tool_execution import get_trace_tool_error
+from agents.tool_context import ToolContext
+from agents.tool_guardrails import ToolInputGuardrail, ToolOutputGuardrail
 from agents.tracing import (
     Span,
     Trace,
@@ -29,10 +40,9 @@ from agents.tracing import (
     set_trace_provider,
 )
 from agents.tracing.processors import default_exporter, default_processor
-from lightning.instrument import Installations, ask, component_path, hold_slots
+from lightning.instrument import Attachment, Installations, ReplacedMethods, ask, component_path, hold_slots
 from lightning.instrument import emit as to_rollout
-
-from lightning_openai_agents.outcomes import told_by_run, watching
+from pydantic_core import to_jsonable_python
 
 RUN_TOOL = ("_invoke_function_tool_with_metadata", "invoke_function_tool")
 """The functions that run a tool; which of them the SDK calls depends on its version."""
@@ -40,6 +50,16 @@ NAMED = ("agent", "function", "guardrail")
 """Spans whose names stand in a caller's path."""
 MODEL = ("generation", "response")
 """Spans of model calls."""
+ACTIONS = {
+    tool_actions.ComputerAction: "computer_tool",
+    tool_actions.LocalShellAction: "local_shell_tool",
+    tool_actions.ShellAction: "shell_tool",
+    tool_actions.CustomToolAction: "custom_tool",
+    tool_actions.ApplyPatchAction: "apply_patch_tool",
+}
+"""Who runs a tool that is no function, and where the call that it gets has the tool."""
+ASKED = ("actions", "action", "operations", "operation", "input")
+"""Where the model's item has what it asks of such a tool."""
 
 
 class Step:
@@ -58,7 +78,8 @@ class Step:
         self.outcome: tuple[str, str] | None = None
         """Status and error of a tool run, where its span does not say them."""
         self.doubtful: list[lightning.ToolEvent] = []
-        self.reports = data.type == "function" and not told_by_run(self)
+        run = _run.get()  # which reports itself
+        self.reports = data.type == "function" and not (run is not None and run.takes(self))
         if data.type in MODEL and (agent := self.agent()):
             agent.settle("ok")
 
@@ -146,6 +167,187 @@ def _cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+# tools ------------------------------------------------------------------------------------------------------------------
+_run: ContextVar[ToolRun | None] = ContextVar("lightning_openai_agents_tool_run", default=None)
+
+
+def _innermost() -> Step | None:
+    return next((found for here in watching.users if (found := here()) is not None), None)
+
+
+def tool_step() -> Step | None:
+    """The step of the tool run that this code belongs to."""
+    step = _innermost()
+    return step if step is not None and step.data.type == "function" else None
+
+
+class ToolRun:
+    """The run of a tool that is no function. It may have a span of its own or none: so it reports itself, once."""
+
+    def __init__(self, around: Step, name: str, call: Any, config: Any) -> None:
+        said = call.get if isinstance(call, Mapping) else functools.partial(getattr, call)
+        asked = next((value for field in ASKED if (value := said(field, None)) is not None), None)
+        self.name, self.failure, self.refused, self._awaits_span = name, "", False, True
+        self._around, self._caller = around, around.caller()
+        self._call_id = str(said("call_id", None) or "")
+        self._texts: bool = config.trace_include_sensitive_data
+        self._arguments = _plain(asked) if self._texts else None
+
+    def takes(self, step: Step) -> bool:
+        """Whether this is its own span, which the SDK begins before all others; a tool that runs inside has another parent."""
+        own = self._awaits_span and step.parent is self._around and getattr(step.data, "name", "") == self.name
+        self._awaits_span = self._awaits_span and not own
+        return own
+
+    def inside(self) -> contextlib.AbstractContextManager[object]:
+        """Its name in the paths of those who call inside, with a span and without."""
+        return lightning.component(self.name) if self.name and "/" not in self.name else contextlib.nullcontext()
+
+    def end(self, item: Any, raised: BaseException | None) -> None:
+        """Report how it ended; nothing where it waits for an approval."""
+        self._awaits_span = False
+        output = "" if item is None or isinstance(item, ToolApprovalItem) else str(item.output)
+        if raised is not None and not isinstance(raised, Exception):  # cancelled
+            self.report("unknown", output)
+        elif self.refused:
+            self.report("blocked", output)
+        elif raised is not None or self.failure:
+            self.report("error", output, self.failure or str(raised) or type(raised).__name__)
+        elif not isinstance(item, ToolApprovalItem):
+            failed = isinstance(item.raw_item, Mapping) and item.raw_item.get("status") == "failed"
+            self.report("error" if failed else "ok", output, output if failed else "")
+
+    def report(self, status: str, output: str, error: str = "") -> None:
+        """Texts only where the SDK may show them."""
+        event = lightning.ToolEvent(
+            self.name,
+            status,
+            call_id=self._call_id,
+            arguments=self._arguments,
+            output=output if self._texts else "",
+            error=error and get_trace_tool_error(trace_include_sensitive_data=self._texts, error_message=error),
+            caller=self._caller,
+            at=time.time(),
+        )
+        self._around.report(event)
+
+
+def _plain(asked: Any) -> Any:
+    return to_jsonable_python(asked, exclude_none=True, serialize_unknown=True)
+
+
+def _watch_outcomes() -> Callable[[], None]:
+    replaced = ReplacedMethods()
+    replaced.replace(ToolContext, "from_agent_context", _from_agent_context)
+    replaced.replace(ToolTimeoutError, "__init__", _timed_out)
+    replaced.replace(ToolInputGuardrail, "run", _run_guardrail)
+    replaced.replace(ToolOutputGuardrail, "run", _run_guardrail)
+    replaced.replace(MCPUtil, "invoke_mcp_tool", _invoke_mcp_tool)
+    replaced.replace(tool_actions, "format_shell_error", _format_shell_error)
+    replaced.replace(tool_actions, "resolve_approval_rejection_message", _refuse)
+    replaced.replace(turn_resolution, "resolve_approval_rejection_message", _refuse_waiting)
+    for action, tool in ACTIONS.items():
+        replaced.replace(action, "execute", functools.partial(_execute, action, tool))
+    return replaced.put_back
+
+
+watching = Attachment["Callable[[], Step | None]"](_watch_outcomes)
+"""The process's one watch over the functions that know; its users know the innermost step."""
+
+
+def _from_agent_context(original: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
+    """The context of a tool that runs, which knows its call."""
+    context, step = original(*args, **more), tool_step()
+    if step is not None:
+        step.context = context
+    return context
+
+
+def _timed_out(original: Callable[..., None], error: Any, /, *args: Any, **more: Any) -> None:
+    original(error, *args, **more)
+    if (step := tool_step()) is not None:
+        step.outcome = "error", str(error)
+
+
+async def _run_guardrail(original: Callable[..., Awaitable[Any]], guardrail: Any, /, *args: Any, **more: Any) -> Any:
+    said = await original(guardrail, *args, **more)
+    step = tool_step()
+    if step is not None and said.behavior["type"] != "allow":
+        step.outcome = (
+            "blocked",
+            str(said.behavior.get("message") or f"the guardrail {guardrail.get_name()!r} stopped it"),
+        )
+    return said
+
+
+async def _invoke_mcp_tool(original: Callable[..., Awaitable[Any]], server: Any, /, *args: Any, **more: Any) -> Any:
+    step = tool_step()
+    return await original(server if step is None else _Server(server, step), *args, **more)
+
+
+def _format_shell_error(original: Callable[..., str], /, error: Any) -> str:
+    """The SDK catches what a tool raises that is no function, and makes a text of it."""
+    text = original(error)
+    if (run := _run.get()) is not None:
+        run.failure = text
+    return text
+
+
+async def _refuse(original: Callable[..., Awaitable[Any]], /, **more: Any) -> Any:
+    if (run := _run.get()) is not None:
+        run.refused = True
+    return await original(**more)
+
+
+async def _refuse_waiting(original: Callable[..., Awaitable[Any]], /, **more: Any) -> Any:
+    """A run that waited and is refused is not executed again: the SDK makes its answer while it goes on."""
+    message, around = await original(**more), _innermost()
+    if around is not None and more["tool_type"] != "function":
+        ToolRun(around, more["tool_name"], more["tool_call"], more["run_config"]).report("blocked", str(message))
+    return message
+
+
+async def _execute(action: type, tool_field: str, original: Callable[..., Awaitable[Any]], /, **more: Any) -> Any:
+    """Run a tool that is no function."""
+    around = _innermost()
+    if around is None:
+        return await original(**more)
+    asked, outer = more.get("call") or more["action"], _run.get()
+    tool = getattr(asked, tool_field)
+    name = getattr(action, "TRACE_TOOL_NAME", tool.name)
+    run = ToolRun(around, name, asked.tool_call, more["config"])
+    _run.set(run)
+    try:
+        with run.inside():
+            item = await original(**more)
+    except BaseException as error:
+        run.end(None, error)
+        raise
+    finally:
+        _run.set(outer)  # by hand: a coroutine may be closed in another context
+    run.end(item, None)
+    return item
+
+
+class _Server:
+    """An MCP server as it is, whose answer to a tool call is looked at."""
+
+    def __init__(self, real: Any, step: Step) -> None:
+        self._real, self._step = real, step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    async def call_tool(self, *args: Any, **more: Any) -> Any:
+        """As the server does."""
+        result = await self._real.call_tool(*args, **more)
+        if getattr(result, "is_error", None) or getattr(result, "isError", None):  # of mcp 2, and of mcp 1
+            texts = [text for item in result.content or () if (text := getattr(item, "text", ""))]
+            self._step.outcome = "error", "\n".join(texts) or "the MCP server answered that the tool failed"
+        return result
+
+
+# spans ------------------------------------------------------------------------------------------------------------------
 _by_hand: dict[str, tuple[str, Step]] = {}
 """The open steps that `LightningProcessor`s know, with their traces, by span id."""
 
@@ -206,6 +408,12 @@ def current_step() -> Step | None:
     """The step of the innermost span that this thread or task has begun."""
     watched = _current.get()
     return watched.step if watched else None
+
+
+def caller_here() -> lightning.Caller | None:
+    """Who calls from this thread or task."""
+    step = current_step()
+    return step.caller() if step else None
 
 
 @Span.register

@@ -6,14 +6,11 @@ which wait for their turn; the undo puts the very methods back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import lightning
-from lightning.instrument import by_type, check_supported
+from lightning.instrument import FrameworkAdapter, by_type
 
 from lightning_smolagents.methods import installations, scopes
 
-__all__ = ["SUPPORTED", "lightning_identify", "lightning_install", "lightning_policy_fault"]
+__all__ = ["SUPPORTED", "adapter"]
 
 SUPPORTED = {"smolagents": ("1.26", "2")}
 """Distribution -> (first version this works with, first that it does not)."""
@@ -23,23 +20,7 @@ POLICY_FAULTS = {
     "smolagents.AgentParsingError": "malformed_output",
     "smolagents.AgentToolCallError": "malformed_output",
 }
-"""Exceptions that tell of the model's own fault, by package and class; see `lightning_policy_fault`."""
+"""Exceptions that tell of the model's own fault, by package and class; see `FrameworkAdapter`."""
 
-
-@lightning.hookimpl
-def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
-    """Stand before the methods that run agents, tools, code and models. Raises `PluginError` for versions out of range."""
-    check_supported(SUPPORTED)
-    return installations.add(emit)
-
-
-@lightning.hookimpl(tryfirst=True)  # before the spans of whoever instruments the framework as well
-def lightning_identify() -> lightning.Caller | None:
-    """The model call that is under way, else the agent or tool whose code is running."""
-    return scopes.caller()
-
-
-@lightning.hookimpl
-def lightning_policy_fault(error: BaseException) -> str | None:
-    """What smolagents' exceptions tell of the model."""
-    return by_type(error, POLICY_FAULTS)
+adapter = FrameworkAdapter(SUPPORTED, installations, scopes.caller, lambda error: by_type(error, POLICY_FAULTS))
+"""Names the model call that is under way, else the agent or tool whose code is running."""

@@ -50,11 +50,11 @@ def _watch_agent(agent: Any) -> None:
         _watch(type(interpreter), "__call__", _run_code)
 
 
-def _watch(kind: type, name: str, wrap: Callable[[Any], Callable[..., Any]]) -> None:
+def _watch(kind: type, name: str, instead: Callable[..., Any]) -> None:
     """Replace a method of a class, where the class or one that it is derived from has it."""
     owner = next((base for base in kind.__mro__ if name in vars(base)), None)
     if owner is not None:
-        replaced.replace(owner, name, wrap)
+        replaced.replace(owner, name, instead)
 
 
 def _name(agent: Any) -> str:
@@ -62,33 +62,24 @@ def _name(agent: Any) -> str:
 
 
 # agents and their model calls -------------------------------------------------------------------------------------------
-def _run(original: Callable[..., Any]) -> Callable[..., Any]:
-    def run(agent: Any, *args: Any, **more: Any) -> Any:
-        _watch_agent(agent)
-        with scopes.inside("agent", _name(agent), agent):
-            result: Any = original(agent, *args, **more)
-        streams = inspect.isgenerator(result)
-        return scopes.each(result, "agent", _name(agent), agent) if streams else result
-
-    return run
+def _run(original: Callable[..., Any], agent: Any, /, *args: Any, **more: Any) -> Any:
+    _watch_agent(agent)
+    with scopes.inside("agent", _name(agent), agent):
+        result: Any = original(agent, *args, **more)
+    streams = inspect.isgenerator(result)
+    return scopes.each(result, "agent", _name(agent), agent) if streams else result
 
 
-def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
-    def generate(model: Any, *args: Any, **more: Any) -> Any:
-        if _runs_already(model):  # by `super().generate`
-            return original(model, *args, **more)
-        with scopes.inside("call", subject=model):
-            return original(model, *args, **more)
-
-    return generate
+def _generate(original: Callable[..., Any], model: Any, /, *args: Any, **more: Any) -> Any:
+    if _runs_already(model):  # by `super().generate`
+        return original(model, *args, **more)
+    with scopes.inside("call", subject=model):
+        return original(model, *args, **more)
 
 
-def _generate_stream(original: Callable[..., Any]) -> Callable[..., Any]:
-    def generate_stream(model: Any, *args: Any, **more: Any) -> Any:
-        parts = original(model, *args, **more)
-        return parts if _runs_already(model) else scopes.each(parts, "call", subject=model)
-
-    return generate_stream
+def _generate_stream(original: Callable[..., Any], model: Any, /, *args: Any, **more: Any) -> Any:
+    parts = original(model, *args, **more)
+    return parts if _runs_already(model) else scopes.each(parts, "call", subject=model)
 
 
 def _runs_already(subject: object) -> bool:
@@ -103,15 +94,12 @@ _asked: WeakKeyDictionary[ActiveScope, list[tuple[str, str, Any]]] = WeakKeyDict
 _asked_lock = threading.Lock()
 
 
-def _process_tool_calls(original: Callable[..., Any]) -> Callable[..., Any]:
-    def process_tool_calls(agent: Any, chat_message: Any, *args: Any, **more: Any) -> Any:
-        if (here := scopes.here()) is not None:
-            _asked[here] = [
-                (call.id, call.function.name, call.function.arguments or {}) for call in chat_message.tool_calls
-            ]
-        return original(agent, chat_message, *args, **more)
-
-    return process_tool_calls
+def _process_tool_calls(original: Callable[..., Any], agent: Any, /, chat_message: Any, *args: Any, **more: Any) -> Any:
+    if (here := scopes.here()) is not None:
+        _asked[here] = [
+            (call.id, call.function.name, call.function.arguments or {}) for call in chat_message.tool_calls
+        ]
+    return original(agent, chat_message, *args, **more)
 
 
 def _call_id(name: str, arguments: Any) -> str:
@@ -126,32 +114,23 @@ def _call_id(name: str, arguments: Any) -> str:
     return ""
 
 
-def _execute_tool_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    def execute_tool_call(agent: Any, tool_name: str, arguments: Any) -> Any:
-        tool = {**agent.tools, **agent.managed_agents}.get(tool_name)
-        run = functools.partial(original, agent, tool_name, arguments)
-        if tool is None:
-            return run()  # which tells the model that there is no such tool
-        return _run_tool(tool, tool_name, arguments, run, _call_id(tool_name, arguments))
-
-    return execute_tool_call
+def _execute_tool_call(original: Callable[..., Any], agent: Any, /, tool_name: str, arguments: Any) -> Any:
+    tool = {**agent.tools, **agent.managed_agents}.get(tool_name)
+    run = functools.partial(original, agent, tool_name, arguments)
+    if tool is None:
+        return run()  # which tells the model that there is no such tool
+    return _run_tool(tool, tool_name, arguments, run, _call_id(tool_name, arguments))
 
 
-def _call_tool(original: Callable[..., Any]) -> Callable[..., Any]:
-    def call(tool: Any, *args: Any, **more: Any) -> Any:
-        asked = {name: value for name, value in more.items() if name != "sanitize_inputs_outputs"}
-        run = functools.partial(original, tool, *args, **more)
-        return _run_tool(tool, tool.name, _by_name(tool.inputs, args, asked), run)
-
-    return call
+def _call_tool(original: Callable[..., Any], tool: Any, /, *args: Any, **more: Any) -> Any:
+    asked = {name: value for name, value in more.items() if name != "sanitize_inputs_outputs"}
+    run = functools.partial(original, tool, *args, **more)
+    return _run_tool(tool, tool.name, _by_name(tool.inputs, args, asked), run)
 
 
-def _call_agent(original: Callable[..., Any]) -> Callable[..., Any]:
-    def call(agent: Any, *args: Any, **more: Any) -> Any:
-        run = functools.partial(original, agent, *args, **more)
-        return _run_tool(agent, _name(agent), _by_name(("task",), args, more), run)
-
-    return call
+def _call_agent(original: Callable[..., Any], agent: Any, /, *args: Any, **more: Any) -> Any:
+    run = functools.partial(original, agent, *args, **more)
+    return _run_tool(agent, _name(agent), _by_name(("task",), args, more), run)
 
 
 def _by_name(names: Iterable[str], args: tuple[Any, ...], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,18 +151,15 @@ def _run_tool(tool: Any, name: str, arguments: Any, run: Callable[[], Any], call
         return result
 
 
-def _run_code(original: Callable[..., Any]) -> Callable[..., Any]:
-    def run_code(interpreter: Any, code: str, *args: Any, **more: Any) -> Any:
-        event = lightning.ToolEvent(CODE, "unknown", arguments={"code": code}, caller=scopes.caller())
-        run = functools.partial(original, interpreter, code, *args, **more)
-        if event.caller is None:
-            return run()
-        with installations.reported(event, _error_text) as ended:
-            result = run()
-            ended(f"{result.logs}{in_words(result.output)}")
-            return result
-
-    return run_code
+def _run_code(original: Callable[..., Any], interpreter: Any, /, code: str, *args: Any, **more: Any) -> Any:
+    event = lightning.ToolEvent(CODE, "unknown", arguments={"code": code}, caller=scopes.caller())
+    run = functools.partial(original, interpreter, code, *args, **more)
+    if event.caller is None:
+        return run()
+    with installations.reported(event, _error_text) as ended:
+        result = run()
+        ended(f"{result.logs}{in_words(result.output)}")
+        return result
 
 
 def _error_text(error: Exception) -> str:

@@ -41,7 +41,7 @@ DEMO = "demo"
 MINIMUM_PYTHON = (3, 11)
 FREE_GB = 2.0
 """Disk below which a run may not have room for its checkpoints."""
-CURE_OF_STAGES = "update the plugin, or start without it: LIGHTNING_DISABLE_PLUGINS names those that are left out"
+CURE_OF_PLUGINS = "update the plugin, or start without it: LIGHTNING_DISABLE_PLUGINS names those that are left out"
 LOADED_BYTES = 5
 """For each parameter of a model that is loaded: float32, and what is read of the file meanwhile."""
 
@@ -244,6 +244,10 @@ def _plugins() -> Iterator[Check]:
             needed = info.distribution == OWN
             yield Check(f"plugin {info.name}", "broken", info.error, info.cure, needed=needed)
     try:
+        plugins().operations()
+    except PluginError as error:
+        yield Check("operations of the store", "broken", str(error), CURE_OF_PLUGINS)
+    try:
         plugins().demo("tiny")
     except PluginError as error:
         yield Check("demo tiny", "missing", str(error), "reinstall lightning", needed=True)
@@ -262,7 +266,7 @@ def _stages() -> Iterator[Check]:
         try:
             found = standing()
         except LightningError as error:
-            yield Check(name, "broken", str(error), CURE_OF_STAGES, needed=True)
+            yield Check(name, "broken", str(error), CURE_OF_PLUGINS, needed=True)
         else:
             yield Check(name, "ok", ", ".join(found) or "none", needed=True)
 

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Annotated
 
 import orjson
@@ -86,6 +87,14 @@ def escape(text: str) -> str:
     from rich.markup import escape as escape_markup
 
     return escape_markup(text)
+
+
+def local_time(at: float | None) -> str:
+    """A time for people, in their time zone; `-` for none, and for one that no calendar has."""
+    try:
+        return "-" if at is None else f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError, OSError):
+        return "-"
 
 
 def _plain(value: object) -> object:

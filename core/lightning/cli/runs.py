@@ -9,7 +9,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -17,7 +16,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from lightning.cli.locate import with_store
-from lightning.cli.output import AsJson, escape, fail, print_json, print_table, say
+from lightning.cli.output import AsJson, escape, fail, local_time, print_json, print_table, say
 from lightning.errors import ConfigError, LightningError
 from lightning.store.pages import each_rollout
 from lightning.store.places import DATABASE, run_id_of, store_in
@@ -302,7 +301,7 @@ def _show_rows(rows: Sequence[RunRow]) -> None:
         [
             [
                 escape(row.id),
-                f"{datetime.fromtimestamp(row.created_at).astimezone():%Y-%m-%d %H:%M}",
+                local_time(row.created_at),
                 str(row.steps),
                 str(row.rollouts_ok),
                 f"[red]{row.rollouts_failed}" if row.rollouts_failed else "0",

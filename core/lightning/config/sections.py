@@ -485,7 +485,7 @@ class ServerConfig(Section):
     """Lightning Server: the control API and the gateway on one port, for clients that run elsewhere."""
 
     host: str = "127.0.0.1"
-    """Address to bind."""
+    """Address to bind. A training binds it where `server.port` is set or clients run the agents."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port to bind; 0 takes a free one."""
     public_url: str = ""

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.engines.adapters import add_adapters
-from lightning.engines.loading import names_and_shapes, quantisation, read_model
-from lightning.engines.rope import fix_positions
+from lightning.engines.loading import fix_positions, names_and_shapes, quantisation, read_model
 from lightning.errors import ConfigError, EngineError
 from lightning.policy_server.model_folder import TensorSpec, check_model_folder, checkpoint_files, folder_tensors
 
@@ -58,7 +57,7 @@ class Contents:
 
 def contents(folder: Path, *, lora: LoraConfig | None = None, max_model_len: int | None = None) -> Contents:
     """Compare what `transformers` makes of a folder, on the device `meta`, with the headers of its files; try these
-    adapters and this length of the policy server (`engines.rope`) on it.
+    adapters and this length of the policy server (`engines.loading`) on it.
 
     Raises `ConfigError` naming the first tensors for a layout that weights cannot be written back into, and for one that is
     quantised in a way that cannot be trained; `EngineError` and `PolicyServerError` for a folder that cannot be read.

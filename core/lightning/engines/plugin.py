@@ -25,7 +25,7 @@ def torch_engine(config: Config) -> TorchEngine:
     try:
         import transformers  # noqa: F401 — a missing one must be named now, not in the middle of a run
 
-        from lightning.engines.rope import served_length
+        from lightning.engines.loading import served_length
         from lightning.engines.torch.engine import TorchEngine
     except ImportError as error:
         if (error.name or "").startswith("lightning"):

@@ -1,26 +1,31 @@
 """What every engine does around a step: what a loss of a whole step wants to know before the gradient pass, mini-batches and
-epochs, updates that are not finite, and what a step reports.
+epochs, updates that are not finite, memory that runs
+out, and what a step reports.
 
 The invariant: `prepare` is called once for an update and sees every trained token of it, in the order of the rows and of the
 tokens in each, whatever computes them and however often memory ran out. Which rows an update is taken on depends on the
 seed, the number of steps before and the rows alone, so a step that is taken again takes the same updates. An update that is
 not finite is skipped, counted and said, a bounded number of times in a row; it leaves weights, moments and schedule as they
 were, so the same rows on the same weights are skipped again when a run is resumed.
+
+A shortage of memory is told from every other failure, wherever in torch or below it memory ran out; and where no smaller
+micro-batch would help it becomes an `EngineError` that says what would.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lightning.batch.sample import Sample, TokenSpan
-from lightning.engines.failures import CURES, NonFiniteError
 from lightning.engines.microbatch import Tally
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.rows import Numbers, Tokens, is_trained, name
@@ -34,6 +39,41 @@ from lightning.losses.protocol import (
     check_updates,
     needs_reference,
 )
+
+_SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""What errors say when memory runs out outside torch's CUDA allocator: in the driver, in a library, on a CPU."""
+
+MORE_ROOM = (
+    "leave the engine more of the device (a lower policy_server.gpu_memory_utilization, where vLLM is on it), or begin a run "
+    "that needs less: LoRA adapters (engine.lora), engine = verl on several GPUs, a smaller model"
+)
+"""What helps where weights, gradients and moments by themselves are too much."""
+SMALLER_ROWS = "begin a new run with LoRA adapters (engine.lora) or shorter calls (policy_server.max_model_len)"
+"""What helps where a single row is."""
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that memory ran out."""
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS)
+
+
+@contextmanager
+def needing_room(doing: str, cures: str = MORE_ROOM) -> Iterator[None]:
+    """A shortage of memory inside the block becomes an `EngineError` that says what was being done and what helps."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
+        raise EngineError(f"out of memory while {doing}: {cures}") from error
+
+
+CURES = "lower engine.lr or engine.max_grad_norm, or compute in float32 (engine.dtype)"
+
+
+class NonFiniteError(EngineError):
+    """An update cannot be taken: what is not finite, and where."""
+
 
 logger = logging.getLogger(__name__)
 

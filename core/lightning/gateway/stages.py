@@ -34,8 +34,8 @@ from lightning.gateway.http import Body, ClientGoneError, RefusalError, Upstream
 from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.plugins import stages as named
 from lightning.plugins.stages import StageError
-from lightning.store import extras
 from lightning.store.rollout_state import ending
+from lightning.store.rows import check_extra
 from lightning.types import Fault, Json, Outcome, Rollout, Transition
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ def _not_storable(call: Call) -> Iterator[tuple[str, DataError]]:
     """Take out the extras that no store takes, each with the reason."""
     for name, kept in [*call.extras.items()]:
         try:
-            extras.check(name, kept, f"the extras of call {call.capture.id}")
+            check_extra(name, kept, f"the extras of call {call.capture.id}")
         except DataError as error:
             del call.extras[name]
             yield name, error

@@ -6,9 +6,12 @@ The invariant: nothing here can break an agent, and outside a rollout everything
 from __future__ import annotations
 
 from lightning.instrument.adapter_tools import (
+    ActiveScope,
     Attachment,
+    FrameworkAdapter,
     Installations,
     ReplacedMethods,
+    Scopes,
     by_type,
     check_supported,
     in_words,
@@ -18,14 +21,14 @@ from lightning.instrument.clients import MarkedRequest, install_tap, mark_reques
 from lightning.instrument.components import ask, component, component_path, current_caller, tool
 from lightning.instrument.context import ActiveAttempt, activate, current_attempt, emit, label, reward, state
 from lightning.instrument.frames import user_functions
-from lightning.instrument.frameworks import attached_adapters
-from lightning.instrument.scopes import ActiveScope, Scopes
+from lightning.instrument.marking import attached_adapters
 from lightning.instrument.tool_slots import ToolSlot, hold_slots, tool_slot
 
 __all__ = [
     "ActiveAttempt",
     "ActiveScope",
     "Attachment",
+    "FrameworkAdapter",
     "Installations",
     "MarkedRequest",
     "ReplacedMethods",

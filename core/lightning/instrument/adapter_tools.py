@@ -1,7 +1,10 @@
 """What adapters need of a framework: whether its version is one that they were made for, what an exception of it is, methods of
-it replaced where it has no hook, and one attachment for all installations.
+it replaced where it has no hook, one attachment for all installations, the hooks themselves; and, where the framework does not
+say so itself, which agents, tools and model calls are under way.
 
-The invariant: nothing of the framework is imported here, and what was replaced can be put back.
+The invariant: nothing of the framework is imported here, and what was replaced can be put back. A scope is seen by the code
+that runs inside it, in its thread or task and in threads that are started there; by no other, and by none once it has ended.
+So a name never outlives the code that it was given for.
 """
 
 from __future__ import annotations
@@ -11,14 +14,19 @@ import importlib.metadata
 import inspect
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from lightning.errors import PluginError
-from lightning.types import StepState, ToolEvent
+from lightning.hooks import hookimpl
+from lightning.instrument.components import component_path
+from lightning.instrument.last_call import starter, starter_here
+from lightning.types import Caller, StepState, ToolEvent
 
 User = TypeVar("User")
 Emit: TypeAlias = Callable[[Any], None]
@@ -61,18 +69,25 @@ def by_type(error: BaseException, table: Mapping[str, str]) -> str | None:
     return next((table[name] for name in names if name in table), None)
 
 
-def replace_method(
-    owner: type | ModuleType, name: str, wrap: Callable[..., Callable[..., object]]
-) -> Callable[[], None]:
-    """Put `wrap(the method)`, under the method's name and with its description, in the place of a class's method, or of a
-    module's function; returns the undo.
+def replace_method(owner: type | ModuleType, name: str, instead: Callable[..., Any]) -> Callable[[], None]:
+    """Put `instead`, under the method's name and with its description, in the place of a class's method, or of a module's
+    function; returns the undo. It is called with that method, and then with what the method would have been called with.
 
-    A method is given as its class binds it: what another library has put there may need that to find its instance. So `wrap`
-    gets a class method with its class.
+    A method is given as its class binds it: what another library has put there may need that to find its instance. So `instead`
+    gets a class method with its class. For one that is awaited it is a coroutine function as well.
     """
     inherited, original = name not in vars(owner), vars(owner).get(name)
     found = getattr(owner, name)
-    wrapper = functools.wraps(found)(wrap(found))
+
+    @functools.wraps(found)
+    def call(*args: Any, **more: Any) -> Any:
+        return instead(found, *args, **more)
+
+    @functools.wraps(found)
+    async def call_async(*args: Any, **more: Any) -> Any:
+        return await instead(found, *args, **more)
+
+    wrapper = call_async if inspect.iscoroutinefunction(instead) else call
     ours = staticmethod(wrapper) if inspect.ismethod(found) else wrapper
     setattr(owner, name, ours)
 
@@ -94,11 +109,11 @@ class ReplacedMethods:
         self._undos: dict[tuple[object, str], Callable[[], None]] = {}
         self._lock = threading.Lock()
 
-    def replace(self, owner: type | ModuleType, name: str, wrap: Callable[..., Callable[..., object]]) -> None:
+    def replace(self, owner: type | ModuleType, name: str, instead: Callable[..., Any]) -> None:
         """See `replace_method`."""
         with self._lock:
             if (owner, name) not in self._undos:
-                self._undos[owner, name] = replace_method(owner, name, wrap)
+                self._undos[owner, name] = replace_method(owner, name, instead)
 
     def put_back(self) -> None:
         """Put back all of them."""
@@ -175,9 +190,148 @@ class Installations(Attachment[Emit]):
             self.tell(run)
 
 
+@dataclass
+class FrameworkAdapter:
+    """The hooks of a framework's adapter, for its entry point: `"acme.acme" = "lightning_acme:adapter"`.
+
+    `supported` is what `check_supported` takes, and `identify` says who is calling. `policy_fault` tells of exceptions that are
+    the model's own fault; by default no exception of the framework's is.
+    """
+
+    supported: Mapping[str, tuple[str, str]]
+    installations: Installations
+    identify: Callable[[], Caller | None]
+    policy_fault: Callable[[BaseException], str | None] = lambda error: None
+
+    @hookimpl
+    def lightning_install(self, emit: Emit) -> Callable[[], None]:
+        """Attach to the framework. Raises `PluginError` for versions out of range."""
+        check_supported(self.supported)
+        return self.installations.add(emit)
+
+    @hookimpl(tryfirst=True)  # before the spans of whoever instruments the framework as well
+    def lightning_identify(self) -> Caller | None:
+        """Who is calling, if the framework knows."""
+        return self.identify()
+
+    @hookimpl
+    def lightning_policy_fault(self, error: BaseException) -> str | None:
+        """What an exception of the framework's tells of the model."""
+        return self.policy_fault(error)
+
+
 def in_words(value: object) -> str:
     """A value as its class writes it; the name of a class that cannot."""
     try:
         return str(value)
     except Exception:  # noqa: BLE001 — isolates the user's class
         return type(value).__name__
+
+
+T = TypeVar("T")
+
+Kind = Literal["agent", "tool", "call"]
+
+
+class ActiveScope:
+    """An agent, a tool or a model call that is under way. `subject` is the framework's own object, if the adapter keeps it."""
+
+    def __init__(self, kind: Kind, name: str, subject: object, around: ActiveScope | None) -> None:
+        self.kind, self.name, self.subject, self.around = kind, name, subject, around
+        self.id = uuid.uuid4().hex
+        self.is_open = True
+        self._components = component_path()
+        path = around.path if around else self._components
+        self._path = (*path, name) if name and kind != "call" and path[-1:] != (name,) else path
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The names from the outermost to its own, and behind them the `lightning.component`s entered since it began."""
+        now, known = component_path(), len(self._components)
+        return self._path + (now[known:] if now[:known] == self._components else ())
+
+    def outwards(self) -> Iterator[ActiveScope]:
+        """It, and what is around it."""
+        scope: ActiveScope | None = self
+        while scope is not None:
+            yield scope
+            scope = scope.around
+
+
+class Scopes:
+    """The scopes of one framework's adapter.
+
+        scopes = Scopes("acme")
+
+        with scopes.inside("agent", "writer"):      # also around an await
+            ...
+        scopes.caller()                             # what `lightning_identify` returns
+
+    A name that a scope repeats stands in the path once; a scope without a name, and a model call, do not stand in it.
+    """
+
+    def __init__(self, framework: str) -> None:
+        self.framework = framework
+        self._innermost: ContextVar[ActiveScope | None] = ContextVar(f"lightning_{framework}", default=None)
+
+    def here(self) -> ActiveScope | None:
+        """The innermost scope that this code runs in; in a thread, that of the code which started it."""
+        scope, around = self._innermost.get(), starter_here()
+        while scope is None and around is not None:
+            scope, around = around.context.get(self._innermost), around.context.get(starter)
+        while scope is not None and not scope.is_open:
+            scope = scope.around
+        return scope
+
+    @contextmanager
+    def inside(self, kind: Kind, name: str = "", subject: object = None) -> Iterator[ActiveScope]:
+        """Run the block in a new scope."""
+        scope = ActiveScope(kind, name, subject, self.here())
+        try:
+            with self._seen(scope):
+                yield scope
+        finally:
+            scope.is_open = False
+
+    def each(
+        self, items: Generator[T, None, object], kind: Kind, name: str = "", subject: object = None
+    ) -> Generator[T, None, object]:
+        """The items of a generator, each made inside a new scope, which whoever iterates does not see between them."""
+        return self._each(items, ActiveScope(kind, name, subject, self.here()))
+
+    def _each(self, items: Generator[T, None, object], scope: ActiveScope) -> Generator[T, None, object]:
+        try:
+            while True:
+                with self._seen(scope):
+                    try:
+                        item = next(items)
+                    except StopIteration as stop:
+                        return stop.value
+                yield item
+        finally:
+            with self._seen(scope):
+                items.close()
+            scope.is_open = False
+
+    @contextmanager
+    def _seen(self, scope: ActiveScope) -> Iterator[None]:
+        # What was there, not what is around: a pool's thread serves other rollouts when this one's work is done.
+        before = self._innermost.get()
+        self._innermost.set(scope)
+        try:
+            yield
+        finally:
+            self._innermost.set(before)
+
+    def caller(self, scope: ActiveScope | None = None) -> Caller | None:
+        """Who calls from a scope, by default from here; None where no agent is under way.
+
+        Only a model call has a span id: code of an agent or a tool may run another framework's agents.
+        """
+        scope = scope or self.here()
+        path = scope.path if scope else ()
+        if scope is None or not path:
+            return None
+        if scope.kind != "call":
+            return Caller(path[-1], path, "", scope.id, self.framework)
+        return Caller(path[-1], path, scope.id, scope.around.id if scope.around else "", self.framework)

@@ -74,21 +74,18 @@ def mark_request(url: str, headers: Headers) -> MarkedRequest:
 
 
 def _tap_http_client(module: ModuleType, replaced: ReplacedMethods) -> None:
-    replaced.replace(module.HTTPConnection, "endheaders", _wrap_endheaders)
-    replaced.replace(module.HTTPConnection, "getresponse", _wrap_getresponse)
+    replaced.replace(module.HTTPConnection, "endheaders", _endheaders)
+    replaced.replace(module.HTTPConnection, "getresponse", _getresponse)
 
 
 def _tap_aiohttp(module: ModuleType, replaced: ReplacedMethods) -> None:
-    replaced.replace(module.ClientSession, "_request", _wrap_request)
+    replaced.replace(module.ClientSession, "_request", _request)
 
 
-def _wrap_endheaders(original: Callable[..., None]) -> Callable[..., None]:
-    def endheaders(connection: HTTPConnection, *args: Any, **more: Any) -> None:
-        if active():
-            _mark_connection(connection)
-        original(connection, *args, **more)
-
-    return endheaders
+def _endheaders(original: Callable[..., None], connection: HTTPConnection, *args: Any, **more: Any) -> None:
+    if active():
+        _mark_connection(connection)
+    original(connection, *args, **more)
 
 
 def _mark_connection(connection: Any) -> None:
@@ -108,26 +105,20 @@ def _mark_connection(connection: Any) -> None:
         log_once("http.client", "a model call goes out without the name of its agent: %r", error)
 
 
-def _wrap_getresponse(original: Callable[..., HTTPResponse]) -> Callable[..., HTTPResponse]:
-    def getresponse(connection: Any, *args: Any, **more: Any) -> HTTPResponse:
-        reply = original(connection, *args, **more)
-        marked = vars(connection).pop("_lightning_marked", None)
-        if marked is not None:
-            marked.answered(reply.status, reply.headers.items())
-        return reply
-
-    return getresponse
+def _getresponse(original: Callable[..., HTTPResponse], connection: Any, *args: Any, **more: Any) -> HTTPResponse:
+    reply = original(connection, *args, **more)
+    marked = vars(connection).pop("_lightning_marked", None)
+    if marked is not None:
+        marked.answered(reply.status, reply.headers.items())
+    return reply
 
 
-def _wrap_request(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def request(session: Any, method: str, url: Any, **more: Any) -> Any:
-        marked = _mark_aiohttp(session, url, more) if active() else None
-        reply = await original(session, method, url, **more)
-        if marked is not None:
-            marked.answered(reply.status, reply.headers.items())
-        return reply
-
-    return request
+async def _request(original: Callable[..., Awaitable[Any]], session: Any, /, method: str, url: Any, **more: Any) -> Any:
+    marked = _mark_aiohttp(session, url, more) if active() else None
+    reply = await original(session, method, url, **more)
+    if marked is not None:
+        marked.answered(reply.status, reply.headers.items())
+    return reply
 
 
 def _mark_aiohttp(session: Any, url: Any, more: dict[str, Any]) -> MarkedRequest | None:
@@ -145,32 +136,35 @@ def _mark_aiohttp(session: Any, url: Any, more: dict[str, Any]) -> MarkedRequest
 
 
 def _tap_httpx(module: ModuleType, replaced: ReplacedMethods) -> None:
-    for name, wrap in (("Client", _wrap_sync), ("AsyncClient", _wrap_async)):
+    for name, send in (("Client", _send), ("AsyncClient", _send_async)):
         client = getattr(module, name, None)
         if isinstance(client, type) and callable(vars(client).get("send")):
-            replaced.replace(client, "send", wrap)
+            replaced.replace(client, "send", send)
 
 
-def _wrap_sync(original: Callable[..., object]) -> Callable[..., object]:
-    def send(self: object, request: HttpxRequest, *args: object, **kwargs: object) -> object:
-        sent = mark(request, _hosts())
-        reply = original(self, request, *args, **kwargs)
-        if sent is not None:
-            answered(sent, cast("HttpxResponse", reply))
-        return reply
+def _send(
+    original: Callable[..., object], client: object, /, request: HttpxRequest, *args: object, **kwargs: object
+) -> object:
+    sent = mark(request, _hosts())
+    reply = original(client, request, *args, **kwargs)
+    if sent is not None:
+        answered(sent, cast("HttpxResponse", reply))
+    return reply
 
-    return send
 
-
-def _wrap_async(original: Callable[..., object]) -> Callable[..., object]:
-    async def send(self: object, request: HttpxRequest, *args: object, **kwargs: object) -> object:
-        sent = mark(request, _hosts())
-        reply = await cast("Awaitable[object]", original(self, request, *args, **kwargs))
-        if sent is not None:
-            answered(sent, cast("HttpxResponse", reply))
-        return reply
-
-    return send
+async def _send_async(
+    original: Callable[..., Awaitable[object]],
+    client: object,
+    /,
+    request: HttpxRequest,
+    *args: object,
+    **kwargs: object,
+) -> object:
+    sent = mark(request, _hosts())
+    reply = await original(client, request, *args, **kwargs)
+    if sent is not None:
+        answered(sent, cast("HttpxResponse", reply))
+    return reply
 
 
 TAPS: Final = {"httpx": _tap_httpx, "httpx2": _tap_httpx, "http.client": _tap_http_client, "aiohttp": _tap_aiohttp}

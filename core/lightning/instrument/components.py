@@ -20,9 +20,8 @@ from typing import ParamSpec, Self, TypeVar, cast, overload
 
 from lightning.errors import DataError
 from lightning.instrument.context import calling_attempt, current_attempt, log_once
-from lightning.instrument.last_call import flow_ident
+from lightning.instrument.last_call import flow_ident, starter_here
 from lightning.instrument.recorded_tools import recorded_run, replayed
-from lightning.instrument.starters import starter_here
 from lightning.instrument.texts import MAX_TEXT, error_text, named_arguments, result_of, signature_of, text_of
 from lightning.instrument.tool_slots import tool_slot
 from lightning.types import Caller, Json, ToolEvent

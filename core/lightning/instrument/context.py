@@ -1,4 +1,4 @@
-"""The rollout that this code runs for: its model, its token, and what it has reported so far.
+"""The rollout that this code runs for: its model, its token, its trace, and what it has reported so far.
 
 The invariant: a report reaches exactly the rollout whose context it was made in, or none; a rollout that has ended takes
 no more reports. Context variables follow tasks, `asyncio.to_thread` and forks, and `threads` carries ours into threads
@@ -10,11 +10,16 @@ as new, since what it will run has yet to be submitted.
 
 A model call of a thread without context is told by its key. Where one rollout runs at a time in a process that ends with one
 that hangs, the call belongs to the active one whatever its key: a client that is kept between rollouts has an old one.
+
+Everybody who holds the attempt's token computes the ids of its trace alike. Whoever knows a trace id can say something about
+that attempt and can do nothing else; it does not lead back to the token, so it may travel in the `traceparent` header to
+services that must not call the model.
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import mmap
 import os
@@ -29,12 +34,27 @@ from types import FrameType
 
 from lightning.bounded import Once
 from lightning.errors import DataError
-from lightning.instrument.last_call import Trail
+from lightning.instrument.last_call import Trail, starter_here
 from lightning.instrument.providers import Address, Url, place_of
-from lightning.instrument.starters import starter_here
 from lightning.instrument.texts import arguments_of, caller_of, number, size_of, state_of, text_of
-from lightning.instrument.trace import traceparent_of
 from lightning.types import LLM, Caller, StepReward, StepState, ToolEvent
+
+
+def trace_id_of(token: str) -> str:
+    """The trace id (32 hexadecimal digits) of the attempt with this token: the first half of its SHA-256."""
+    return hashlib.sha256(token.encode()).hexdigest()[:32]
+
+
+def root_span_id(trace_id: str) -> str:
+    """The span id (16 hexadecimal digits) of the attempt itself, the parent of whatever happens in it."""
+    return hashlib.sha256(bytes.fromhex(trace_id)).hexdigest()[:16]
+
+
+def traceparent_of(token: str) -> str:
+    """The W3C `traceparent` header under which the services of an attempt work: version 00, sampled."""
+    trace_id = trace_id_of(token)
+    return f"00-{trace_id}-{root_span_id(trace_id)}-01"
+
 
 logger = logging.getLogger(__name__)
 

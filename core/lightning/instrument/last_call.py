@@ -1,10 +1,13 @@
-"""Which model call was the last one, as the code that asks sees it.
+"""Which model call was the last one, as the code that asks sees it; and who started the thread that runs here.
 
 The invariant: no clock is asked, since the agent's and the gateway's may differ. A call is known by the id that the gateway
 gave its reply, and a flow (a thread, or an asyncio task) by what it has made: its own calls and those of the flows that it
 started. Only while there are none of these it sees what the flow around it sees, so flows side by side take no calls from each
 other. Nobody can say who started a thread that was given no context. The agent itself started it in any case, directly or not,
 so the agent's own flow sees what it calls; another one that may have started it names no call rather than a wrong one.
+
+A thread knows its starter only while the rollout that it was started in goes on; one that is started by what a rollout has left
+behind knows that for good, and is nobody's.
 """
 
 from __future__ import annotations
@@ -16,7 +19,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from lightning.instrument.context import ActiveAttempt
+
+
+class Starter(NamedTuple):
+    """The code that started a thread, or gave work to a pool's."""
+
+    context: Context
+    """A copy: what was set there by then."""
+    attempt: ActiveAttempt
+    components: tuple[str, ...]
+    left_behind: bool = False
+    """Whether the rollout had ended by then."""
+
+
+starter: ContextVar[Starter | None] = ContextVar("lightning_starter", default=None)
+
+
+def starter_here() -> Starter | None:
+    """Who started this thread; None without a starter, and where the rollout has ended since."""
+    found = starter.get()
+    return found if found is not None and (found.attempt.open or found.left_behind) else None
+
 
 DEEPEST = 64
 """Flows inside one another; deeper ones stand beside the one that started them. Tasks that each start the next and end must not

@@ -4,15 +4,20 @@ what is reported after it follows that call. `clients` asks here for each reques
 The invariant: only requests to the gateway of an active rollout are touched, and those whose host was listed
 (`runner.reroute`); nothing here can make a request fail. A call to a well-known provider that stays what it is gets a line in
 the log, because what it says is neither recorded nor trained.
+
+A framework that has no adapter here is noted with the calls that it makes: they belong to whatever code of the user's is around
+them, and nobody would notice that its agents have no names. Only the stack is looked at, and only where such a framework is
+imported.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 from lightning.instrument.components import component_path, current_caller, is_framework
@@ -26,9 +31,59 @@ from lightning.instrument.context import (
     is_gateway,
     log_once,
 )
-from lightning.instrument.frameworks import NO_ADAPTER, without_adapter
 from lightning.instrument.providers import Url, elsewhere, is_policys
 from lightning.types import CALLER_HEADER, ROLLOUT_HEADER, UNNAMED, Caller
+
+NO_ADAPTER: Final = "no-adapter:"
+"""What `Caller.framework` begins with, before the framework's module, in a call that a framework without adapter makes."""
+FRAMEWORKS: Final = (
+    "agent_framework",
+    "agno",
+    "camel",
+    "crewai",
+    "dspy",
+    "google.adk",
+    "haystack",
+    "llama_index",
+    "pydantic_ai",
+    "semantic_kernel",
+    "smolagents",
+    "strands",
+)
+"""Modules of frameworks with agents or tools of their own, for which an adapter may be missing or not attached."""
+
+
+def attached_adapters() -> set[str]:
+    """The adapters that are attached to their frameworks: each reports the tools of its framework itself."""
+    from lightning.plugins import plugins
+
+    return plugins().attached()
+
+
+def without_adapter() -> str:
+    """The framework without adapter whose code makes the running call; empty where there is none."""
+    imported = tuple(name for name in FRAMEWORKS if name in sys.modules)
+    if not imported:
+        return ""
+    from lightning.plugins import plugins
+
+    attached = attached_adapters()
+    adapted = {info.waits_for.partition(".")[0] for info in plugins().adapters() if info.name in attached}
+    missing = [name for name in imported if name.partition(".")[0] not in adapted]
+    frame = sys._getframe(1) if missing else None  # noqa: SLF001 — the one way to the stack that builds no list of all frames
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        for name in missing:
+            if module == name or module.startswith(f"{name}."):
+                return name
+        frame = frame.f_back
+    return ""
+
+
+def framework_without_adapter(framework: str) -> str:
+    """What `Caller.framework` says of it; empty for any other caller."""
+    return framework.removeprefix(NO_ADAPTER) if framework.startswith(NO_ADAPTER) else ""
+
 
 TRACE_HEADER = "traceparent"
 ID_HEADER = "x-request-id"

@@ -21,8 +21,7 @@ from lightning.instrument.adapter_tools import ReplacedMethods
 from lightning.instrument.components import component_path, only_around
 from lightning.instrument.context import attempt_in_context
 from lightning.instrument.frames import start_task, thread_started_by, user_functions
-from lightning.instrument.last_call import started_in
-from lightning.instrument.starters import Starter, starter
+from lightning.instrument.last_call import Starter, started_in, starter
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,47 +47,45 @@ def _carried(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def _wrap_start(original: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    def start(self: threading.Thread) -> None:
-        # A pool's thread serves whoever gives it work.
-        pool = getattr(sys.modules.get("concurrent.futures.thread"), "_worker", None)
-        if getattr(self, "_target", None) is not pool and not self.ident:
-            function = _carried(self.run)
-            if function is not self.run and "run" not in vars(self):
+def _start(original: Callable[[threading.Thread], None], thread: threading.Thread) -> None:
+    # A pool's thread serves whoever gives it work.
+    pool = getattr(sys.modules.get("concurrent.futures.thread"), "_worker", None)
+    if getattr(thread, "_target", None) is not pool and not thread.ident:
+        function = _carried(thread.run)
+        if function is not thread.run and "run" not in vars(thread):
 
-                def run() -> None:
-                    del self.run
-                    function()
+            def run() -> None:
+                del thread.run
+                function()
 
-                self.run = run  # type: ignore[method-assign]  # until it runs
-        original(self)
-
-    return start
+            thread.run = run  # type: ignore[method-assign]  # until it runs
+    original(thread)
 
 
-def _wrap_submit(original: Callable[..., Future[object]]) -> Callable[..., Future[object]]:
-    def submit(self: object, function: Callable[..., object], /, *args: object, **kwargs: object) -> Future[object]:
-        return original(self, _carried(function), *args, **kwargs)
+def _submit(
+    original: Callable[..., Future[object]],
+    pool: object,
+    function: Callable[..., object],
+    /,
+    *args: object,
+    **kwargs: object,
+) -> Future[object]:
+    return original(pool, _carried(function), *args, **kwargs)
 
-    return submit
 
-
-def _wrap_create_task(original: Callable[P, R]) -> Callable[P, R]:
-    def create_task(*args: P.args, **kwargs: P.kwargs) -> R:
-        if attempt_in_context() is None:
-            return original(*args, **kwargs)
-        with only_around():
-            return start_task(original, *args, **kwargs)
-
-    return create_task
+def _create_task(original: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    if attempt_in_context() is None:
+        return original(*args, **kwargs)
+    with only_around():
+        return start_task(original, *args, **kwargs)
 
 
 def carry_names() -> Callable[[], None]:
     """Carry the rollout and the names into threads and tasks that begin from now on; returns the undo."""
     replaced = ReplacedMethods()
-    replaced.replace(threading.Thread, "start", _wrap_start)
-    replaced.replace(ThreadPoolExecutor, "submit", _wrap_submit)
-    replaced.replace(asyncio.BaseEventLoop, "create_task", _wrap_create_task)
+    replaced.replace(threading.Thread, "start", _start)
+    replaced.replace(ThreadPoolExecutor, "submit", _submit)
+    replaced.replace(asyncio.BaseEventLoop, "create_task", _create_task)
     if (uvloop := sys.modules.get("uvloop")) is not None:  # on which agents run beside the trainer
-        replaced.replace(uvloop.Loop, "create_task", _wrap_create_task)
+        replaced.replace(uvloop.Loop, "create_task", _create_task)
     return replaced.put_back

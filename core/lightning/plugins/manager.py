@@ -274,8 +274,9 @@ class Plugins:
                 other = brought.get(operation.name)
                 if other is not None or hasattr(Store, operation.name):
                     first = "the store" if other is None else f"the plugin {self._owner_of(other)}"
+                    culprit = "the plugin" if other is None else "one of them"
                     raise PluginError(
-                        f"{first} and the plugin {owner} both have the operation {operation.name!r}. Uninstall the plugin, or "
+                        f"{first} and the plugin {owner} both have the operation {operation.name!r}. Uninstall {culprit}, or "
                         f"set {DISABLE} to it."
                     )
                 brought[operation.name] = operation
@@ -337,11 +338,9 @@ class Plugins:
         elif disabled:
             names = ", ".join(repr(info.name) for info in disabled)
             text += f" The plugins {names}, which might have it, are disabled: {DISABLE} lists them."
-        return text + "".join(
-            f" The plugin {info} is loaded once {info.waits_for} is imported."
-            for info in missing
-            if info.state == "waiting"
-        )
+        if waiting := ", ".join(repr(info.name) for info in missing if info.state == "waiting"):
+            text += f" Plugins that are loaded once their framework is imported: {waiting}."
+        return text
 
     def adapters(self) -> list[PluginInfo]:
         """The plugins that name agents or report tools, those that wait for a framework, and any that is broken."""

@@ -17,7 +17,7 @@ from lightning.errors import DataError, StaleAttemptError
 from lightning.gateway.stages import NO_LINE, Line
 from lightning.instrument.texts import number
 from lightning.redaction import redacted_outcome
-from lightning.runner.policy_faults import cause_in_record, described
+from lightning.runner.outcomes import cause_in_record, described
 from lightning.store.protocol import Store
 from lightning.types import (
     BRANCH_VOID,
@@ -37,7 +37,8 @@ UNCALLED = "the agent returned a reward but never called the model"
 """How the error begins, in every release."""
 NEVER_CALLED = (
     f"{UNCALLED}: use llm.base_url and llm.api_key, and llm.model. If other "
-    "rollouts of the same task did call it, a cache in the agent's client answers (DSPy and litellm have one): switch it off"
+    "rollouts of the same task did call it, a cache in the agent's client answers (DSPy and litellm have one), or a plugin's "
+    "stage of calls: switch it off"
 )
 SWALLOWED = (
     "the agent returned a reward after its last model call had failed because no policy server was there, so the reward "

@@ -33,9 +33,9 @@ from lightning.instrument.providers import remember
 from lightning.plugins import plugins
 from lightning.runner import socket_framing, worker
 from lightning.runner.agent_serialization import unpack_agent, unpack_stages
-from lightning.runner.forks import flush, without_children
 from lightning.runner.stages import NO_STAGES, AttemptLine
 from lightning.runner.warmth import Contexts, Stores, build_model
+from lightning.runner.worker import flush, without_children
 
 _PR_SET_PDEATHSIG = 1
 

@@ -22,11 +22,10 @@ from lightning.instrument import ActiveAttempt, activate, emit, install_tap
 from lightning.instrument.providers import own, remember
 from lightning.plugins import plugins
 from lightning.runner.agent_serialization import check_agent
-from lightning.runner.forks import without_children
 from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
 from lightning.runner.stages import AttemptRefusedError, attempt_line, enter
-from lightning.runner.worker import is_async, run_agent
+from lightning.runner.worker import is_async, run_agent, without_children
 from lightning.types import LLM, Fault, Lease, Outcome, Task
 
 GRACE = 1.0

@@ -3,6 +3,13 @@
 The invariant: between rollouts a worker keeps only what the agent's own modules keep (and one event loop, so that the async
 clients which frameworks cache stay usable); the rollout's context and environment end with the rollout. What the user has
 said of proxies stays, and a host with a public name is reached as they said.
+
+The agent's own process alone comes back from its code. A child that does (`os.fork`) ends there, as a program would: with what
+it has printed, with the code of its `sys.exit`, and with one line that says so.
+
+What is random (`random`, numpy, torch and `uuid.uuid4`) is seeded anew for each rollout. Nothing that keeps secrets is touched
+(`os.urandom`, `secrets`, `random.SystemRandom`). An attempt with a seed draws the same numbers each time it is run, as far as
+its threads come in the same order, and its siblings draw others.
 """
 
 from __future__ import annotations
@@ -14,27 +21,139 @@ import inspect
 import ipaddress
 import json
 import os
+import random
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+import traceback
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from importlib.machinery import PathFinder
+from types import ModuleType
+from typing import Any, Final, NoReturn
 from urllib.parse import urlsplit
 
 from lightning.addresses import leads_to_itself
 from lightning.instrument import ActiveAttempt, activate, emit, install_tap
 from lightning.instrument.providers import for_rollout
 from lightning.plugins import plugins
+from lightning.plugins.importing import on_import
 from lightning.runner import socket_framing
 from lightning.runner.agent_serialization import is_installed, unpack_agent
-from lightning.runner.forks import flush, without_children
 from lightning.runner.outcomes import decode_request, encode_outcome, failed, raised, returned
 from lightning.runner.protocol import Agent, Reward
-from lightning.runner.seeding import seed_process
 from lightning.runner.stages import NO_STAGES, AttemptLine, AttemptRefusedError, enter
 from lightning.runner.warmth import Contexts, built_models
 from lightning.types import LLM, Outcome, Task
+
+
+def _numpy(module: ModuleType, seed: int | None) -> None:
+    module.seed(seed if seed is None else seed % 2**32)
+
+
+def _torch(module: ModuleType, seed: int | None) -> None:
+    if seed is None:
+        module.seed()
+    else:
+        module.manual_seed(seed)
+
+
+LATER: Final[dict[str, Callable[[Any, int | None], None]]] = {"numpy.random": _numpy, "torch": _torch}
+"""Modules that an agent may import at any time, and how to seed them."""
+
+
+class _Seeded:
+    """Stands where the module `uuid` looks for `os`: its random bytes follow from the seed.
+
+    Replacing `uuid.uuid4` itself would miss who has imported that function before.
+    """
+
+    def __init__(self) -> None:
+        self.generator: random.Random | None = None
+
+    def urandom(self, size: int) -> bytes:
+        """Bytes for the next id."""
+        return os.urandom(size) if self.generator is None else self.generator.randbytes(size)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(os, name)
+
+
+_ids = _Seeded()
+_seed: int | None = None
+
+
+def seed_process(seed: int | None) -> None:
+    """Begin a rollout: with this seed, or with one that nobody knows. Forks share the generators' state, and the siblings of a
+    group must not all explore the same way."""
+    global _seed
+    _seed = seed
+    random.seed(seed)
+    _ids.generator = None if seed is None else random.Random(f"uuid4 {seed}")  # noqa: S311 — ids, not secrets
+    if seed is not None:
+        uuid.os = _ids  # type: ignore[attr-defined]  # what `uuid4` takes its bytes from
+    _seed_later()
+    for name, again in LATER.items():
+        if (module := _imported.get(name)) is not None:
+            again(module, seed)
+
+
+_imported: dict[str, ModuleType] = {}
+
+
+@cache
+def _seed_later() -> None:
+    """Seed what is imported from now on, too."""
+    for name in LATER:
+        on_import(name, lambda module, name=name: _found(name, module))  # type: ignore[misc]
+
+
+def _found(name: str, module: ModuleType) -> None:
+    if name not in _imported:
+        _imported[name] = module
+        LATER[name](module, _seed)
+
+
+@contextmanager
+def without_children() -> Iterator[None]:
+    """Nothing but this process leaves the block: a child that was forked inside, and returns from it or raises, ends."""
+    process, error = os.getpid(), None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if os.getpid() != process:
+            _end(process, error)
+
+
+def flush() -> None:
+    """Write out what this process has printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # the agent may have put anything there or closed it, or nobody reads it any more
+            stream.flush()
+
+
+def _end(parent: int, error: BaseException | None) -> NoReturn:
+    code = 0 if error is None else 1
+    try:
+        how = "returned from" if error is None else f"raised {type(error).__name__} out of"
+        said = "" if error is None else "".join(traceback.format_exception(error))
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            said = "" if error.code is None or isinstance(error.code, int) else f"{error.code}\n"
+        sys.stderr.write(
+            f"{said}lightning: process {os.getpid()}, which the agent forked in process {parent}, {how} the agent's code and "
+            "was ended: the agent's own process alone gives the reward. End such a child with os._exit()\n"
+        )
+    finally:
+        try:
+            flush()
+        finally:
+            os._exit(code & 0xFF)
 
 
 def serve(

@@ -36,7 +36,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Protocol, TypeVar
+from typing import Final, Generic, TypeAlias, TypeVar
 
 import zstandard
 
@@ -45,6 +45,8 @@ from lightning.installation import other_format
 from lightning.store.rows import Row
 from lightning.types import LogProbs, TokenIds, shared_prefix
 
+K = TypeVar("K")
+"""By what a database finds a call."""
 VERSION: Final = 1
 LEVEL: Final = 3
 DIGEST_BYTES: Final = 8
@@ -348,28 +350,30 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownTransition:
-    """Transition `n`, and the first `HEAD_BYTES` of its blob: they tell it from another one that was given its number
-    after it was pruned."""
+class KnownTransition(Generic[K]):
+    """What is remembered of a stored call: its `key` in the database, the `head` of what lies there, which tells it from
+    another one that was given its key after it was pruned, and its tokens."""
 
-    n: int
+    key: K
     head: bytes
     tokens: Fingerprint
 
 
-class ParentCache:
+Load: TypeAlias = Callable[[], Awaitable[Iterable[KnownTransition[K]]]]
+"""Reads candidates from the database, oldest first."""
+
+
+class ParentCache(Generic[K]):
     """Candidates for parents by attempt, by group and by branched call, oldest first; those of the least recently used ones are
     dropped first. Belongs to one thread."""
 
     def __init__(self, limit: int = CACHE_BYTES) -> None:
         self._limit = limit
         self._bytes = 0
-        self._entries: OrderedDict[Hashable, list[KnownTransition]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, list[KnownTransition[K]]] = OrderedDict()
         self._touched: set[Hashable] = set()
 
-    async def get(
-        self, key: Hashable, load: Callable[[], Awaitable[Iterable[KnownTransition]]]
-    ) -> list[KnownTransition]:
+    async def get(self, key: Hashable, load: Load[K]) -> list[KnownTransition[K]]:
         """The candidates under a key, loaded from the database if they are not at hand."""
         entry = self._entries.get(key)
         if entry is None:
@@ -382,7 +386,7 @@ class ParentCache:
         self._entries.move_to_end(key)
         return entry
 
-    def add(self, key: Hashable, known: KnownTransition, extended: KnownTransition | None = None) -> None:
+    def add(self, key: Hashable, known: KnownTransition[K], extended: KnownTransition[K] | None = None) -> None:
         """Remember a new transition under a key that was asked for before, in place of the one whose full tokens its prompt
         begins with: whatever shares a prefix with that shares as much with the new one."""
         entry = self._entries.get(key)
@@ -396,9 +400,9 @@ class ParentCache:
     def _add(
         self,
         key: Hashable,
-        entry: list[KnownTransition],
-        known: KnownTransition,
-        extended: KnownTransition | None = None,
+        entry: list[KnownTransition[K]],
+        known: KnownTransition[K],
+        extended: KnownTransition[K] | None = None,
     ) -> None:
         self._touched.add(key)
         entry.append(known)
@@ -427,21 +431,50 @@ class ParentCache:
         self._bytes = 0
 
 
-class Candidate(Protocol):
-    """What may be a parent."""
+class ParentsView(Generic[K]):
+    """What one transaction sees of a `ParentCache`, while others use it beside it. What the transaction stored is a parent for
+    the others only once it is published."""
 
-    @property
-    def tokens(self) -> Fingerprint:
-        """Of its full tokens."""
+    def __init__(self, shared: ParentCache[K]) -> None:
+        self._shared = shared
+        self._seen: dict[Hashable, list[KnownTransition[K]]] = {}
+        self._added: list[tuple[Hashable, KnownTransition[K], KnownTransition[K] | None]] = []
+
+    async def get(self, key: Hashable, load: Load[K]) -> list[KnownTransition[K]]:
+        """See `ParentCache.get`. An attempt's and a group's are asked for before the transaction stores a call under the key:
+        so what is loaded is committed. Those of a branched rollout may be this transaction's own; `Transaction.kept` asks
+        whether they are there."""
+        if key not in self._seen:
+            self._seen[key] = list(await self._shared.get(key, load))
+        return self._seen[key]
+
+    def at_hand(self, key: Hashable) -> list[KnownTransition[K]]:
+        """The candidates under a key that was asked for before; none under any other."""
+        return self._seen.get(key, [])
+
+    def add(self, key: Hashable, known: KnownTransition[K], extended: KnownTransition[K] | None = None) -> None:
+        """See `ParentCache.add`."""
+        if key in self._seen:
+            self._seen[key].append(known)
+            self._added.append((key, known, extended))
+
+    def drop(self, key: Hashable) -> None:
+        """See `ParentCache.drop`. Loaded again by a later transaction: this one would see, and show, what it has not
+        committed."""
+        self._shared.drop(key)
+        self._seen[key] = []
+
+    def publish(self) -> None:
+        """The transaction was committed."""
+        for key, known, extended in self._added:
+            self._shared.add(key, known, extended)
+        self._shared.keep()
 
 
-C = TypeVar("C", bound=Candidate)
-
-
-def choose(prompt: Prompt, candidates: Iterable[C]) -> tuple[C | None, int]:
+def choose(prompt: Prompt, candidates: Iterable[KnownTransition[K]]) -> tuple[KnownTransition[K] | None, int]:
     """The candidate that shares most of the prompt (the first such one), if it shares enough to be worth it, and how
     many tokens it shares."""
-    best: C | None = None
+    best: KnownTransition[K] | None = None
     most = 0
     whole = len(prompt.packed) // ITEM
     for known in candidates:

@@ -182,7 +182,7 @@ class Store(Protocol):
         `spend` also when none is: the attempt is then given back as by `release`, up to `rules.EXCUSED` times. Other faults
         make it failed. Repeating the same call returns the same rollout; a different outcome for an ended
         attempt, or a superseded attempt, raises `StaleAttemptError`. A NaN or infinite reward raises `DataError`, and so do
-        extras that `lightning.store.extras` refuses.
+        extras that `lightning.store.rows` refuses.
 
         `outcome.labels` become the callers of the attempt's transitions with these ids; an id that none has is ignored.
         """
@@ -201,7 +201,7 @@ class Store(Protocol):
         The same key with the same content is a no-op; with different content `ConflictError`. The caller of a call that
         was labelled since is not part of its content. A call that was answered and comes again as aborted, the same
         otherwise, is aborted from then on: its answer did not arrive. An attempt that was superseded or has ended raises
-        `StaleAttemptError`; an unknown rollout raises `StoreError`, extras that `lightning.store.extras` refuses `DataError`.
+        `StaleAttemptError`; an unknown rollout raises `StoreError`, extras that `lightning.store.rows` refuses `DataError`.
         """
 
     async def next_seq(self, rollout: str, attempt: int) -> int:
@@ -226,7 +226,7 @@ class Store(Protocol):
         Raises `ConflictError` when the step exists with another digest, or one of the rollouts was trained already by another
         step and its reuse is not declared, or in more steps than that allows (`rollout_state.reuse_of`);
         `StaleAttemptError` when a rollout's succeeded attempt is not the one named, `DataError` for extras that
-        `lightning.store.extras` refuses. Repeating is a no-op.
+        `lightning.store.rows` refuses. Repeating is a no-op.
         """
 
     async def steps(

@@ -13,37 +13,58 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
-from lightning.store import codec, extras
+from lightning.store import codec
 from lightning.store.rows import (
     CALLS,
     dump,
+    extras_digest,
     finite,
     labels_to_text,
     nouns_to_text,
+    pack_extras,
     plain_text,
     step_rewards_to_text,
 )
-from lightning.types import CallStatus, Fault, Json, Outcome, Rollout, Status, StepRecord, Transition
+from lightning.types import CallStatus, Fault, Json, Lease, Outcome, Rollout, Status, StepRecord, Transition
 
 EXCUSED = 3
 """Attempts of one rollout that are given back at most: one that ends its policy server each time must come to an end. The
 trainer bears with as many restarts as these and those that it may spend."""
 
 
-def check_page(limit: int | None) -> None:
-    """Raise `DataError` for a number of items that none can be given for; None stands for all."""
+def check_page(limit: int | None, cursor: str = "") -> None:
+    """Raise `DataError` for a number of items that none can be given for (None stands for all), and for a cursor that is no
+    number."""
     if limit is not None and limit < 1:
         raise DataError(f"limit={limit} asks for an empty page: it must be at least 1")
+    if cursor and not cursor.isdecimal():
+        raise no_cursor(cursor)
 
 
 def no_cursor(cursor: str) -> DataError:
     """The refusal of a cursor behind which nothing can be listed."""
     return DataError(f"{cursor[:80]!r} is not a cursor of this list: pass the `cursor` of the page before, or nothing")
+
+
+def check_lease(worker: str, limit: int, ttl: float) -> None:
+    """Raise `DataError` for a lease that nobody can be given."""
+    check_ttl(ttl)
+    if limit < 0:
+        raise DataError(f"limit={limit} is negative: ask for the number of rollouts you can run now")
+    if not worker:
+        raise DataError("a lease needs the name of its worker: release() finds leases by it")
+
+
+def check_ttl(ttl: float) -> None:
+    """Raise `DataError` for a time that no lease can last."""
+    if not (math.isfinite(ttl) and ttl >= 0):
+        raise DataError(f"ttl={ttl!r} must be a number of seconds, 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +101,18 @@ def reuse_of(record: StepRecord) -> Reuse:
     return reuse
 
 
+def check_trainable(
+    record: StepRecord, rollout: str, attempt: int, run: str, status: str, fault: str, current: int
+) -> None:
+    """Raise `StoreError` unless the step may train this attempt of a rollout that is of `run` and stands so."""
+    what = f"step {record.step} of run {record.run!r} cannot train rollout {rollout!r}"
+    if run != record.run:
+        raise StoreError(f"{what}: it belongs to run {run!r}")
+    by_the_policy = status == Status.FAILED and fault == Fault.POLICY
+    if (status != Status.SUCCEEDED and not by_the_policy) or current != attempt:
+        raise StaleAttemptError(f"{what} by attempt {attempt}: it is {status} at attempt {current}")
+
+
 def not_new(record: StepRecord, rollout: str, trained: int | None, *, declared: bool) -> ConflictError:
     """The refusal of a rollout that a step trained already, or that no step before did though it is `declared` as reused."""
     what = f"step {record.step} of run {record.run!r} cannot train rollout {rollout!r}"
@@ -88,6 +121,14 @@ def not_new(record: StepRecord, rollout: str, trained: int | None, *, declared: 
     return ConflictError(
         f"{what}: step {trained} trained it already, and a rollout enters exactly one step unless its reuse is declared "
         "(Trainer.session with trainer.max_reuse)"
+    )
+
+
+def committed_otherwise(record: StepRecord, digest: str) -> ConflictError:
+    """The refusal of a step that is committed with a batch of another `digest`."""
+    return ConflictError(
+        f"step {record.step} of run {record.run!r} is committed already with another batch (digest {digest!r}, "
+        f"not {record.digest!r}): is another trainer working on this run?"
     )
 
 
@@ -155,8 +196,8 @@ def ending(rollout: str, outcome: Outcome) -> Ending:
         labels_to_text(outcome.labels),
         nouns_to_text(outcome.step_states, "a state"),
     )
-    packed = extras.pack(outcome.extras, f"the extras of the outcome of rollout {rollout!r}")
-    text = json.dumps([*values, extras.digest(packed)])
+    packed = pack_extras(outcome.extras, f"the extras of the outcome of rollout {rollout!r}")
+    text = json.dumps([*values, extras_digest(packed)])
     return Ending(*values, packed, digest=hashlib.sha256(text.encode()).hexdigest())
 
 
@@ -183,11 +224,6 @@ def leased(rollout: Rollout) -> Rollout:
 def may_write(position: Position, attempt: int) -> bool:
     """Whether `attempt` is the running one."""
     return attempt == position.attempt and position.status is Status.RUNNING
-
-
-def may_train(status: str, fault: str) -> bool:
-    """Whether a step may train a rollout that stands so: it has a reward, or failed by the policy's own fault."""
-    return status == Status.SUCCEEDED or (status == Status.FAILED and fault == Fault.POLICY)
 
 
 def check_fence(position: Position, attempt: int) -> None:
@@ -243,6 +279,29 @@ def known_as(once: str, method: str, *arguments: Json) -> str:
 def unknown_rollout(rollout: str) -> StoreError:
     """The error for a rollout nobody created."""
     return StoreError(f"rollout {rollout!r} is unknown: create it with create_rollouts() first")
+
+
+def created_elsewhere(rollout: Rollout) -> ConflictError:
+    """The refusal of a rollout whose id another run has."""
+    return ConflictError(
+        f"rollout {rollout.id!r} cannot be created in run {rollout.run!r}: another run has one with this id. "
+        "Begin the ids of rollouts with the id of their run"
+    )
+
+
+def not_holder(lease: Lease, worker: str) -> StaleAttemptError:
+    """The refusal to renew a lease that another worker has."""
+    return StaleAttemptError(
+        f"attempt {lease.attempt} of rollout {lease.rollout.id!r} is leased by {worker!r}, not by {lease.worker!r}"
+    )
+
+
+def stored_otherwise(transition: Transition) -> ConflictError:
+    """The refusal of a call whose key another one has."""
+    return ConflictError(
+        f"transition {transition.key} is stored already with other content: give each call of an attempt its own seq "
+        "(next_seq() says the first unused one)"
+    )
 
 
 def expired_error(worker: str, attempt: int) -> str:

@@ -1,17 +1,24 @@
-"""Nouns to database values and back: one table of columns for each, made from the noun's dataclass, and JSON text for what is
-nested inside (callers, tool events, step rewards and states, labels).
+"""Nouns to database values and back: one table of columns for each, made from the noun's dataclass, JSON text for what is
+nested inside (callers, tool events, step rewards and states, labels), and the opaque bytes that plugins keep with a call, an
+outcome or a step (extras) as one value.
 
 The invariant: a noun read back equals the noun written (tuples of JSON become lists). The statements of `sql` and the readers
 here have their columns, and their order, from the same table: a new field of a noun is a new column of it, and the schema is
 another one. Text survives whatever an agent put into it, because JSON escapes it to ASCII.
 
 Plain columns are what is searched.
+
+Equal extras are equal bytes, in whatever order their plugins brought them. Their bounds are checked here and nowhere else:
+every store refuses the same in the same words, before it writes. Layout, little-endian, name after name in their order: a byte
+for the name's length in UTF-8, the name, the number of the plugin's bytes (uint32), the bytes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import struct
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,7 +29,6 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, Generic, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning.errors import DataError, StoreError
-from lightning.store import extras
 from lightning.store.protocol import Attempt
 from lightning.types import (
     Caller,
@@ -106,6 +112,63 @@ def plain_json(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [plain_json(item) for item in value]
     return value
+
+
+LARGEST_EXTRA: Final = 17 << 19
+"""Bytes that one plugin may keep with one call, outcome or step: 8.5 MiB, so that every packed exchange fits."""
+LONGEST_NAME: Final = 64
+"""Bytes of a plugin's name in UTF-8."""
+_SIZE: Final = struct.Struct("<I")
+
+
+def pack_extras(extras: Mapping[str, bytes], what: str) -> bytes | None:
+    """The value to be kept; None where there are none. Raises `DataError`, which says `what` they are, for a name that no
+    plugin has and for too many bytes."""
+    for name, kept in extras.items():
+        check_extra(name, kept, what)
+    return b"".join(_extra_entry(name.encode(), extras[name]) for name in sorted(extras)) or None
+
+
+def _extra_entry(head: bytes, kept: bytes) -> bytes:
+    return b"".join((bytes((len(head),)), head, _SIZE.pack(len(kept)), kept))
+
+
+def check_extra(name: str, kept: bytes, what: str) -> None:
+    """Raise `DataError`, which says `what` it is, for an extra that no store takes."""
+    if not name.isprintable() or not 0 < len(name.encode()) <= LONGEST_NAME:
+        raise DataError(
+            f"{what} are of a plugin {name[:80]!r}: give the plugin's name, printable text of 1 to {LONGEST_NAME} bytes"
+        )
+    if not isinstance(kept, bytes):
+        raise DataError(f"{what} are a {type(kept).__name__} of plugin {name!r}: let the plugin give bytes")
+    if len(kept) > LARGEST_EXTRA:
+        raise DataError(
+            f"{what} are too large: plugin {name!r} gives {len(kept)} bytes, and a plugin may keep {LARGEST_EXTRA} with one "
+            "call, outcome or step. Let it keep the rest in a file of its own, and the file's name here"
+        )
+
+
+def unpack_extras(value: bytes | None, what: str) -> dict[str, bytes]:
+    """What `pack_extras` packed. Raises `StoreError`, which says `what` it is, for a value that was damaged."""
+    found: dict[str, bytes] = {}
+    data, at = value or b"", 0
+    try:
+        while at < len(data):
+            start = at + 1 + data[at]
+            name = data[at + 1 : start].decode()
+            (size,) = _SIZE.unpack_from(data, start)
+            at = start + _SIZE.size + size
+            found[name] = data[at - size : at]
+    except (struct.error, UnicodeDecodeError):
+        at = -1
+    if at != len(data):
+        raise StoreError(f"{what} are corrupt in the database. Restore the database from a backup")
+    return found
+
+
+def extras_digest(packed: bytes | None) -> str:
+    """What tells packed extras from others; empty where there are none."""
+    return "" if packed is None else hashlib.sha256(packed).hexdigest()
 
 
 _NESTED: Final = (Caller, ToolEvent, StepReward, StepState, VersionRun)
@@ -217,7 +280,7 @@ def _form(kind: Any) -> Form:
             return Form(lambda value, _: "" if value is None else value.value, lambda v, _: some(v) if v else None)
         return _optional(_form(some))
     if origin is Mapping and arguments[1] is bytes:
-        return Form(extras.pack, extras.unpack)
+        return Form(pack_extras, unpack_extras)
     if origin is Mapping or (isinstance(origin, type) and issubclass(origin, Mapping)):
         return Form(lambda value, what: dump(dict(value), what), as_mapping)
     if origin is tuple and arguments[0] is str:

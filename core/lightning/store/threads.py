@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from lightning.asyncio_utils import new_loop
@@ -206,3 +207,30 @@ class Bell:
                 self._waiting[run].discard(waiter)
                 if not self._waiting[run]:
                     del self._waiting[run]
+
+
+class LookingWatch(Generic[T]):
+    """A `RunWatch` that compares what a `look` finds with what it found before: when its `event` is set, and every `poll`
+    seconds, since others may change what it looks at without a word."""
+
+    def __init__(
+        self, look: Callable[[], Awaitable[T]], event: asyncio.Event, known: T, poll: float = math.inf
+    ) -> None:
+        self._look, self._event, self._known, self._poll = look, event, known, poll
+
+    async def wait(self, timeout: float) -> bool:
+        """See `RunWatch.wait`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while True:
+            self._event.clear()
+            found = await self._look()
+            if found != self._known:
+                self._known = found
+                return True
+            left = deadline - loop.time()
+            if left <= 0:
+                return False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(self._poll, left)):
+                    await self._event.wait()

@@ -17,9 +17,17 @@ if TYPE_CHECKING:
     from lightning.testing.adapter_contract import AdapterContract
     from lightning.testing.chat_server import ChatServer
     from lightning.testing.contract_script import ReplyFormat
-    from lightning.testing.credit_score import CreditScore, score_credit, score_credits
-    from lightning.testing.decision_trees import TreeSampling
-    from lightning.testing.decisions import Action, ActionOutcome, Decision, DecisionTask, bifurcation_tasks
+    from lightning.testing.decisions import (
+        Action,
+        ActionOutcome,
+        CreditScore,
+        Decision,
+        DecisionTask,
+        TreeSampling,
+        bifurcation_tasks,
+        score_credit,
+        score_credits,
+    )
     from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
     from lightning.testing.network import NetworkHeldError, hold_network
     from lightning.testing.one_rollout import RolloutRecord, rollout
@@ -52,9 +60,9 @@ __all__ = [
 _HOME = {
     "Action": "decisions",
     "AdapterContract": "adapter_contract",
-    "TreeSampling": "decision_trees",
+    "TreeSampling": "decisions",
     "ChatServer": "chat_server",
-    "CreditScore": "credit_score",
+    "CreditScore": "decisions",
     "Decision": "decisions",
     "DecisionTask": "decisions",
     "FakeVLLM": "fake_vllm",
@@ -69,8 +77,8 @@ _HOME = {
     "hold_network": "network",
     "replayed": "lightning_branching.fixture",
     "rollout": "one_rollout",
-    "score_credit": "credit_score",
-    "score_credits": "credit_score",
+    "score_credit": "decisions",
+    "score_credits": "decisions",
 }
 
 

@@ -4,24 +4,34 @@ bifurcation tasks a few calls decide and the others only make noise, in one of t
 The invariant: what is sampled and what is computed come from one description. The rollouts are real `Group`s with prompt
 ids, agents and step rewards; their truth is solved exactly (linear equations, so loops are allowed), never estimated. Every
 bifurcation task has a single difficulty, which its `about` names, so that a score on it says something.
+
+A branch is what a real one would be. It has its own calls alone, from a state that its parent was in; the prefix that it
+shares is in its reward, and in step rewards that name its parent's calls.
+
+The score of a credit function, how near it comes to the true advantages and what that does to the policy gradient, is a
+property of the credit and the task. Sampling noise is in the score only where it is meant to be (`correlation`, `variance`,
+`cosine`: what a step has to live with); it is taken out of `bias`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.trajectory import Group, Trajectory
-from lightning.errors import ConfigError
+from lightning.config import BranchBy
+from lightning.credit.advantage import rloo
+from lightning.credit.protocol import Credit, GroupAdvantage
+from lightning.errors import ConfigError, DataError
 from lightning.testing.trajectories import make_call, make_trajectory
-from lightning.types import StepReward
+from lightning.types import StepReward, Transition
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Places: TypeAlias = npt.NDArray[np.int64]
@@ -393,3 +403,232 @@ def _chain(prefix: str, calls: int, success: float) -> dict[str, Decision]:
 
 def _to(count: int) -> range:
     return range(1, count + 1)
+
+
+class ChoosesPoints(Protocol):
+    """Chooses at which calls of trunks to branch, as `lightning_branching.branch_points.branch_points` does."""
+
+    def __call__(
+        self,
+        trunks: Sequence[Trajectory],
+        tokens: float,
+        by: BranchBy = ...,
+        seed: int = ...,
+        branches: Sequence[Trajectory] = ...,
+        per_call: float | None = ...,
+    ) -> Sequence[tuple[Trajectory, Transition]]:
+        """The calls, each with its trunk, for so many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSampling:
+    """How a group is sampled instead of as independent rollouts: `trunks` of them, and for the tokens of the others branches,
+    at the calls that `points` chooses `by`.
+
+    A call is a token here. Branches may sample so many calls for each of the trunks' as the group has other rollouts for each
+    trunk; by `variance`, half of them before it looks at returns, as with `trainer.sampling = tree`. With `per_call`, each
+    call has so many branches on average, whatever that costs.
+    """
+
+    points: ChoosesPoints
+    trunks: int = 4
+    by: BranchBy = "random"
+    per_call: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.trunks < 1:
+            raise ConfigError(f"trunks={self.trunks}: there is nothing to branch")
+
+
+def sample_tree(
+    task: DecisionTask,
+    size: int,
+    tree: TreeSampling,
+    rng: np.random.Generator,
+    *,
+    name: str = "group",
+    values: Floats | None = None,
+) -> SampledGroup:
+    """A group that samples about as many calls as `size` independent rollouts. `values` as of `sample_group`."""
+    paths = [walk(task, DecisionPath(), rng) for _ in range(tree.trunks)]
+    trunks = [path_trajectory(task, path, name, index, values) for index, path in enumerate(paths)]
+    made, own = list(trunks), list(paths)
+    share = 1e6 if tree.per_call is not None else max(0, size - tree.trunks) / tree.trunks
+    tokens = share * sum(len(path.states) for path in paths)
+    for part in (tokens / 2, tokens / 2) if tree.by == "variance" else (tokens,):
+        seed = int(rng.integers(2**31))
+        known = made[len(trunks) :]
+        for trunk, call in tree.points(trunks, part, tree.by, seed, known, tree.per_call):
+            at = paths[trunk.rollout.index]
+            whole = walk(task, at.part(slice(call.seq)), rng, at.states[call.seq])
+            made.append(branch_of(path_trajectory(task, whole, name, len(made), values), trunk, call.seq))
+            own.append(whole.part(slice(call.seq, None)))
+    return as_sampled(name, made, own)
+
+
+def branch_of(whole: Trajectory, trunk: Trajectory, seq: int) -> Trajectory:
+    """What is recorded of a rollout that begins as its trunk did up to the call `seq`."""
+    name = whole.rollout.id
+    calls = [replace(call, seq=place, id=f"{name}/{place}") for place, call in enumerate(whole.transitions[seq:])]
+    known = [call.id for call in (*trunk.transitions[:seq], *calls)]
+    ids = dict(zip((call.id for call in whole.transitions), known, strict=True))
+    steps = tuple(replace(reward, response_id=ids[reward.response_id]) for reward in whole.step_rewards)
+    return replace(
+        whole,
+        rollout=replace(whole.rollout, parent=trunk.transitions[seq].key),
+        transitions=tuple(calls),
+        trainable=whole.trainable[seq:],
+        step_rewards=steps,
+        values=whole.values[seq:],
+    )
+
+
+def independent(group: Sequence[Trajectory]) -> int:
+    """How many of the trajectories are no branches."""
+    return sum(member.rollout.parent is None for member in group)
+
+
+@dataclass(frozen=True, slots=True)
+class CreditScore:
+    """How good a credit's advantages are on a task. Gradients are with respect to one logit for each action of each state,
+    and every call counts alike: no clipping, no normalisation by tokens."""
+
+    correlation: float
+    """Pearson's, between given and true advantages over all trained calls; 0 when the given ones are all the same."""
+    slope: float
+    """Of the given advantages on the true ones, by least squares: 1 when a better action gets that much more."""
+    bias: float
+    """0 to 1: what part of the truth remains after the *expected* gradient, at its best scale, is taken away. With Â(s, a)
+    the expected gradient per visit (the mean advantage of action a in state s, less that of the state) it is
+    min over c >= 0 of ||c Â - A|| / ||A||, weighted by visits: the sine of the angle between them. Noise is
+    removed by multiplying the means of two halves of the groups."""
+    variance: float
+    """The summed variance of one group's gradient over the squared length of its expectation: so many groups have to be
+    averaged until noise is as long as signal. Infinite when there is no signal."""
+    cosine: float
+    """Between one group's gradient and the true one, averaged over groups; 0 for a group whose gradient is 0."""
+    calls: float
+    """How many calls a group sampled, on average."""
+
+
+def score_credit(
+    credit: Credit,
+    task: DecisionTask,
+    *,
+    groups: int = 400,
+    group_size: int = 8,
+    seed: int = 0,
+    advantage: GroupAdvantage = rloo,
+    value_error: float = 0.0,
+    tree: TreeSampling | None = None,
+) -> CreditScore:
+    """Sample groups of a task and compare the credit's advantages with the true ones.
+
+    `advantage` is the low level's estimator. Credits that read `Trajectory.values` are given the exact value of each state
+    plus a normal error of deviation `value_error`, drawn once for each state: a critic errs in the same way each time.
+    With `tree`, a group has fewer independent rollouts and branches of them, for about as many calls (`CreditScore.calls`)
+    as `group_size` rollouts make.
+    Raises `DataError` when the credit does not give one finite number for each call.
+    """
+    scores = score_credits(
+        {"credit": credit},
+        task,
+        groups=groups,
+        group_size=group_size,
+        seed=seed,
+        advantage=advantage,
+        value_error=value_error,
+        tree=tree,
+    )
+    return scores["credit"]
+
+
+def score_credits(
+    named: Mapping[str, Credit],
+    task: DecisionTask,
+    *,
+    groups: int = 400,
+    group_size: int = 8,
+    seed: int = 0,
+    advantage: GroupAdvantage = rloo,
+    value_error: float = 0.0,
+    tree: TreeSampling | None = None,
+) -> dict[str, CreditScore]:
+    """Score several credits on the same rollouts, as `score_credit` does one."""
+    if groups < 2:
+        raise ConfigError(f"groups={groups}: the score needs at least 2")
+    truth = task.truth()
+    if not truth.gradient.any():
+        raise ConfigError(f"{task.name}: none of the trained decisions makes a difference, so there is nothing to find")
+    rng = np.random.default_rng(seed)
+    values = truth.values + value_error * rng.standard_normal(len(truth.values))
+    names = [f"group-{number}" for number in range(groups)]
+    if tree is None:
+        sampled = [sample_group(task, group_size, rng, name=name, values=values) for name in names]
+    else:
+        sampled = [sample_tree(task, group_size, tree, rng, name=name, values=values) for name in names]
+    return {name: _score(truth, _calls(credit, sampled, advantage), sampled) for name, credit in named.items()}
+
+
+def _calls(credit: Credit, sampled: Sequence[SampledGroup], advantage: GroupAdvantage) -> Floats:
+    """The advantages of all calls of all groups, flat."""
+    parts: list[Floats] = []
+    for each in sampled:
+        given = [np.asarray(part, dtype=np.float64) for part in credit(each.group, advantage)]
+        shapes = [part.shape for part in given]
+        if shapes != [own.shape for own in each.states] or not all(np.isfinite(part).all() for part in given):
+            raise DataError(
+                f"the credit gave arrays of the shapes {shapes} for rollouts of {[len(own) for own in each.states]} calls, "
+                "or a number that is not finite: it must give one finite advantage for each call"
+            )
+        parts.extend(given)
+    return np.concatenate(parts)
+
+
+def _score(truth: Truth, given: Floats, sampled: Sequence[SampledGroup]) -> CreditScore:
+    groups, rollouts = len(sampled), independent(sampled[0].group.trajectories)
+    states = np.concatenate([own for each in sampled for own in each.states])
+    actions = np.concatenate([own for each in sampled for own in each.actions])
+    number = np.repeat(np.arange(groups), [sum(map(len, each.states)) for each in sampled])
+    kept = truth.trained[states]
+    states, actions, given, number = states[kept], actions[kept], given[kept], number[kept]
+    correlation, slope = _regression(given, truth.advantages[states, actions])
+    gradients = np.zeros((groups, *truth.policy.shape))
+    np.add.at(gradients, (number, states, actions), given)
+    total = np.zeros((groups, len(truth.policy)))
+    np.add.at(total, (number, states), given)
+    gradients = ((gradients - total[:, :, None] * truth.policy) / rollouts).reshape(groups, -1)
+    true, weights = truth.gradient.ravel(), (truth.visits[:, None] * truth.policy).ravel()
+    lengths = np.linalg.norm(gradients, axis=1) * np.linalg.norm(true)
+    cosines = np.divide(gradients @ true, lengths, out=np.zeros(groups), where=lengths > 0)
+    one, other = gradients[::2].mean(axis=0), gradients[1::2].mean(axis=0)
+    signal = float(one @ other)
+    noise = float(gradients.var(axis=0, ddof=1).sum())
+    return CreditScore(
+        correlation,
+        slope,
+        _bias(one, other, true, weights),
+        noise / signal if signal > 0 else float("inf"),
+        float(cosines.mean()),
+        sum(len(own) for each in sampled for own in each.states) / groups,
+    )
+
+
+def _regression(given: Floats, true: Floats) -> tuple[float, float]:
+    """Pearson's correlation, and the slope of the given on the true advantages."""
+    given, true = given - given.mean(), true - true.mean()
+    common, own, others = float(given @ true), float(given @ given), float(true @ true)
+    if others == 0.0:
+        return 0.0, 0.0
+    return (common / math.sqrt(own * others) if own > 1e-24 * len(given) else 0.0), common / others
+
+
+def _bias(one: Floats, other: Floats, true: Floats, weights: Floats) -> float:
+    """The sine of the angle between expected and true gradient, in the metric of visits; 1 beyond a right angle."""
+    seen = weights > 0
+    one, other, true = (part[seen] / np.sqrt(weights[seen]) for part in (one, other, true))
+    along, across = float(one @ true), float(other @ true)
+    length = float(one @ other)
+    if length <= 0 or along <= 0 or across <= 0:
+        return 1.0
+    return math.sqrt(max(0.0, 1.0 - along * across / (length * float(true @ true))))

@@ -22,18 +22,27 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from lightning.testing.vllm_refusals import NO_TEXT, SYSTEM_NOT_FIRST, Refusal, cannot_be_tokenized, refusal
 from lightning.testing.vllm_replies import (
+    NO_TEXT,
+    SYSTEM_NOT_FIRST,
+    ChatShape,
+    CompletionShape,
     Generation,
     Job,
     Recorded,
+    Refusal,
     Reply,
     ReplyToken,
+    Shape,
     ToolCall,
+    cannot_be_tokenized,
+    compact,
     detokenize,
+    error_object,
+    refusal,
     tokenize_reply,
+    too_long,
 )
-from lightning.testing.vllm_shapes import ChatShape, CompletionShape, Shape, compact, error_object, too_long
 from lightning.types import as_texts
 
 __all__ = ["FakeVLLM", "Recorded", "Reply", "ToolCall"]

@@ -14,10 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning.config import Config, RunnerConfig
+from lightning.errors import ConfigError
 from lightning.gateway.stages import Line
 from lightning.plugins import plugins
 from lightning.runner.lease_loop import Source, work
-from lightning.runner.protocol import Runner
+from lightning.runner.protocol import Agent, Runner
 from lightning.store.protocol import Store
 from lightning.store.url import parse
 from lightning.trainer.training_data import all_rollouts
@@ -45,6 +46,15 @@ def hidden_from_agents(config: Config, out: Path, url: str) -> Config:
         secret.append(Path(where.path).resolve().parent)
     hidden = tuple(dict.fromkeys((*runner.sandbox_hidden, *map(str, secret))))
     return config.model_copy(update={"runner": runner.model_copy(update={"sandbox_hidden": hidden})})
+
+
+def runner_here(name: str, agent: Agent, config: Config, out: Path, url: str) -> Runner:
+    """The runner of a name, which runs the agent on this machine and hides the run's folder and store from it. Raises
+    `ConfigError` for one whose agents run elsewhere."""
+    runner = plugins().runner(name)(agent, hidden_from_agents(config, out, url))
+    if runner.concurrency == 0:
+        raise ConfigError(f"runner {name!r} runs no agents here, and this needs that: use process or inline")
+    return runner
 
 
 class Agents:

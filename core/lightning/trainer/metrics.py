@@ -23,7 +23,7 @@ from lightning.bounded import Once
 from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.policy_server.protocol import PolicyServer, Usage
-from lightning.runner.policy_faults import read_cause
+from lightning.runner.outcomes import read_cause
 from lightning.store.exchanges import why_not_replayable
 from lightning.trainer.summary import NAMED, POLICY_FAULT, mean_parts
 from lightning.trainer.training_data import NOT, OF_MODEL, is_trainable

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import lightning
-from lightning.runner.policy_faults import CAUSES, read_cause
+from lightning.runner.outcomes import CAUSES, read_cause
 
 FRAME: Final = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+), in (?P<name>.+)$')
 GROUP: Final = re.compile(r"^(?: +\+ (?=Exception Group)|(?: *\| ?)+)")
@@ -35,7 +35,7 @@ LONGEST: Final = 300
 class Reason:
     """Why an attempt failed; as a text it is a line: `KeyError: 'answer' at my_agent.py:12 in solve`.
 
-    `cause` is one of `runner.policy_faults.CAUSES`, empty unless the policy is at fault. `exception` is the class as a
+    `cause` is one of `runner.outcomes.CAUSES`, empty unless the policy is at fault. `exception` is the class as a
     traceback names it, `place` the innermost frame in the user's code; both are empty where the error is no traceback. `cure`
     is what can be done, where that is known.
     """

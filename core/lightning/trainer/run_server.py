@@ -67,8 +67,9 @@ def check_server_settings(config: Config) -> None:
     """Raise `PluginError` for settings that open a port to others, or guard it, and cannot be met."""
     if config.server.port:
         run_server(f"server.port = {config.server.port}")
-    if not is_loopback(config.gateway.host):
-        run_server(f"gateway.host = {config.gateway.host!r}, beyond this machine,")
+    for setting, host in (("gateway.host", config.gateway.host), ("server.host", config.server.host)):
+        if not is_loopback(host):
+            run_server(f"{setting} = {host!r}, beyond this machine,")
     guard_of(config.gateway.limits, "localhost")
 
 

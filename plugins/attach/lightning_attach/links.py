@@ -39,7 +39,7 @@ _ALIGNMENT = 16
 
 
 class Spec(NamedTuple):
-    """What a receiver must know of a tensor before it comes."""
+    """What a receiver must know of a tensor before it comes; to vLLM it is a `ParamMeta`."""
 
     name: str
     dtype: torch.dtype
@@ -49,6 +49,10 @@ class Spec(NamedTuple):
     def nbytes(self) -> int:
         """Without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _specs(found: Sequence[TensorEntry]) -> list[Spec]:
+    return [Spec(entry.name, getattr(torch, entry.dtype), entry.shape) for entry in found]
 
 
 def address_towards(host: str) -> str:
@@ -134,8 +138,7 @@ class GlooLink:
         if self._group is None:
             raise PolicyServerError("nobody has joined the sender yet")
         self._door.close()  # all have come: vLLM says so before anything is sent
-        specs = [Spec(entry.name, getattr(torch, entry.dtype), entry.shape) for entry in found]
-        self._group.send(tensors(found, "cpu"), specs)
+        self._group.send(tensors(found, "cpu"), _specs(found))
 
     def leave(self) -> None:
         """See `Link.leave`."""
@@ -320,17 +323,9 @@ class _Source:
         self._device = device
         self.found: Sequence[TensorEntry] = ()
 
-    def metadata(self) -> list[_Meta]:
-        return [_Meta(entry.name, getattr(torch, entry.dtype), entry.shape) for entry in self.found]
+    def metadata(self) -> list[Spec]:
+        return _specs(self.found)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         names = [entry.name for entry in self.found]
         return zip(names, tensors(self.found, self._device), strict=True)
-
-
-class _Meta(NamedTuple):
-    """vLLM's `ParamMeta`."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]

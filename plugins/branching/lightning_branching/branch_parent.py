@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning.batch.branches import Prefix, RecordedCall, prefix_of
-from lightning.cli.runs import answers
 from lightning.config import Config, with_settings
 from lightning.config.fields import did_you_mean, find
-from lightning.errors import ConfigError, DataError, LightningError
+from lightning.errors import ConfigError, DataError
 from lightning.gateway.dialects import ALIASES, NEUTRAL, TOKEN_LIMITS
 from lightning.store.places import run_id_of, store_in
-from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.replay import MACHINE_SETTINGS
 from lightning.types import Json, Rollout, Run
 from pydantic import ValidationError
 
-from lightning_branching.recorded import edited, live_tools
-from lightning_branching.replay_command import Found, found_in
+from lightning_branching.recorded import live_tools
+from lightning_branching.replay_command import Found, found_at
 
 SAMPLING: Final = ("temperature", *NEUTRAL, *TOKEN_LIMITS, "seed")
 """Sampling parameters of a call that may be given other values."""
@@ -121,28 +119,15 @@ def find_parent(where: str, rollout: str, attempt: int | None, at: int) -> Paren
         raise ConfigError(
             f"{redacted(where)} is a Lightning Server, which answers agents itself: branch where its database can be reached"
         )
-    for url, found in answers(where, lambda _, store: _find(store, rollout, attempt)):
-        if isinstance(found, LightningError):
-            raise found
-        if found is not None:
-            return _parent(where, url, found, at)
-    raise ConfigError(
-        f"there is no rollout {rollout!r} in {where}: `lightning runs --runs {where} show RUN` lists those of a run"
-    )
 
+    def check(known: Rollout) -> None:
+        if known.parent is not None:
+            raise DataError(f"the rollout {rollout} is a branch of {known.parent[0]}: branch that one")
+        if not known.status.ended and attempt in (None, known.attempt):
+            raise DataError(f"the rollout {rollout} is {known.status}: branch it when it has ended")
 
-async def _find(store: Store, name: str, attempt: int | None) -> Found | LightningError | None:
-    rollout = await store.get_rollout(name)
-    if rollout is None:
-        return None
-    if rollout.parent is not None:
-        return DataError(f"the rollout {name} is a branch of {rollout.parent[0]}: branch that one")
-    if not rollout.status.ended and attempt in (None, rollout.attempt):
-        return DataError(f"the rollout {name} is {rollout.status}: branch it when it has ended")
-    try:
-        return await found_in(store, name, attempt)
-    except LightningError as error:  # not raised: other stores would be asked then
-        return error
+    url, found = found_at(where, rollout, attempt, check=check)
+    return _parent(where, url, found, at)
 
 
 def _parent(where: str, url: str, found: Found, at: int) -> Parent:
@@ -185,11 +170,6 @@ def _same(one: str, other: str) -> bool:
     if parse(one).scheme == parse(other).scheme == "sqlite":
         return Path(parse(one).path).resolve() == Path(parse(other).path).resolve()
     return redacted(one) == redacted(other)
-
-
-def check_edit(parent: Parent, text: str) -> None:
-    """Raise `DataError` where the call's answer cannot be another text."""
-    edited(parent.at, text)
 
 
 def check_sampling(sampling: Mapping[str, Any]) -> None:

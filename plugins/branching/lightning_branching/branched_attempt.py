@@ -37,7 +37,9 @@ class BranchedAttempt:
         self._calls = RecordedCalls(answered)
         self._given: dict[tuple[str, bytes], RecordedCall] = {}
         self._open = {call.key for call in (prefix.at, *prefix.beside)}
-        self._missing, self._ids = len(answered), frozenset(call.transition.id for call in answered)
+        self._missing = len(answered)
+        self.recorded_ids = frozenset(call.transition.id for call in answered)
+        """The ids of the answers that come from the record."""
         self._begun, self._whole, self._taken_at = asyncio.Event(), asyncio.Event(), 0.0
         self._beside, self._void = False, ""
         if not answered:
@@ -102,11 +104,6 @@ class BranchedAttempt:
     def has_edit(self) -> bool:
         """Whether the agent has been given the edited answer, and all that came before it."""
         return self._edited and not self._missing and not self._void
-
-    @property
-    def recorded_ids(self) -> frozenset[str]:
-        """The ids of the answers that come from the record."""
-        return self._ids
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
         """The policy server has read the call at which it branches, which has to have the recorded prompt, token for token.

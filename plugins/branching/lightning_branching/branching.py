@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import stdev
 from typing import Any, Final
 
 from lightning.asyncio_utils import outside_of_loops, run_to_end
@@ -28,7 +29,7 @@ from lightning.store import exchanges
 from lightning.store.places import store_in
 from lightning.store.protocol import Store
 from lightning.store.url import parse
-from lightning.trainer.agents import hidden_from_agents
+from lightning.trainer.agents import runner_here
 from lightning.trainer.epochs import mark_over
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.run_stages import Prompts
@@ -42,7 +43,6 @@ from lightning_branching.branch_live import LiveAgents, open_live
 from lightning_branching.branch_parent import (
     INSTEAD,
     Parent,
-    check_edit,
     config_of,
     file_at,
     find_parent,
@@ -52,6 +52,7 @@ from lightning_branching.branch_parent import (
 )
 from lightning_branching.policies import EvaluatedModel, find_model, model_of_run
 from lightning_branching.prompt_texts import longest_literal, texts_in
+from lightning_branching.recorded import edited
 
 SPLIT: Final = "branch"
 """The split of branches: they are neither trained on nor a held-out evaluation."""
@@ -161,7 +162,7 @@ def branch(
         place, configure = str(runs), settings if callable(settings) else _with(settings or {})
         parent = find_parent(place, rollout, attempt, at)
         if edit is not None:
-            check_edit(parent, edit)
+            edited(parent.at, edit)  # raises where the answer cannot be another text
         _check_tools(parent, n, run_tools=run_tools)
         config, said = config_of(parent, sampling or {}, configure)
         if isinstance(settings, Mapping):
@@ -247,10 +248,7 @@ async def _branched(plan: _Plan, reporter: Reporter) -> BranchReport:
         run, number = await _new_run(store, plan)
         folder = plan.out / run.id
         resources.enter_context(claim_folder(folder))
-        settings = hidden_from_agents(config, folder, parent.url)
-        runner = plugins().runner(plan.runner)(plan.agent, settings)
-        if runner.concurrency == 0:
-            raise ConfigError(f"runner {plan.runner!r} runs no agents here: use process or inline")
+        runner = runner_here(plan.runner, plan.agent, config, folder, parent.url)
         prompts = Prompts({**parent.found.prompts, **plan.prompts})
         agents: Stack | LiveAgents
         if plan.live:
@@ -393,7 +391,4 @@ def _has_prompt(prompts: Mapping[str, str], requests: list[Any]) -> bool:
 
 
 def _standard_error(values: list[float]) -> float | None:
-    if len(values) < 2:
-        return None
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl
+from lightning.hooks import hookimpl, later
 
 if TYPE_CHECKING:
     from lightning.config import RunnerConfig
@@ -53,19 +53,14 @@ def register_samplers(register: Callable[[str, Callable[[Asked], Sampler | None]
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
     """The commands of this plugin."""
-    register("replay", replay_command)
-    register("branch", branch_command)
-
-
-def replay_command() -> Callable[..., None]:
-    """Run a recorded rollout again, answered from the record."""
-    from lightning_branching.replay_command import replay
-
-    return replay
-
-
-def branch_command() -> Callable[..., None]:
-    """Run a recorded rollout again from one of its calls on, several times."""
-    from lightning_branching.branch_command import branch
-
-    return branch
+    register(
+        "replay",
+        later("lightning_branching.replay_command:replay", "Run a recorded rollout again, answered from the record."),
+    )
+    register(
+        "branch",
+        later(
+            "lightning_branching.branch_command:branch",
+            "Run a recorded rollout again from one of its calls on, several times.",
+        ),
+    )

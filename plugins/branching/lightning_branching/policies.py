@@ -31,7 +31,8 @@ from lightning.trainer.model import resolve_model
 from lightning.trainer.replay import FORKED, MODEL, Rewinder
 from lightning.trainer.run_server import of_project
 from lightning.types import Run, StepRecord
-from lightning_resources import ResourceKind, list_resources
+from lightning_resources.nouns import ResourceKind
+from lightning_resources.operations import list_resources
 from lightning_resources.reference import ResourceReference, find, parse_reference
 from lightning_resources.weights import WEIGHTS_NAME, checked_weights
 

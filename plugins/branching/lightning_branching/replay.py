@@ -21,7 +21,7 @@ from lightning.instrument.recorded_tools import RecordedRuns, answer_tools
 from lightning.plugins import plugins
 from lightning.runner.inline import run_here
 from lightning.runner.protocol import Agent
-from lightning.runner.seeding import seed_process
+from lightning.runner.worker import seed_process
 from lightning.types import Fault, Json, Outcome, ToolEvent
 
 from lightning_branching.divergence import Divergence
@@ -110,38 +110,22 @@ def replay_agent(
 @contextmanager
 def served(server: ReplayServer) -> Iterator[ReplayServer]:
     """The server on an event loop in a thread of its own, so that the agent may block this one."""
-    ready, done = threading.Event(), threading.Event()
-    failed: list[BaseException] = []
-
-    async def serve() -> None:
-        async with server:
-            waiting = asyncio.get_running_loop().run_in_executor(None, done.wait)
-            ready.set()
-            await waiting
-
-    def run() -> None:
-        try:
-            asyncio.run(serve())
-        except BaseException as error:  # noqa: BLE001 — raised where the server was asked for
-            failed.append(error)
-        finally:
-            ready.set()
-
-    thread = threading.Thread(target=run, name="lightning-replay", daemon=True)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="lightning-replay", daemon=True)
     thread.start()
-    ready.wait()
     try:
-        if failed:
-            raise failed[0]
+        asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result()
         yield server
     finally:
-        done.set()
+        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.close()
 
 
 def _run(recorded: RecordedRollout, agent: Agent, server: ReplayServer) -> Outcome:
     def run() -> Outcome:
-        server.count_threads()
+        server.threads = threading.active_count()
         with asyncio.Runner() as loop:
             return run_here(agent, recorded.rollout.task, server.llm, loop)
 

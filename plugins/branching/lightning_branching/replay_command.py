@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -28,7 +28,7 @@ from lightning.trainer.epochs import epoch_at, read_epochs
 from lightning.trainer.how_to_call import HowToCall
 from lightning.trainer.run_server import of_project
 from lightning.types import DEFAULT_PROJECT, Json, Rollout, Run
-from lightning_resources import get_resource
+from lightning_resources.operations import get_resource
 
 from lightning_branching.recorded import read_whole
 from lightning_branching.replay import ReplayResult, replay_agent, result_of
@@ -145,23 +145,37 @@ def _retrain(run: str, where: str, model: Path | None) -> int:
 
 def find(where: str, rollout: str, attempt: int | None = None, *, with_tools: bool = True) -> Found:
     """A rollout of the stores at a place. Raises `ConfigError` where none has it, `DataError` where it cannot be replayed."""
-    for _, found in answers(where, lambda _, store: _find(store, rollout, attempt, with_tools)):
+    return found_at(where, rollout, attempt, with_tools=with_tools)[1]
+
+
+def found_at(
+    where: str,
+    rollout: str,
+    attempt: int | None = None,
+    *,
+    with_tools: bool = True,
+    check: Callable[[Rollout], None] = lambda rollout: None,
+) -> tuple[str, Found]:
+    """As `find`, with the URL of the rollout's store. `check` raises for a rollout that is of no use."""
+
+    async def look(_: str, store: Store) -> Found | LightningError | None:
+        known = await store.get_rollout(rollout)
+        if known is None:
+            return None
+        try:
+            check(known)
+            return await found_in(store, rollout, attempt, with_tools=with_tools)
+        except LightningError as error:  # not raised: other stores would be asked then
+            return error
+
+    for url, found in answers(where, look):
         if isinstance(found, LightningError):
             raise found
         if found is not None:
-            return found
+            return url, found
     raise ConfigError(
         f"there is no rollout {rollout!r} in {where}: `lightning runs --runs {where} show RUN` lists those of a run"
     )
-
-
-async def _find(store: Store, rollout: str, attempt: int | None, with_tools: bool) -> Found | LightningError | None:
-    if await store.get_rollout(rollout) is None:
-        return None
-    try:
-        return await found_in(store, rollout, attempt, with_tools=with_tools)
-    except LightningError as error:  # not raised: other stores would be asked then
-        return error
 
 
 async def found_in(store: Store, rollout: str, attempt: int | None, *, with_tools: bool = True) -> Found:

@@ -23,7 +23,7 @@ from lightning.types import CALLER_HEADER, LLM, ROLLOUT_HEADER, UNNAMED, Caller,
 
 from lightning_branching.divergence import Divergence, diverged
 from lightning_branching.recorded import RecordedCalls
-from lightning_branching.streams import STREAMS, stream_of
+from lightning_branching.streams import STREAMS, answer_of
 
 MODEL: Final = "policy"
 ALIAS: Final = "policy:"
@@ -55,7 +55,8 @@ class ReplayServer:
         self._refusals: list[Transition] = list(self.recorded.refusals)
         self._key = f"replay-{secrets.token_urlsafe(16)}"
         self._url = ""
-        self._threads = threading.active_count()
+        self.threads = threading.active_count()
+        """How many threads there were before the agent ran."""
         self._runner: web.AppRunner | None = None
         self._finished = asyncio.Event()
 
@@ -63,10 +64,6 @@ class ReplayServer:
     def llm(self) -> LLM:
         """What the agent is given, with the prompts and the seed that it had."""
         return LLM(f"{self._url}/v1", self._key, MODEL, prompts=self.prompts, seed=self.seed)
-
-    def count_threads(self) -> None:
-        """Remember how many threads there are before the agent runs."""
-        self._threads = threading.active_count()
 
     @property
     def left(self) -> Sequence[RecordedCall]:
@@ -140,7 +137,7 @@ class ReplayServer:
             return await self._broken_off(call, path)
         self.served.append(call)
         try:
-            return await _send(request, call, path, body)
+            return await _send(request, call, body)
         finally:
             self._end_if_done()
 
@@ -165,7 +162,7 @@ class ReplayServer:
             self._refusals.remove(refused)
             self._end_if_done()
             return _refuse(path, 400, refused.finish_reason, refused.error)
-        threads = threading.active_count() > self._threads or self._overlap()
+        threads = threading.active_count() > self.threads or self._overlap()
         found = diverged(body, caller, path, self._calls.left, threads=threads)
         self._diverge(found)
         return _refuse(path, 409, "not_recorded", str(found))
@@ -190,18 +187,11 @@ class ReplayServer:
         return any(secrets.compare_digest(each.encode(), self._key.encode()) for each in given)
 
 
-async def _send(request: web.Request, call: RecordedCall, path: str, body: Mapping[str, Any]) -> web.StreamResponse:
+async def _send(request: web.Request, call: RecordedCall, body: Mapping[str, Any]) -> web.StreamResponse:
     """The recorded answer, written to its end."""
-    reply: Any = call.exchange.reply
-    if body.get("stream") is not True or call.exchange.status != 200:
-        whole = web.json_response(reply, status=call.exchange.status)
-        await whole.prepare(request)
-        await whole.write_eof()
-        return whole
-    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+    status, kind, content = answer_of(call, body)
+    response = web.Response(body=content, status=status, headers={"content-type": kind})
     await response.prepare(request)
-    for event in stream_of(path, reply, body):
-        await response.write(event)
     await response.write_eof()
     return response
 

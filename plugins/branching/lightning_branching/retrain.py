@@ -174,7 +174,7 @@ class _Watcher:
         now = (engine.numerics() if isinstance(engine, Numeric) else {}) | machine()
         other = [key for key in NUMERIC if key in now and record.context.get(key, now[key]) != now[key]]
         if other:
-            changed = ", ".join(f"{key} {_short(record.context[key])} → {_short(now[key])}" for key in other)
+            changed = ", ".join(f"{key} {record.context[key]!s:.80} → {now[key]!s:.80}" for key in other)
             self.other_numbers = f"it is computed with another {changed} than when it was trained"
         if record.step:
             self._compare(engine, record)
@@ -236,7 +236,3 @@ def _distance(made: Path, kept: Path) -> str:
         return " (and other tensors)"
     most = max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
     return f", by up to {most:.3g}"
-
-
-def _short(value: Json) -> str:
-    return str(value)[:80]

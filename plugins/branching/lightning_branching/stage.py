@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning_branching.branched_attempt import BranchedAttempt
 from lightning_branching.branches import Branches, Inherits
-from lightning_branching.streams import stream_of
+from lightning_branching.streams import answer_of
 from lightning_branching.tools import BRANCHES
 
 if TYPE_CHECKING:
@@ -107,10 +107,5 @@ class ToolRuns:
 
 def recorded_answer(call: RecordedCall, body: Mapping[str, Any]) -> Response:
     """A recorded answer, as a stream where one is asked for."""
-    reply: Any = call.exchange.reply
-    status, kind, content = call.exchange.status, "application/json", b""
-    if body.get("stream") is True and status == 200:
-        kind, content = "text/event-stream; charset=utf-8", b"".join(stream_of(call.exchange.path, reply, body))
-    else:
-        content = orjson.dumps(reply)
+    status, kind, content = answer_of(call, body)
     return Response(content, status, {"content-type": kind, "x-request-id": call.transition.id})

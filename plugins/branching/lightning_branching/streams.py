@@ -10,12 +10,23 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+import orjson
+from lightning.batch.branches import RecordedCall
 from lightning.gateway.http import event_of
 
 Body = dict[str, Any]
 INVALID: Final = "INVALID_JSON"
 """Under this name a Message has tool arguments that are no JSON; a stream passes them on as they are."""
 DONE: Final = b"data: [DONE]\n\n"
+
+
+def answer_of(call: RecordedCall, request: Mapping[str, Any]) -> tuple[int, str, bytes]:
+    """Status, content type and body of a recorded answer, as a stream where the request asks for one."""
+    status = call.exchange.status
+    reply: Any = call.exchange.reply
+    if request.get("stream") is True and status == 200:
+        return status, "text/event-stream; charset=utf-8", b"".join(stream_of(call.exchange.path, reply, request))
+    return status, "application/json", orjson.dumps(reply)
 
 
 def stream_of(path: str, reply: Body, request: Mapping[str, Any]) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, Final, Literal
 
 import orjson
 from lightning.types import Json
@@ -46,15 +46,14 @@ class Column:
 class Block:
     """Part of a page, by itself. `title` stands above it, `note` below."""
 
-    component: ClassVar[str]
     title: str = field(default="", kw_only=True)
     note: str = field(default="", kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
-        """The block as a component gets it: `component`, `title`, `note` and, in `value`, its own fields."""
+        """What a component gets: its name, which is that of the class, `title`, `note` and, in `value`, the other fields."""
         value = asdict(self)
         title, note = value.pop("title"), value.pop("note")
-        return {"component": self.component, "title": title, "note": note, "value": value}
+        return {"component": type(self).__name__, "title": title, "note": note, "value": value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,6 @@ class Table(Block):
     """Rows of cells. `empty` is said where there are none; `select` is the name of the option that takes the marked rows' keys,
     with `keys` one for each row, and `selected` those that are marked. `pages` are links to other pages of rows."""
 
-    component: ClassVar[str] = "Table"
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     empty: str = "nothing here yet"
@@ -96,7 +94,6 @@ class Fact:
 class Facts(Block):
     """Figures side by side."""
 
-    component: ClassVar[str] = "Facts"
     facts: Sequence[Fact]
 
 
@@ -118,7 +115,6 @@ class Chart(Block):
     """Curves, points or bars over a common axis. A click on a point opens its address. `marks` are vertical lines with a text
     (a resume, an alarm): `[x, text]`. `whole` axes show whole numbers only."""
 
-    component: ClassVar[str] = "Chart"
     series: Sequence[Series]
     x: str
     y: str
@@ -146,7 +142,6 @@ class Notice:
 class Notices(Block):
     """Alarms, advice or plain words, the most urgent first."""
 
-    component: ClassVar[str] = "Notices"
     notices: Sequence[Notice]
     empty: str = ""
 
@@ -166,7 +161,6 @@ class Control:
 class Controls(Block):
     """Filters of the page. A change opens the page's address with that option."""
 
-    component: ClassVar[str] = "Controls"
     address: str
     controls: Sequence[Control]
 
@@ -187,7 +181,6 @@ class Action:
 class Actions(Block):
     """Buttons. An exported page leaves them out."""
 
-    component: ClassVar[str] = "Actions"
     actions: Sequence[Action]
 
 
@@ -195,7 +188,6 @@ class Actions(Block):
 class Messages(Block):
     """A conversation as people read it. `number` of a message is that of the call that it belongs to; `to` opens it."""
 
-    component: ClassVar[str] = "Messages"
     messages: Sequence[Message]
 
 
@@ -217,7 +209,6 @@ class Diff(Block):
     """Two texts side by side, line by line and word by word: the component finds what differs. `left` and `right` are their
     names."""
 
-    component: ClassVar[str] = "Diff"
     left: str
     right: str
     before: str
@@ -246,7 +237,6 @@ class Span:
 class Timeline(Block):
     """What ran when, in lanes: one for each agent, and as many more as ran at a time. Arrow keys go from span to span."""
 
-    component: ClassVar[str] = "Timeline"
     lanes: Sequence[str]
     spans: Sequence[Span]
     seconds: float
@@ -281,7 +271,6 @@ class Node:
 class GroupTree(Block):
     """Sibling rollouts as one prefix tree of calls: node = value, edge = action, width = visits, colour = advantage."""
 
-    component: ClassVar[str] = "GroupTree"
     nodes: Sequence[Node]
     low: float
     high: float
@@ -316,7 +305,6 @@ class TokenStrip(Block):
     that were given and not sampled. `why` are the reasons for all tokens of the answer; `token_reasons` those of single ones,
     by index. `prompt_left_out` counts tokens of the prompt before the first that is shown."""
 
-    component: ClassVar[str] = "TokenStrip"
     texts: Sequence[str]
     prompt: int
     measures: Sequence[Measure]

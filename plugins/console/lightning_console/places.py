@@ -11,21 +11,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 from urllib.parse import unquote
 
 from lightning.cli.runs import databases
 from lightning.errors import ConfigError, DataError, LightningError
 from lightning.plugins import plugins
 from lightning.store.pages import each_rollout
+from lightning.store.places import DATABASE, run_id_of
 from lightning.store.protocol import PRUNED, Store
 from lightning.store.url import parse, redacted
 from lightning.trainer.epochs import is_over
 from lightning.types import Rollout, Run, StepRecord
 
+T = TypeVar("T")
 SERVER: Final = "this server"
 """What stands for the URL of a Lightning Server's own store. Folders that its runs name are not read: whoever may put a run
 could name any."""
@@ -91,6 +93,16 @@ class Places:
                 except LightningError as error:
                     self.unreadable[shown] = str(error)
         return found
+
+    async def ask(self, question: Callable[[Store], Awaitable[T]]) -> tuple[dict[str, T], dict[str, str]]:
+        """What the stores answer, by their URLs, and why some cannot be read. Raises `ConfigError` as `stores` does."""
+        answers, unreadable = {}, {}
+        for url, store in (await self.stores()).items():
+            try:
+                answers[url] = await question(store)
+            except LightningError as error:
+                unreadable[url] = str(error)
+        return answers, {**self.unreadable, **unreadable}
 
     async def _there(self) -> list[str]:
         """The URLs of what is at the place now; what was opened and is there no more is closed."""
@@ -159,6 +171,21 @@ def key_of(run: str, url: str = "") -> str:
     """The key of a run; with a `url`, of the run in that store alone. A key has no comma: lists of them are separated by it."""
     name = run.replace("%", "%25").replace(",", "%2C").replace("~", "%7E")
     return f"{name}~{mark_of(url)}" if url else name
+
+
+def folder_of(found: Located) -> str:
+    """The run's folder, as commands take it; empty where the run is not kept in one of this machine."""
+    if not found.url.startswith("sqlite:"):
+        return ""
+    path = Path(parse(found.url).path)
+    try:
+        own = path.name == DATABASE and run_id_of(path.parent) == found.run.id
+    except LightningError:
+        return ""
+    if not own:
+        return ""
+    here = Path.cwd()
+    return str(path.parent.relative_to(here) if path.parent.is_relative_to(here) else path.parent)
 
 
 LOOKED: Final = 20_000

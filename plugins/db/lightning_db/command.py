@@ -10,23 +10,21 @@ import asyncio
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 from lightning.cli.locate import with_store
-from lightning.cli.output import AsJson, escape, print_json, print_table, say
+from lightning.cli.output import AsJson, escape, local_time, print_json, print_table, say
 from lightning.errors import ConfigError, StoreError
 from lightning.store.places import existing_store
 from lightning.store.protocol import Store
 from lightning.store.url import parse, sqlite_url
 from rich.filesize import decimal
 
-from lightning_db import DatabaseStatus, keeper_of, look
 from lightning_db.export import TABLES, ExportScope, chosen_runs, read_table
 from lightning_db.export_files import Format, write_lines, write_table
-from lightning_db.keeper import SERVERS
+from lightning_db.keeper import SERVERS, DatabaseStatus, keeper_of, look
 from lightning_db.prune import PruneRequest, RunPlan, carry_out, plan
 
 app = typer.Typer(no_args_is_help=True)
@@ -205,8 +203,8 @@ def _lines(found: DatabaseStatus) -> list[tuple[str, str]]:
         ("steps", str(found.steps)),
         ("resources", f"{found.resources} versions"),
         ("tokens", "-" if found.tokens is None else _counts(found.tokens)),
-        ("first run", _time(found.oldest)),
-        ("last attempt", _time(found.newest)),
+        ("first run", local_time(found.oldest)),
+        ("last attempt", local_time(found.newest)),
     ]
 
 
@@ -238,7 +236,3 @@ def _what(item: RunPlan) -> str:
 def _counts(counts: Mapping[str, int]) -> str:
     parts = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()) if count)
     return f"{sum(counts.values())} ({parts})" if parts else "0"
-
-
-def _time(at: float | None) -> str:
-    return "-" if at is None else f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"

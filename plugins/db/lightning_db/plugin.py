@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl, hookspec
+from lightning.hooks import hookimpl, hookspec, later
 
 if TYPE_CHECKING:
     import typer
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @hookspec
 def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -> None:
-    """Keepers by URL scheme: a function from the URL to a `lightning_db.Keeper`.
+    """Keepers by URL scheme: a function from the URL to a `lightning_db.keeper.Keeper`.
 
     `lightning db` inspects, copies and prunes a database with it.
     """
@@ -30,7 +30,7 @@ def register_sqlite(register: Callable[[str, Callable[[str], Keeper]], None]) ->
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], typer.Typer]], None]) -> None:
     """`db`."""
-    register("db", db_command)
+    register("db", later("lightning_db.command:app", "Maintain a database: status, backup, restore, prune, export."))
 
 
 def sqlite_keeper(url: str) -> Keeper:
@@ -38,10 +38,3 @@ def sqlite_keeper(url: str) -> Keeper:
     from lightning_db.sqlite import SqliteKeeper
 
     return SqliteKeeper(url)
-
-
-def db_command() -> typer.Typer:
-    """Maintain a database: status, backup, restore, prune, export."""
-    from lightning_db.command import app
-
-    return app

@@ -15,7 +15,8 @@ from typing import Final, TypeVar
 from lightning.errors import SchemaError, StoreError
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.sqlite import SqliteStore
-from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, refuse_foreign, translate
+from lightning.store.sqlite.connection import Settings, connect, refuse_foreign, translate
+from lightning.store.sqlite.store import SqliteTransaction, drive
 from lightning.store.url import parse, sqlite_url
 
 from lightning_db.export_files import new_file

@@ -22,10 +22,11 @@ from lightning.trainer.summary import Reporter
 from lightning.types import Fault, Json, Rollout, Task
 from lightning_branching.divergence import first_difference
 from lightning_branching.prompt_texts import longest_literal, texts_in
-from lightning_resources import Resource, ResourceKind, put_resource, set_alias
+from lightning_resources.nouns import Resource, ResourceKind
+from lightning_resources.operations import put_resource, set_alias
 from lightning_resources.weights import WEIGHTS_NAME, weights_content
 
-from lightning_debug.evaluate import Evaluator, Setup, Variant, check_any_scored, faults_of
+from lightning_debug.evaluate import Setup, Variant, check_any_scored, evaluating, faults_of
 from lightning_debug.statistics import SequentialTest
 from lightning_debug.transcript import text_of, tool_calls_of, with_numbered_ids
 
@@ -117,7 +118,7 @@ async def compare(
     test, paired, lost = SequentialTest(bounds[0] - bounds[1], bounds[1] - bounds[0]), list[PairedTask](), 0
     every: dict[str, list[Rollout]] = {a.run: [], b.run: []}
     order, done, asked = [a, b], 0, _Asked(a, b, reporter)
-    async with Evaluator(setup, [a, b], reporter) as evaluator:
+    async with evaluating(setup, [a, b], reporter) as evaluator:
         while done < total and not test.decided:
             count = min(batch or _batch(setup, a, b, total), total - done)
             new = {each.run: await evaluator.run(each, done, count) for each in order}
@@ -136,7 +137,6 @@ async def compare(
             said = "{:+.3f}, from {:+.3f} to {:+.3f}".format(test.mean, *test.interval)
             reporter.say(f"after {done} tasks: B - A = {said}")
         asked.check()
-        await evaluator.close_runs()
         regressions = await _regressions(evaluator.store, paired, limit)
     means = [sum(getattr(each, name) for each in paired) / max(len(paired), 1) for name in ("a", "b")]
     return Comparison(

@@ -16,8 +16,7 @@ from lightning.config import Config
 from lightning.errors import DataError
 from lightning_planner.calibration import calibrate
 from lightning_planner.costs import Agent, Costs, Schedule, Team
-from lightning_planner.planner import recorded_config
-from lightning_planner.recorded import PHASES, Recorded
+from lightning_planner.recorded import PHASES, Recorded, recorded_config
 from lightning_planner.simulation import simulate
 
 from lightning_debug.profile import MAX_CALLS, Profile, each_call, max_calls, policy_args, server_costs
@@ -111,7 +110,7 @@ class WhatIf:
     def _seconds(self, costs: Costs, teams: Sequence[Team], schedule: Schedule | None = None) -> float:
         steps = max(STEPS, len(self.recorded.steps))
         simulated = simulate(replace(schedule or self.recorded.schedule, steps=steps), costs, itertools.cycle(teams))
-        return simulated.mean(lambda step: step.seconds)
+        return simulated.mean(lambda step: step.total)
 
 
 def _faster(agent: Agent, gaps: Sequence[float], tools: float, code: float) -> Agent:
@@ -173,8 +172,9 @@ class Help:
 def find_helps(profile: Profile) -> list[Help]:
     """What would save at least `WORTH`, the most first, and what is paid for with `OLDER` tokens at half of its saving. Nothing
     simulated where the planner cannot calibrate on the run."""
-    config, what_if = recorded_config(profile.recorded), WhatIf.of(profile)
-    found = [*_counted(profile, config)]
+    config, what_if = recorded_config(profile.recorded.config), WhatIf.of(profile)
+    counted = (_checkpoints, _evaluations, _processes, _microbatches, _rows, _recomputing, _update, _untaught)
+    found = [help_ for rule in counted for help_ in rule(profile, config)]
     if what_if is not None:
         for rule in (_concurrency, _staleness, _queue, _tools, _agent_code, _prefixes):
             found += rule(profile, config, what_if)
@@ -183,11 +183,6 @@ def find_helps(profile: Profile) -> list[Help]:
 
 def _worth(found: Help) -> float:
     return found.saves * (OLDER if found.cause == TURNS else 1.0)
-
-
-def _counted(profile: Profile, config: Config) -> Iterable[Help]:
-    for rule in (_checkpoints, _evaluations, _processes, _microbatches, _rows, _recomputing, _update, _untaught):
-        yield from rule(profile, config)
 
 
 def _worst(profile: Profile, phase: str) -> tuple[int, ...]:

@@ -24,7 +24,6 @@ from lightning_debug.diagnosis import (
     WINDOW,
     Course,
     Diagnosis,
-    Evidence,
     change_of,
     failed_share,
     is_now,
@@ -52,9 +51,8 @@ FOLLOWED: Final = 0.25
 """The part of it that they show at least."""
 
 
-def held_out_falls(evidence: Evidence) -> Iterator[Diagnosis]:
+def held_out_falls(course: Course) -> Iterator[Diagnosis]:
     """The held-out reward falls while that of the training tasks does not."""
-    course = evidence.course
     results = course.measured
     if len(results) < 4:
         return
@@ -104,9 +102,8 @@ def held_out_flat(course: Course) -> tuple[Evaluation, Evaluation] | None:
     return None if risen else (first, last)
 
 
-def held_out_stays(evidence: Evidence) -> Iterator[Diagnosis]:
+def held_out_stays(course: Course) -> Iterator[Diagnosis]:
     """The reward of the training tasks has risen, and the held-out one has not followed."""
-    course = evidence.course
     results = course.measured
     train = values_of(course, "reward_with_failures", "reward")
     if len(results) < 3 or len(train) < LEAST or course.order != "shuffled":
@@ -162,9 +159,8 @@ CURE_OF_CUT_OFF: Final = (
 SLOWER: Final = "Lower engine.lr, or raise the algorithm's kl_coefficient"
 
 
-def drifted(evidence: Evidence) -> Iterator[Diagnosis]:
+def drifted(course: Course) -> Iterator[Diagnosis]:
     """Trained tokens are not those that were sampled."""
-    course = evidence.course
     steps = [step for step, metrics in enumerate(course.steps) if metrics.get("drift_tokens")]
     if steps:
         tokens = sum(course.steps[step]["drift_tokens"] for step in steps)
@@ -177,9 +173,8 @@ def drifted(evidence: Evidence) -> Iterator[Diagnosis]:
         )
 
 
-def sampler_differs(evidence: Evidence) -> Iterator[Diagnosis]:
+def sampler_differs(course: Course) -> Iterator[Diagnosis]:
     """Sampler and trainer give the same tokens other probabilities, more than their dtypes explain, or ever more."""
-    course = evidence.course
     fresh = [
         (step, metrics)
         for step, metrics in enumerate(course.steps)
@@ -203,9 +198,8 @@ def sampler_differs(evidence: Evidence) -> Iterator[Diagnosis]:
         )
 
 
-def not_compared(evidence: Evidence) -> Iterator[Diagnosis]:
+def not_compared(course: Course) -> Iterator[Diagnosis]:
     """Nothing says whether trainer and sampler agree, since no token of the last steps could be compared."""
-    course = evidence.course
     trained = [step for step, metrics in enumerate(course.steps) if metrics.get("tokens")]
     late = trained[-WINDOW:]
     if late and is_now(course, late[-1]) and not any(course.steps[step].get("tokens_compared", 1.0) for step in late):
@@ -218,22 +212,21 @@ def not_compared(evidence: Evidence) -> Iterator[Diagnosis]:
         )
 
 
-def not_finite(evidence: Evidence) -> Iterator[Diagnosis]:
+def not_finite(course: Course) -> Iterator[Diagnosis]:
     """Steps were skipped for a loss or a gradient that is not finite."""
-    steps = [step for step, metrics in enumerate(evidence.course.steps) if metrics.get("skipped_nonfinite")]
-    if steps and is_now(evidence.course, steps[-1]):
+    steps = [step for step, metrics in enumerate(course.steps) if metrics.get("skipped_nonfinite")]
+    if steps and is_now(course, steps[-1]):
         yield Diagnosis(
             "not finite",
-            f"{len(steps)} of {len(evidence.course.steps)} steps were skipped, since their loss or gradient was not finite. "
+            f"{len(steps)} of {len(course.steps)} steps were skipped, since their loss or gradient was not finite. "
             "Lower engine.lr or engine.max_grad_norm, or compute in float32 (engine.dtype)",
             serious=True,
             steps=tuple(steps),
         )
 
 
-def failing(evidence: Evidence) -> Iterator[Diagnosis]:
+def failing(course: Course) -> Iterator[Diagnosis]:
     """Many rollouts fail by the agent's code or the infrastructure."""
-    course = evidence.course
     shares = [(failed_share(metrics), policy_fault_share(metrics)) for metrics in course.steps[-WINDOW:]]
     late = [failed - policy for failed, policy in shares if failed is not None and policy is not None]
     if len(late) == WINDOW and mean_of(late) >= MANY_FAILED:
@@ -246,9 +239,8 @@ def failing(evidence: Evidence) -> Iterator[Diagnosis]:
         )
 
 
-def policy_faults(evidence: Evidence) -> Iterator[Diagnosis]:
+def policy_faults(course: Course) -> Iterator[Diagnosis]:
     """Many rollouts fail by the policy's own fault, and training does not mend it."""
-    course = evidence.course
     shares = [share for metrics in course.steps if (share := policy_fault_share(metrics)) is not None]
     change = change_of(shares)
     if change is None or change[1] < MANY_FAILED:
@@ -266,38 +258,38 @@ def policy_faults(evidence: Evidence) -> Iterator[Diagnosis]:
         )
 
 
-def masked(evidence: Evidence) -> Iterator[Diagnosis]:
+def masked(course: Course) -> Iterator[Diagnosis]:
     """Much of what was to be trained is masked by the correction between sampler and trainer."""
-    share = evidence.course.last.get("masked_share")
+    share = course.last.get("masked_share")
     if share is not None and share > MANY_MASKED:
         text = f"{100 * share:.0f} % of what was to be trained is masked: {CURE_OF_MASKED}"
-        yield Diagnosis("masked", text, serious=True, steps=last_steps(evidence.course, 1))
+        yield Diagnosis("masked", text, serious=True, steps=last_steps(course, 1))
 
 
-def clipped(evidence: Evidence) -> Iterator[Diagnosis]:
+def clipped(course: Course) -> Iterator[Diagnosis]:
     """Many trained tokens are clipped, step after step."""
-    late = [metrics["clip_fraction"] for metrics in evidence.course.steps[-WINDOW:] if "clip_fraction" in metrics]
+    late = [metrics["clip_fraction"] for metrics in course.steps[-WINDOW:] if "clip_fraction" in metrics]
     if len(late) == WINDOW and min(late) > MANY_CLIPPED:
         yield Diagnosis(
             "clipped",
             f"{float(np.mean(late)):.0%} of the trained tokens are clipped, so that they teach nothing: updates are too large "
             f"for the algorithm's bounds. {SLOWER}, or take fewer updates or epochs from a batch",
             serious=True,
-            steps=last_steps(evidence.course),
+            steps=last_steps(course),
         )
 
 
-def cut_off(evidence: Evidence) -> Iterator[Diagnosis]:
+def cut_off(course: Course) -> Iterator[Diagnosis]:
     """Many answers end because their tokens are used up."""
-    share = evidence.course.last.get("truncated")
+    share = course.last.get("truncated")
     if share is not None and share > MANY_CUT_OFF:
         text = f"{100 * share:.0f} % of the trained calls were cut off (finish_reason length): {CURE_OF_CUT_OFF}"
-        yield Diagnosis("truncated", text, steps=last_steps(evidence.course, 1))
+        yield Diagnosis("truncated", text, steps=last_steps(course, 1))
 
 
-def longer(evidence: Evidence) -> Iterator[Diagnosis]:
+def longer(course: Course) -> Iterator[Diagnosis]:
     """What a rollout says has become much longer."""
-    lengths = lengths_of(evidence.course)
+    lengths = lengths_of(course)
     change = change_of(lengths)
     if change is None:
         return
@@ -309,13 +301,12 @@ def longer(evidence: Evidence) -> Iterator[Diagnosis]:
             "of the answers? `lightning reward try GRADER RUN` says; a reward for length, or none for being brief, is "
             "learned as readily as the task",
             serious=True,
-            steps=last_steps(evidence.course),
+            steps=last_steps(course),
         )
 
 
-def second_measure(evidence: Evidence) -> Iterator[Diagnosis]:
+def second_measure(course: Course) -> Iterator[Diagnosis]:
     """The reward rises, and a named part of it, or of what is measured beside it, falls."""
-    course = evidence.course
     rise = change_of(values_of(course, "reward"))
     if rise is None or rise[1] <= rise[0] or rise[2] < SURE:
         return
@@ -334,9 +325,8 @@ def second_measure(evidence: Evidence) -> Iterator[Diagnosis]:
         )
 
 
-def collapsed(evidence: Evidence) -> Iterator[Diagnosis]:
+def collapsed(course: Course) -> Iterator[Diagnosis]:
     """The reward was much better once."""
-    course = evidence.course
     known = known_of(course, "reward_with_failures", "reward")
     rewards = [reward for _, reward in known]
     if len(rewards) < LEAST or course.order != "shuffled":
@@ -359,9 +349,8 @@ def collapsed(evidence: Evidence) -> Iterator[Diagnosis]:
         )
 
 
-def entropy_moves(evidence: Evidence) -> Iterator[Diagnosis]:
+def entropy_moves(course: Course) -> Iterator[Diagnosis]:
     """The policy is nearly sure of all that it says, or of nothing any more."""
-    course = evidence.course
     entropies = values_of(course, "entropy")
     change = change_of(entropies)
     if change is None or change[2] < SURE:
@@ -386,9 +375,8 @@ def entropy_moves(evidence: Evidence) -> Iterator[Diagnosis]:
         )
 
 
-def equal_groups(evidence: Evidence) -> Iterator[Diagnosis]:
+def equal_groups(course: Course) -> Iterator[Diagnosis]:
     """In most groups all rewards are equal, and not since the tasks are solved."""
-    course = evidence.course
     shares = [
         1.0 - metrics["groups_used"] / metrics["groups"]
         for metrics in course.steps[-WINDOW:]
@@ -429,9 +417,8 @@ CURE_OF_FLAT: Final = (
 )
 
 
-def flat(evidence: Evidence) -> Iterator[Diagnosis]:
+def flat(course: Course) -> Iterator[Diagnosis]:
     """The reward of held-out tasks has not moved, or that of the training tasks."""
-    course = evidence.course
     rewards = values_of(course, "reward_with_failures", "reward")
     if is_solved(course):
         return
@@ -478,7 +465,7 @@ def _beside(course: Course, place: int) -> str:
     return f" ({', '.join(said)})" if said else ""
 
 
-COURSE_RULES: Final[tuple[Callable[[Evidence], Iterator[Diagnosis]], ...]] = (
+COURSE_RULES: Final[tuple[Callable[[Course], Iterator[Diagnosis]], ...]] = (
     drifted,
     sampler_differs,
     not_compared,

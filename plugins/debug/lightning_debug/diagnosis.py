@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -69,13 +69,12 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What the rules look at: attempts, the globs of the agents that are trained, the errors of rollouts that failed, and the
-    course of the run."""
+    """What the rules look at in some attempts: them, the globs of the agents that are trained, and the errors of rollouts that
+    failed."""
 
     attempts: Sequence[Attempted] = ()
     train_agents: Sequence[str] = ()
     failures: Sequence[str] = ()
-    course: Course = field(default_factory=Course)
 
     @property
     def answered(self) -> Iterator[Transition]:

@@ -30,7 +30,7 @@ from lightning_branching.policies import find_model
 from lightning_branching.prompt_texts import read_prompt, warn_of_name
 
 from lightning_debug.ab import Comparison, compare, promote, shuffled
-from lightning_debug.evaluate import MOST_REASONS, EvalReport, Evaluator, Setup, Variant, report_of
+from lightning_debug.evaluate import MOST_REASONS, EvalReport, Setup, Variant, evaluating, report_of
 from lightning_debug.statistics import Estimate
 
 AgentName = Annotated[
@@ -87,11 +87,9 @@ def evaluate(
 
 async def _evaluated(setup: Setup, variant: Variant, success: float, bounds: tuple[float, float]) -> EvalReport:
     with Reporter() as reporter:
-        async with Evaluator(setup, [variant], reporter) as evaluator:
+        async with evaluating(setup, [variant], reporter) as evaluator:
             rollouts = await evaluator.run(variant, 0, len(setup.tasks))
-            report = report_of(variant, rollouts, setup.n, success, bounds)
-            await evaluator.close_runs()
-            return report
+            return report_of(variant, rollouts, setup.n, success, bounds)
 
 
 def read_settings(file: Path | None, set_: list[str] | None, temperature: float | None) -> Config:

@@ -10,22 +10,21 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from lightning.asyncio_utils import cancel
 from lightning.config import Config
 from lightning.errors import ConfigError, RunnerError
 from lightning.plugins import plugins
-from lightning.runner.protocol import Agent, Runner
+from lightning.runner.protocol import Agent
 from lightning.store.places import DATABASE
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
-from lightning.trainer.agents import hidden_from_agents
+from lightning.trainer.agents import runner_here
 from lightning.trainer.epochs import is_over, mark_over
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.plan import VAL, generation, newest_generation, train_rollouts
@@ -38,7 +37,8 @@ from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Fault, Json, Rollout, Run, Status, Task
 from lightning_branching.policies import EvaluatedModel
-from lightning_resources import Resource, put_resource
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import put_resource
 from lightning_resources.prompts import bindable
 
 from lightning_debug.statistics import Estimate, avg_at_k, ks_of, pass_at_k
@@ -92,57 +92,51 @@ class Setup:
     resume: bool = False
 
 
-class Evaluator:
-    """Runs variants in the folder's store; use it with `async with`. One model is served at a time, from its first rollout on.
+@asynccontextmanager
+async def evaluating(setup: Setup, variants: Sequence[Variant], reporter: Reporter) -> AsyncIterator[Evaluator]:
+    """What runs the variants in the folder's store. Their runs have come to their end when nothing was raised.
 
     Raises `ConfigError` for a folder that holds something else, for other settings than what it resumes had, and for a runner
     that runs no agents here.
     """
+    if variants[0].config.policy_server.attach:
+        raise ConfigError(
+            "policy_server.attach: an evaluation starts a vLLM of its own with the weights that are named; leave it out"
+        )
+    async with AsyncExitStack() as resources:
+        resources.enter_context(claim_folder(setup.folder))
+        url = sqlite_url((setup.folder / DATABASE).resolve())
+        store = plugins().store(url)
+        await store.open()
+        resources.push_async_callback(store.close)
+        known = {run.id: run for run in await store.list_runs()}
+        serving = await resources.enter_async_context(AsyncExitStack())
+        evaluator = Evaluator(setup, variants, reporter, url, store, known, serving)
+        yield evaluator
+        await evaluator.close_runs()
 
-    def __init__(self, setup: Setup, variants: Sequence[Variant], reporter: Reporter) -> None:
-        self.setup, self.variants, self.reporter = setup, variants, reporter
-        self._resources, self._serving = AsyncExitStack(), AsyncExitStack()
-        self._stacks: dict[str, tuple[Stack, Any]] = {}  # with where its gateway thinks that vLLM is
-        self._runs: dict[str, Run] = {}
-        self._store: Store | None = None
-        self._served: Path | None = None
-        if variants[0].config.policy_server.attach:
-            raise ConfigError(
-                "policy_server.attach: an evaluation starts a vLLM of its own with the weights that are named; leave it out"
-            )
 
-    @property
-    def store(self) -> Store:
-        """The open store, as the runs' project sees it."""
-        if self._store is None:
-            raise RuntimeError("an Evaluator is used with `async with`")
-        return of_project(self._store, self.variants[0].config.trainer.project)
+class Evaluator:
+    """Runs variants; make one with `evaluating`. One model is served at a time, from its first rollout on. `known` are the runs
+    that the open store has, and `serving` closes what is served."""
 
-    async def __aenter__(self) -> Self:
-        try:
-            self._resources.enter_context(claim_folder(self.setup.folder))
-            self._store = plugins().store(self._url)
-            await self._store.open()
-            self._resources.push_async_callback(self._store.close)
-            known = {run.id: run for run in await self._store.list_runs()}
-            for variant in self.variants:
-                self._runs[variant.run] = self._run_of(variant, known)
-        except BaseException:
-            await self._resources.aclose()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    def __init__(
+        self,
+        setup: Setup,
+        variants: Sequence[Variant],
+        reporter: Reporter,
+        url: str,
+        store: Store,
+        known: Mapping[str, Run],
+        serving: AsyncExitStack,
     ) -> None:
-        try:
-            await self._serving.aclose()
-        finally:
-            await self._resources.aclose()
-
-    @property
-    def _url(self) -> str:
-        return sqlite_url((self.setup.folder / DATABASE).resolve())
+        self.setup, self.variants, self.reporter = setup, variants, reporter
+        self._url, self._store, self._serving = url, store, serving
+        self.store = of_project(store, variants[0].config.trainer.project)
+        """The open store, as the runs' project sees it."""
+        self._stacks: dict[str, tuple[Stack, Any]] = {}  # with where its gateway thinks that vLLM is
+        self._served: Path | None = None
+        self._runs = {variant.run: self._run_of(variant, known) for variant in variants}
 
     def _run_of(self, variant: Variant, known: Mapping[str, Run]) -> Run:
         described = self._described(variant)
@@ -216,7 +210,6 @@ class Evaluator:
         if self._served not in (None, variant.model.folder):
             self._stacks.clear()
             await self._serving.aclose()
-            self._serving = AsyncExitStack()
         self._served = variant.model.folder
         if variant.run not in self._stacks:
             stack = await self._opened(variant)
@@ -244,8 +237,6 @@ class Evaluator:
 
     async def _opened(self, variant: Variant) -> Stack:
         store, config = self._store, with_dtypes(variant.config, variant.model.folder, "torch")
-        if store is None:
-            raise RuntimeError("an Evaluator is used with `async with`")
         run = await store.put_run(self._runs[variant.run])
         await mark_over(store, run.id, False)
         prompts: Prompts = await run_line(config).prompts(store, run, config.runner.prompts)
@@ -269,21 +260,12 @@ class Evaluator:
                 folder=folder,
                 model=variant.model.folder,
                 store=store,
-                runner=self._runner(config),
+                runner=runner_here(self.setup.runner, self.setup.agent, config, folder, self._url),
                 prompts=prompts,
                 restores=False,
             )
         await stack.tell_how_to_call()
         return stack
-
-    def _runner(self, config: Config) -> Runner:
-        settings = hidden_from_agents(config, self.setup.folder, self._url)
-        runner = plugins().runner(self.setup.runner)(self.setup.agent, settings)
-        if runner.concurrency == 0:
-            raise ConfigError(
-                f"runner {self.setup.runner!r} runs no agents here, and an evaluation needs that: use process or inline"
-            )
-        return runner
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl
+from lightning.hooks import hookimpl, later
 
 if TYPE_CHECKING:
     from lightning.config import Config
@@ -17,11 +17,29 @@ if TYPE_CHECKING:
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
     """The commands of this plugin."""
-    register("reward", reward_command)
-    register("advise", advise_command)
-    register("profile", profile_command)
-    register("eval", eval_command)
-    register("ab", ab_command)
+    register(
+        "reward",
+        later("lightning_debug.run_commands:reward", "Grade a run's rollouts again with another reward function."),
+    )
+    register(
+        "advise",
+        later("lightning_debug.run_commands:advise", "Name what is wrong in a run, and what past runs did better."),
+    )
+    register(
+        "profile",
+        later("lightning_debug.run_commands:profile", "Show where a run's time and tokens went, and what would help."),
+    )
+    register(
+        "eval",
+        later("lightning_debug.eval_commands:evaluate", "Measure how good a model is at tasks: avg@k and pass@k."),
+    )
+    register(
+        "ab",
+        later(
+            "lightning_debug.eval_commands:ab",
+            "Compare two prompts, models or temperatures until one is better beyond doubt.",
+        ),
+    )
 
 
 @hookimpl
@@ -43,38 +61,3 @@ def register_credits(register: Callable[[str, Credit], None]) -> None:
     from lightning_debug.judge import Judge
 
     register("judge", Judge())
-
-
-def reward_command() -> Callable[..., None]:
-    """Grade a run's rollouts again with another reward function."""
-    from lightning_debug.run_commands import reward
-
-    return reward
-
-
-def advise_command() -> Callable[..., None]:
-    """Name what is wrong in a run, and what past runs did better."""
-    from lightning_debug.run_commands import advise
-
-    return advise
-
-
-def profile_command() -> Callable[..., None]:
-    """Show where a run's time and tokens went, and what would help."""
-    from lightning_debug.run_commands import profile
-
-    return profile
-
-
-def eval_command() -> Callable[..., None]:
-    """Measure how good a model is at tasks: avg@k and pass@k."""
-    from lightning_debug.eval_commands import evaluate
-
-    return evaluate
-
-
-def ab_command() -> Callable[..., None]:
-    """Compare two prompts, models or temperatures until one is better beyond doubt."""
-    from lightning_debug.eval_commands import ab
-
-    return ab

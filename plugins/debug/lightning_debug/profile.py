@@ -15,6 +15,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import numpy as np
 from lightning.batch import is_trained
@@ -25,8 +26,7 @@ from lightning.trainer.training_data import PolicyFault, all_rollouts, is_traina
 from lightning.types import Fault, Rollout, Status, StepRecord
 from lightning_planner.calibration import Calibration, calibrate
 from lightning_planner.costs import ServerCosts
-from lightning_planner.planner import recorded_config
-from lightning_planner.recorded import CHUNK, Recorded, RecordedCall, RecordedRollout, read_run
+from lightning_planner.recorded import CHUNK, Recorded, RecordedCall, RecordedRollout, read_run, recorded_config
 
 CALL = ("queue", "prefill", "decode")
 """States in which the policy server has something to do."""
@@ -109,7 +109,7 @@ def max_calls(recorded: Recorded) -> int | None:
 
 def policy_args(recorded: Recorded) -> list[str]:
     """`policy_server.args` of the run."""
-    return list(recorded_config(recorded).policy_server.args)
+    return list(recorded_config(recorded.config).policy_server.args)
 
 
 def admitted(recorded: Recorded) -> dict[tuple[float, float], float]:
@@ -119,7 +119,7 @@ def admitted(recorded: Recorded) -> dict[tuple[float, float], float]:
         return {}
     running: list[float] = []
     found = {}
-    for call in sorted((call for one in recorded.rollouts for call in one.calls), key=_came):
+    for call in sorted((call for one in recorded.rollouts for call in one.calls), key=attrgetter("started", "ended")):
         while running and running[0] <= call.started:
             heapq.heappop(running)
         begin = call.started
@@ -129,10 +129,6 @@ def admitted(recorded: Recorded) -> dict[tuple[float, float], float]:
         heapq.heappush(running, call.ended)
         found[call.started, call.ended] = begin
     return found
-
-
-def _came(call: RecordedCall) -> tuple[float, float]:
-    return call.started, call.ended
 
 
 def _server_costs(recorded: Recorded) -> ServerCosts | None:
@@ -353,7 +349,7 @@ async def read_profile(store: Store, run: str, first: int | None = None, end: in
         steps=tuple(times),
         seconds=sum(time.wall for time in times),
         parts=parts,
-        tokens=_tokens(took, records, times, found, recorded_config(recorded).trainer.policy_fault),
+        tokens=_tokens(took, records, times, found, recorded_config(recorded.config).trainer.policy_fault),
         server_idle=server_idle,
         places_idle=places_idle,
         tools=dict(sorted(tools.items(), key=lambda one: -one[1])),

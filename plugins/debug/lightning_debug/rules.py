@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from lightning.instrument.frameworks import framework_without_adapter
+from lightning.instrument.marking import framework_without_adapter
 from lightning.runner.attempt_completion import UNCALLED
 from lightning.store.exchanges import packed_in, why_not_replayable
 from lightning.trainer.metrics import MOST_NAMES, names_of, unmatched
@@ -56,8 +56,9 @@ def diagnose(
 ) -> list[Diagnosis]:
     """What all the rules find in these attempts, those of one wave, and in the run up to now; `failures` are the errors of
     rollouts that failed."""
-    evidence = Evidence(list(attempts), train_agents, failures, course or Course())
-    return [diagnosis for rule in (*RULES, *COURSE_RULES) for diagnosis in rule(evidence)]
+    evidence = Evidence(list(attempts), train_agents, failures)
+    found = [diagnosis for rule in RULES for diagnosis in rule(evidence)]
+    return found + [diagnosis for rule in COURSE_RULES for diagnosis in rule(course or Course())]
 
 
 def refused_calls(evidence: Evidence) -> Iterator[Diagnosis]:
@@ -157,8 +158,8 @@ def uncalled(evidence: Evidence) -> Iterator[Diagnosis]:
         "no calls",
         f"{silent} rollouts returned a reward with 0 model calls"
         + (
-            f", and {others} others called the model. Is it a cache of the agent's client (DSPy and litellm have one)? Switch "
-            "it off: a rollout that was answered from it teaches nothing"
+            f", and {others} others called the model. Is it a cache of the agent's client (DSPy and litellm have one), or a "
+            "plugin's stage of calls? Switch it off: a rollout that was answered from it teaches nothing"
             if others
             else ". Does the client use llm.base_url and llm.api_key, or a model that gateway.providers sends elsewhere?"
         ),

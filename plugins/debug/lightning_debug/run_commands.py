@@ -255,17 +255,13 @@ def show_profile(found: Profile, helps: Sequence[Help]) -> None:
         say(f"[bold]{escape(help_.cause)}[/]: saves about {help_.saves:.0%} {of} ({escape(help_.how)})")
         say(f"  {escape(help_.text)}")
         for setting in help_.settings:
-            say(f"  --set {escape(_quoted(setting))}")
+            say(f"  --set {escape(shlex.quote(setting))}")
         shown = ", ".join(map(str, help_.steps[:3])) + (
             f"; rollouts {', '.join(help_.rollouts)}" if help_.rollouts else ""
         )
         say(f"  see steps {escape(shown)}")
     for note in found.notes:
         say(f"[yellow]note[/] {escape(note)}")
-
-
-def _quoted(setting: str) -> str:
-    return f"'{setting}'" if set(setting) & set(' "[]{}') else setting
 
 
 def _show_tokens(found: Profile) -> None:

@@ -117,13 +117,14 @@ class SequentialTest:
 
     low: float
     high: float
-    level: float = LEVEL
+    count: int = field(init=False, default=0)
+    """How many differences it has seen."""
+    decided: int = field(init=False, default=0)
+    """1: the mean is above 0, -1: below, 0: it has not been told apart from 0. It stays what it was when that was told."""
     _candidates: Floats = field(init=False, repr=False)
     _capital: Floats = field(init=False, repr=False)
     _most: Floats = field(init=False, repr=False)
-    _count: int = field(init=False, default=0)
     _sum: float = field(init=False, default=0.0)
-    _sign: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         if not self.low < 0.0 < self.high:
@@ -134,14 +135,9 @@ class SequentialTest:
         self._most = np.full(len(self._candidates), -np.inf)
 
     @property
-    def count(self) -> int:
-        """How many differences it has seen."""
-        return self._count
-
-    @property
     def mean(self) -> float:
         """The mean of what it has seen; 0 before."""
-        return self._sum / self._count if self._count else 0.0
+        return self._sum / self.count if self.count else 0.0
 
     def add(self, differences: Sequence[float]) -> None:
         """See further differences, in their order. Raises `ValueError` for one outside the bounds."""
@@ -159,16 +155,16 @@ class SequentialTest:
         capital = self._capital + np.cumsum(logs, axis=0)
         self._capital = capital[-1]
         mixed = _log_mean(capital.reshape(len(differences), -1, len(self._candidates)))
-        crossed = np.flatnonzero(mixed[:, -1] >= -math.log(1.0 - self.level))
-        if not self._sign and len(crossed):
-            self._sign = 1 if self._sum + float(differences[: crossed[0] + 1].sum()) > 0.0 else -1
+        crossed = np.flatnonzero(mixed[:, -1] >= -math.log(1.0 - LEVEL))
+        if not self.decided and len(crossed):
+            self.decided = 1 if self._sum + float(differences[: crossed[0] + 1].sum()) > 0.0 else -1
         self._most = np.maximum(self._most, mixed.max(axis=0))
-        self._count, self._sum = self._count + len(differences), self._sum + float(differences.sum())
+        self.count, self._sum = self.count + len(differences), self._sum + float(differences.sum())
 
     @property
     def interval(self) -> tuple[float, float]:
         """Means that have not been refuted at any time so far, as one interval; it never grows."""
-        left = self._candidates[self._most < -math.log(1.0 - self.level)]
+        left = self._candidates[self._most < -math.log(1.0 - LEVEL)]
         step = (self.high - self.low) / (CANDIDATES - 1)
         if not len(left):  # they came in an order that is not random, or their mean changed
             return self.mean, self.mean
@@ -179,11 +175,6 @@ class SequentialTest:
     def p_value(self) -> float:
         """A sequence without a difference has one of at most p, at whatever time, with a chance of at most p."""
         return min(1.0, math.exp(-float(self._most[-1])))
-
-    @property
-    def decided(self) -> int:
-        """1: the mean is above 0, -1: below, 0: it has not been told apart from 0. It stays what it was when that was told."""
-        return self._sign
 
 
 def _log_mean(logs: Floats) -> Floats:

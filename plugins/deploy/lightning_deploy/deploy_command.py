@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from enum import StrEnum
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError
 
-from lightning_deploy.agent_sources import Included
+from lightning_deploy.agent_sources import Included, lock
 from lightning_deploy.deploy_plan import DeployPlan, Options, checked_name, make_plan, sweep_plans
-from lightning_deploy.locked import lock
 from lightning_deploy.render import Cloud, Written, diff, render, render_sweep, write
 from lightning_deploy.smoke import smoke
 from lightning_deploy.validators import Overlay, Verdict, check, check_cluster
@@ -23,24 +21,8 @@ from lightning_deploy.validators import Overlay, Verdict, check, check_cluster
 PLAIN = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./-"
 
 
-class Target(StrEnum):
-    """What `lightning deploy` can make."""
-
-    DOCKER = "docker"
-    COMPOSE = "compose"
-    K8S = "k8s"
-    SKY = "sky"
-    SMOKE = "smoke"
-
-
-class CloudName(StrEnum):
-    """Infrastructures that SkyPilot is asked for by name."""
-
-    AWS = "aws"
-    AZURE = "azure"
-    GCP = "gcp"
-    KUBERNETES = "kubernetes"
-    SLURM = "slurm"
+Target = Literal["docker", "compose", "k8s", "sky", "smoke"]
+"""What `lightning deploy` can make."""
 
 
 def deploy(
@@ -84,7 +66,8 @@ def deploy(
     ] = None,
     tag: Annotated[str, typer.Option(help="The images' tag; default: a digest of what goes into them.")] = "",
     cloud: Annotated[
-        CloudName | None, typer.Option(help="With sky: where; default: the cheapest that is configured.")
+        Literal["aws", "azure", "gcp", "kubernetes", "slurm"] | None,
+        typer.Option(help="With sky: where; default: the cheapest that is configured."),
     ] = None,
     spot: Annotated[
         bool, typer.Option("--spot", help="With sky: a machine that may be taken away. Needs --store.")
@@ -99,7 +82,7 @@ def deploy(
             help="With sky: the runs of a sweep's file as a job group, in place of arguments. Needs --store.",
         ),
     ] = None,
-    overlay: Annotated[Overlay, typer.Option(help="With k8s --apply: the kind of cluster.")] = Overlay.PLAIN,
+    overlay: Annotated[Overlay, typer.Option(help="With k8s --apply: the kind of cluster.")] = "plain",
     open_network: Annotated[
         bool, typer.Option("--open-network", help="With k8s --apply: also where no network policy is enforced.")
     ] = False,
@@ -114,13 +97,11 @@ def deploy(
     """Write the files of a deployment: images, Compose, Kubernetes or SkyPilot."""
     project = Path.cwd()
     _check_folder(out, project)
-    asked = {"--cloud": cloud, "--spot": spot, "--store": store, "--sweep": sweep}
-    _check_asked(target, (Target.SKY,), [option for option, given in asked.items() if given])
-    clusters = {"--overlay": overlay is not Overlay.PLAIN, "--open-network": open_network}
-    _check_asked(target, (Target.K8S,), [option for option, given in clusters.items() if given])
-    files_only = {"--diff": show_diff, "--check": run_check, "--apply": apply, "--force": force}
-    _check_asked(target, tuple(Target)[:-1], [option for option, given in files_only.items() if given])
-    if target is Target.K8S and "." not in image.partition("/")[0]:
+    _check_asked(target, ("sky",), {"--cloud": cloud, "--spot": spot, "--store": store, "--sweep": sweep})
+    _check_asked(target, ("k8s",), {"--overlay": overlay != "plain", "--open-network": open_network})
+    only_files = {"--diff": show_diff, "--check": run_check, "--apply": apply, "--force": force}
+    _check_asked(target, ("docker", "compose", "k8s", "sky"), only_files)
+    if target == "k8s" and "." not in image.partition("/")[0]:
         raise ConfigError(
             f"--image {image}: a cluster pulls images, so name a registry that you may push to, such as "
             "registry.example.org/team"
@@ -128,37 +109,38 @@ def deploy(
     included = Included(tuple(include or ()), tuple(require or ()), tuple(no_secret or ()))
     secrets = tuple(secret or ()), tuple(trainer_secret or ())
     options = Options(gpu, clients, image, name, included, *secrets, tag)
-    if (sweep is None) == (not train) or (sweep is not None and target is not Target.SKY):
+    if (sweep is None) == (not train) or (sweep is not None and target != "sky"):
         raise ConfigError("give the arguments of `lightning train` after --, or with sky --sweep FILE: one of the two")
-    place = Cloud("" if cloud is None else cloud.value, spot, store)
+    place = Cloud(cloud or "", spot, store)
     if sweep is not None:
         plans = sweep_plans(sweep, options, project)
         plan = plans[0]
         files = render_sweep(plans, checked_name(sweep.stem), out, lock, place)
     else:
         plan = make_plan(train or (), options, project)
-        if target is Target.SMOKE:
+        if target == "smoke":
             _smoke(plan, out, as_json=as_json)
             return
-        files = render(plan, target.value, out, lock, place)
+        files = render(plan, target, out, lock, place)
     if show_diff:
         changes = "".join(diff(files, out))
         typer.echo(changes, nl=False)
         raise typer.Exit(1 if changes else 0)
     written = write(files, out, force=force)
-    verdicts = check(target.value, out, (*plan.secrets, *plan.trainer_secrets)) if run_check or apply else []
+    verdicts = check(target, out, (*plan.secrets, *plan.trainer_secrets)) if run_check or apply else []
     if as_json:
         print_json({"plan": plan, "folder": str(out), "files": written, "verdicts": verdicts})
     else:
-        _show(plan, target.value, out, written, verdicts)
+        _show(plan, target, out, written, verdicts)
     if any(one.verdict == "failed" for one in verdicts):
         raise typer.Exit(1)
     if apply:
-        _apply(plan, target.value, out, overlay.value, isolated=not open_network)
+        _apply(plan, target, out, overlay, isolated=not open_network)
 
 
-def _check_asked(target: Target, targets: Sequence[Target], options: Sequence[str]) -> None:
+def _check_asked(target: Target, targets: Sequence[Target], given: Mapping[str, object]) -> None:
     """Raises `ConfigError` for options that mean nothing with this target: what is asked for is done, or refused."""
+    options = [option for option, value in given.items() if value]
     if options and target not in targets:
         raise ConfigError(
             f"{', '.join(options)}: that goes with {', '.join(targets)}, and {target} has no use for it. Leave it out"

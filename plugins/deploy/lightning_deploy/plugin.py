@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning.hooks import hookimpl
+from lightning.hooks import hookimpl, later
 
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
     """`deploy` and `sweep`."""
-    register("deploy", deploy_command)
-    register("sweep", sweep_command)
-
-
-def deploy_command() -> Callable[..., None]:
-    """Write the files of a deployment: images, Compose, Kubernetes or SkyPilot."""
-    from lightning_deploy.deploy_command import deploy
-
-    return deploy
-
-
-def sweep_command() -> Callable[..., None]:
-    """Train with several seeds and settings, and compare."""
-    from lightning_deploy.sweep_command import sweep
-
-    return sweep
+    register(
+        "deploy",
+        later(
+            "lightning_deploy.deploy_command:deploy",
+            "Write the files of a deployment: images, Compose, Kubernetes or SkyPilot.",
+        ),
+    )
+    register("sweep", later("lightning_deploy.sweep:sweep", "Train with several seeds and settings, and compare."))

@@ -18,9 +18,8 @@ from typing import Any
 
 from lightning.errors import ConfigError, MissingExtraError
 
-from lightning_deploy.agent_sources import LEFT_OUT
+from lightning_deploy.agent_sources import LEFT_OUT, own_source
 from lightning_deploy.deploy_plan import PORT, DeployPlan, Places
-from lightning_deploy.locked import own_source
 
 Lock = Callable[[Sequence[str], Sequence[str], str], str]
 

@@ -15,10 +15,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning.errors import ConfigError
 
@@ -33,12 +32,8 @@ INSTALL = {
 SKY = "import sys; from sky.utils import dag_utils; dag_utils.load_dag_from_yaml(sys.argv[1])"
 
 
-class Overlay(StrEnum):
-    """Kinds of clusters, each with a folder of `k8s/overlays`."""
-
-    PLAIN = "plain"
-    AKS = "aks"
-    EKS = "eks"
+Overlay = Literal["plain", "aks", "eks"]
+"""Kinds of clusters, each with a folder of `k8s/overlays`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +72,7 @@ def _check_compose(folder: Path, variables: Sequence[str]) -> Verdict:
 def _check_k8s(folder: Path) -> Iterator[Verdict]:
     """Each overlay as kustomize builds it, and each object in that against Kubernetes' own schema."""
     kubectl, validate = _program("kubectl"), _program("kubernetes-validate")
-    for overlay in Overlay:
+    for overlay in get_args(Overlay):
         place = folder / "k8s" / "overlays" / overlay
         built = _output([*kubectl, "kustomize", str(place)]) if kubectl else None
         yield _verdict("kubectl", place, folder, built)

@@ -26,10 +26,8 @@ from lightning_planner.planner import (
     Target,
     calibrated,
     make_plan,
-    recorded_config,
-    schedule_of,
 )
-from lightning_planner.recorded import Recorded, read_run
+from lightning_planner.recorded import Recorded, read_run, recorded_config, schedule_of
 from lightning_planner.roofline import Memory
 from lightning_planner.shape import Shape, read_shape
 
@@ -78,8 +76,13 @@ def plan(
     url, run_id = locate(run, runs)
     recorded = asyncio.run(with_store(url, lambda store: read_run(store, run_id)))
     calibration, played = calibrated(recorded)
-    config = load_config(overrides=set_ or (), env={}, base=recorded_config(recorded))
-    schedule = schedule_of(recorded, config, group_size=group_size or recorded.schedule.group_size, steps=steps)
+    config = load_config(overrides=set_ or (), env={}, base=recorded_config(recorded.config))
+    schedule = schedule_of(
+        config,
+        group_size=group_size or recorded.schedule.group_size,
+        dynamic_sampling=recorded.schedule.dynamic_sampling,
+        steps=steps,
+    )
     changes = Changes(tool_seconds, tool_scale, token_scale)
     plans = [
         make_plan(

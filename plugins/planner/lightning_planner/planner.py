@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from lightning.config import Config, EngineConfig, settings, with_settings
-from lightning.types import Json
+from lightning.config import Config, EngineConfig
 
 from lightning_planner.calibration import Calibration, calibrate
 from lightning_planner.cluster import Cluster
@@ -21,7 +20,7 @@ from lightning_planner.costs import Changes, Costs, Schedule, Sharing, Team, dra
 from lightning_planner.recorded import PHASES, Recorded, forward_passes
 from lightning_planner.roofline import Memory, memory, server_costs, trainer_costs, uncounted
 from lightning_planner.shape import Shape
-from lightning_planner.simulation import Simulated, simulate
+from lightning_planner.simulation import Phases, Simulated, simulate
 
 LABEL = "simulation: no number of a plan was measured"
 """Stands on everything that a plan prints or writes."""
@@ -39,21 +38,6 @@ class Target:
     shape: Shape | None = None
     cluster: Cluster | None = None
     seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Phases:
-    """Mean seconds of a step, by phase."""
-
-    rollout: float
-    train: float
-    checkpoint: float
-    update: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.rollout + self.train + self.checkpoint + self.update
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +85,7 @@ def make_plan(recorded: Recorded, calibration: Calibration, target: Target) -> P
         memories = memory(target.shape, target.cluster, target.config.engine, share)
     costs, notes = _costs(recorded, calibration, target, teams)
     simulated = simulate(target.schedule, costs, draw(teams, target.schedule.group_size, target.seed))
-    total = simulated.mean(lambda step: step.seconds)
+    total = simulated.mean(lambda step: step.total)
     notes += [
         f"{use.role}: {use.used / 1e9:.0f} GB do not fit into {use.available / 1e9:.0f} GB"
         for use in memories
@@ -137,36 +121,6 @@ def calibrated(recorded: Recorded) -> tuple[Calibration, Replay]:
     """Costs of a recorded run, and how well they repeat it. Raises as `calibrate` does."""
     calibration = calibrate(recorded)
     return calibration, replay(recorded, calibration)
-
-
-def recorded_config(recorded: Recorded) -> Config:
-    """The settings of the recorded run; what this release does not know any more is left out."""
-    stored = recorded.config.get("config")
-    known: dict[str, object] = {}
-    keys = [setting.key for setting in settings()]
-    sections = {key.rpartition(".")[0] for key in keys}
-    for key in keys:
-        value: Json = stored
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value is not None and key not in sections:
-            known[key] = value
-    return with_settings(Config(), known)
-
-
-def schedule_of(recorded: Recorded, config: Config, *, group_size: int, steps: int) -> Schedule:
-    """The loop as settings say, with the recorded algorithm's way of sampling."""
-    trainer = config.trainer
-    return Schedule(
-        tasks_per_step=trainer.tasks_per_step,
-        group_size=group_size,
-        concurrency=config.runner.concurrency,
-        max_staleness=trainer.max_staleness,
-        steps=steps,
-        checkpoint_every=trainer.checkpoint_every or 1,
-        dynamic_sampling=recorded.schedule.dynamic_sampling,
-        max_waves=trainer.max_waves,
-    )
 
 
 def _size(schedule: Schedule) -> int:

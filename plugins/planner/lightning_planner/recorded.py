@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from lightning.algorithms.presets import PRESETS
 from lightning.batch import Trajectory, build_samples
+from lightning.config import Config, settings, with_settings
 from lightning.errors import DataError
 from lightning.store.codec import ITEM, pack
 from lightning.store.protocol import Store
@@ -122,7 +123,13 @@ async def read_run(store: Store, run: str) -> Recorded:
     for group in groups:
         rows[group.step] = rows.get(group.step, 0) + sum(rollout.rows for rollout in group.rollouts)
     steps = tuple(_step(record, points.get(record.step, {}), rows.get(record.step, 0)) for record in records)
-    schedule = _schedule(stored.config, max(len(group.rollouts) for group in groups))
+    arguments = _table(_table(stored.config.get("algorithm")).get("arguments"))
+    given, size = arguments.get("group_size"), max(len(group.rollouts) for group in groups)
+    schedule = schedule_of(
+        recorded_config(stored.config),
+        group_size=given if isinstance(given, int) else size,
+        dynamic_sampling=bool(arguments.get("dynamic_sampling")),
+    )
     groups = groups if schedule.max_staleness else _within_steps(groups, steps)
     return Recorded(run, str(stored.config.get("model", "")), schedule, groups, steps, stored.config)
 
@@ -182,28 +189,38 @@ def _step(record: StepRecord, values: Mapping[str, float], rows: int) -> Recorde
     return RecordedStep(record.step, seconds, rows, staleness, values.get(HELD_SECONDS, math.inf))
 
 
-def _schedule(config: Mapping[str, Json], size: int) -> Schedule:
-    """The loop as it was set; what is not recorded is at its default."""
-    settings = _table(config.get("config"))
-    trainer, runner = _table(settings.get("trainer")), _table(settings.get("runner"))
-    arguments = _table(_table(config.get("algorithm")).get("arguments"))
+def recorded_config(config: Mapping[str, Json]) -> Config:
+    """The settings of a run's record; one that is not recorded is at its default, one that this release does not know any more
+    is left out."""
+    known: dict[str, object] = {}
+    keys = [setting.key for setting in settings()]
+    sections = {key.rpartition(".")[0] for key in keys}
+    for key in keys:
+        value: Json = config.get("config")
+        for part in key.split("."):
+            value = _table(value).get(part)
+        if value is not None and key not in sections:
+            known[key] = value
+    return with_settings(Config(), known)
+
+
+def schedule_of(config: Config, *, group_size: int, dynamic_sampling: bool, steps: int = 20) -> Schedule:
+    """The loop as settings say, and as an algorithm samples."""
+    trainer = config.trainer
     return Schedule(
-        tasks_per_step=_whole(trainer.get("tasks_per_step"), 16),
-        group_size=_whole(arguments.get("group_size"), size),
-        concurrency=_whole(runner.get("concurrency"), 32),
-        max_staleness=_whole(trainer.get("max_staleness"), 0),
-        checkpoint_every=_whole(trainer.get("checkpoint_every"), 1),
-        dynamic_sampling=bool(arguments.get("dynamic_sampling")),
-        max_waves=_whole(trainer.get("max_waves"), 4),
+        tasks_per_step=trainer.tasks_per_step,
+        group_size=group_size,
+        concurrency=config.runner.concurrency,
+        max_staleness=trainer.max_staleness,
+        steps=steps,
+        checkpoint_every=trainer.checkpoint_every or 1,
+        dynamic_sampling=dynamic_sampling,
+        max_waves=trainer.max_waves,
     )
 
 
 def _table(value: Json) -> Mapping[str, Json]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _whole(value: Json, default: int) -> int:
-    return value if isinstance(value, int) else default
 
 
 def _strings(value: Json) -> list[str]:

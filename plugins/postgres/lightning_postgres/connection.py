@@ -13,9 +13,9 @@ from functools import lru_cache
 from typing import Any, Final
 
 import asyncpg
+from lightning.store.codec import ParentsView
 from lightning.store.rows import Row, Value
 
-from lightning_postgres.prefix_parents import TransactionParents
 from lightning_postgres.settings import Settings
 
 CONNECT_SECONDS: Final = 10.0
@@ -105,7 +105,7 @@ def in_postgres(statement: str) -> str:
 class PostgresTransaction:
     """A `Transaction` on one connection, which belongs to it until the transaction ends."""
 
-    def __init__(self, connection: Any, settings: Settings, parents: TransactionParents | None = None) -> None:
+    def __init__(self, connection: Any, settings: Settings, parents: ParentsView[int] | None = None) -> None:
         self._connection = connection
         self._settings = settings
         self._parents = parents
@@ -113,7 +113,7 @@ class PostgresTransaction:
         self._changed: set[str] = set()
 
     @property
-    def parents(self) -> TransactionParents:
+    def parents(self) -> ParentsView[int]:
         """See `Transaction.parents`."""
         assert self._parents is not None, "a reading transaction does not append"
         return self._parents

@@ -14,13 +14,12 @@ from collections.abc import AsyncIterator
 from typing import Any, Final, Generic, TypeVar
 
 from lightning.errors import StoreError
-from lightning.store.codec import ParentCache
+from lightning.store.codec import ParentCache, ParentsView
 from lightning.store.relational.transaction import Again, Operation
 
 from lightning_postgres import failures
 from lightning_postgres.connection import PostgresTransaction, connect
 from lightning_postgres.failures import Failure
-from lightning_postgres.prefix_parents import TransactionParents
 from lightning_postgres.settings import Settings
 
 T = TypeVar("T")
@@ -46,7 +45,7 @@ class Connections:
         self._settings = settings
         self._idle: list[Any] = []
         self._slots = asyncio.Semaphore(settings.pool)
-        self._parents = ParentCache()
+        self._parents = ParentCache[int]()
 
     async def write(self, operation: Operation[T], again: Again[T] | None) -> T:
         """Run an operation and commit it. Raises what the operation raises, else an error of `lightning.errors`."""
@@ -128,7 +127,7 @@ class Connections:
         self._parents.clear()
 
     async def _transact(self, connection: Any, operation: Operation[T]) -> T:
-        parents = TransactionParents(self._parents)
+        parents = ParentsView(self._parents)
         transaction = PostgresTransaction(connection, self._settings, parents)
         async with _begun(connection, "BEGIN"):
             result = await operation(transaction)

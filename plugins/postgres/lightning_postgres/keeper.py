@@ -17,10 +17,11 @@ from typing import Any, Final, TypeVar
 from lightning.errors import DataError, StoreError
 from lightning.store.relational.transaction import Operation, SqlPart, Transaction, make_tables
 from lightning.store.sqlite.connection import Settings as SqliteSettings
-from lightning.store.sqlite.connection import SqliteTransaction, refuse_foreign
 from lightning.store.sqlite.connection import connect as connect_sqlite
 from lightning.store.sqlite.connection import make_tables as make_sqlite_tables
+from lightning.store.sqlite.connection import refuse_foreign
 from lightning.store.sqlite.connection import translate as translate_sqlite
+from lightning.store.sqlite.store import SqliteTransaction
 from lightning.store.url import redacted
 from lightning_db import queries
 from lightning_db.export_files import new_file

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from lightning.errors import ConfigError, DataError
 from lightning.types import Task
-from lightning_resources import Resource
 
 from lightning_prompts.protocol import Bench, OptimizerModel
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from lightning.tracking.trackers import Trackers
     from lightning.trainer.stack import Stack
     from lightning.trainer.summary import Reporter
+    from lightning_resources.nouns import Resource
 
 
 @runtime_checkable

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from lightning.errors import ConfigError
-from lightning_resources import Resource
 
 from lightning_prompts.algorithm import PromptAlgorithm
 from lightning_prompts.protocol import Bench, OptimizerModel
 from lightning_prompts.search import Search
 from lightning_prompts.selection import Method
+
+if TYPE_CHECKING:
+    from lightning_resources.nouns import Resource
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Fault, Json, Rollout, Task
-from lightning_resources import Resource, put_resource, set_alias
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import put_resource, set_alias
 from lightning_resources.prompts import bindable
 from lightning_resources.reference import find, parse_reference
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from lightning.algorithms.chat_model import ChatModel, Messages
 from lightning.errors import LightningError, OptimizerError
 from lightning.types import Json, Rollout, Task
-from lightning_resources import Resource
+
+if TYPE_CHECKING:
+    from lightning_resources.nouns import Resource
 
 
 class BudgetSpentError(Exception):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from lightning.errors import OptimizerError, RunnerError
 from lightning.types import Fault, Json, Rollout, Task
-from lightning_resources import Resource
 
 from lightning_prompts.critique import Example, ask_for_criticism, ask_for_edit, shown
 from lightning_prompts.protocol import Bench, BudgetSpentError, Trial
@@ -24,6 +23,8 @@ from lightning_prompts.selection import Scores, Selection
 from lightning_prompts.templates import edited_prompt, refusal
 
 if TYPE_CHECKING:
+    from lightning_resources.nouns import Resource
+
     from lightning_prompts.apo import APO
 
 logger = logging.getLogger(__name__)

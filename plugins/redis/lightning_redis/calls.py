@@ -9,16 +9,17 @@ import json
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from lightning.errors import DataError, StoreError
 from lightning.store import codec, rollout_state, rows
-from lightning.store.codec import Fingerprint
+from lightning.store.codec import Fingerprint, KnownTransition
 from lightning.types import Transition
 
 from lightning_redis.keys import encoded
-from lightning_redis.parents import CallKey, Known
 
+CallKey: TypeAlias = tuple[str, int, int]
+"""Rollout, attempt and seq."""
 DIGEST_BYTES: Final = codec.DIGEST_BYTES
 EXTRAS: Final = rows.CALLS.fields.index("extras") - 1
 """The column in whose place stands how many bytes of it precede the tokens."""
@@ -88,10 +89,10 @@ class Decoder:
         self._full: dict[CallKey, bytes] = {}
         self._prompts: dict[CallKey, int] = {}
 
-    def known(self, key: CallKey) -> Known:
+    def known(self, key: CallKey) -> KnownTransition[CallKey]:
         """What is remembered of a call. Raises `StoreError` when it or an ancestor is damaged."""
         self._resolve(key)
-        return Known(key, self._stored[key].digest, Fingerprint.of(self._full[key], self._prompts[key]))
+        return KnownTransition(key, self._stored[key].digest, Fingerprint.of(self._full[key], self._prompts[key]))
 
     def transition(self, key: CallKey) -> Transition:
         """The call as it was appended. Raises `StoreError` when it or an ancestor is damaged or was edited."""

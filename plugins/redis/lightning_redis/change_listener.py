@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Final
 
 from lightning.asyncio_utils import end
@@ -38,8 +38,7 @@ class _Listener:
     def __init__(self, settings: Settings, stream: bytes) -> None:
         self._stream = stream
         self._wire = Wire(settings, REPLY_SECONDS)
-        self.news = asyncio.Event()
-        self.watchers = 0
+        self.watching = set[asyncio.Event]()
         self.task = asyncio.create_task(self._main(), name="lightning-store-redis-watch")
 
     async def _main(self) -> None:
@@ -60,16 +59,17 @@ class _Listener:
         await self._wire.connect()
         ask = asker(self._wire.exchange)
         last = entry_of(await ask(*newest(self._stream)))
-        self._wake()
+        self.wake()
         while True:
             found = await ask(b"XREAD", b"BLOCK", b"%d" % BLOCK_MS, b"STREAMS", self._stream, last)
             if found:
                 last = found[0][1][-1][0]
-                self._wake()
+                self.wake()
 
-    def _wake(self) -> None:
-        self.news.set()
-        self.news = asyncio.Event()
+    def wake(self) -> None:
+        """Let all who watch look."""
+        for event in self.watching:
+            event.set()
 
 
 class Listeners:
@@ -80,17 +80,18 @@ class Listeners:
         self._by_stream: dict[bytes, _Listener] = {}
 
     @contextlib.asynccontextmanager
-    async def listening(self, stream: bytes) -> AsyncIterator[_Listener]:
-        """For the length of the block, `news` of the listener is set when the stream grows."""
+    async def listening(self, stream: bytes) -> AsyncIterator[asyncio.Event]:
+        """An event that is set when the stream grows, for the length of the block."""
         listener = self._by_stream.get(stream)
         if listener is None or listener.task.done():
             listener = self._by_stream[stream] = _Listener(self._settings, stream)
-        listener.watchers += 1
+        event = asyncio.Event()
+        listener.watching.add(event)
         try:
-            yield listener
+            yield event
         finally:
-            listener.watchers -= 1
-            if not listener.watchers:
+            listener.watching.discard(event)
+            if not listener.watching:
                 if self._by_stream.get(stream) is listener:
                     del self._by_stream[stream]
                 await _end(listener)
@@ -103,28 +104,5 @@ class Listeners:
 
 
 async def _end(listener: _Listener) -> None:
-    listener.news.set()
+    listener.wake()
     await end(listener.task)
-
-
-class EntryWatch:
-    """A `RunWatch` that compares the last entry of the stream with the one that it knew."""
-
-    def __init__(self, look: Callable[[], Awaitable[bytes]], listener: _Listener, known: bytes) -> None:
-        self._look, self._listener, self._known = look, listener, known
-
-    async def wait(self, timeout: float) -> bool:
-        """See `RunWatch.wait`."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        while True:
-            news = self._listener.news
-            entry = await self._look()
-            if entry != self._known:
-                self._known = entry
-                return True
-            left = deadline - loop.time()
-            if left <= 0:
-                return False
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), left)

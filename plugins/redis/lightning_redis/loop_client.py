@@ -9,22 +9,26 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from lightning.bounded import Bounded
 from lightning.errors import StoreError
 from lightning.store import rollout_state
+from lightning.store.codec import ParentCache
 from lightning.store.protocol import KNOWN_SECONDS
 from lightning.types import Rollout
 
+from lightning_redis.calls import CallKey
 from lightning_redis.change_listener import Listeners
 from lightning_redis.connection import Reply
 from lightning_redis.keys import Keys, encoded
 from lightning_redis.lua_scripts import Script
-from lightning_redis.parents import ParentCache
 from lightning_redis.pipeline import Greeting, Lane
 from lightning_redis.rollout_codec import Home, home_of
 from lightning_redis.settings import Settings
 
+CACHE_BYTES: Final = 32 << 20
+"""Of tokens of recent calls, for each event loop that uses the store: usually one."""
 MAX_HOMES = 100_000
 
 
@@ -35,7 +39,7 @@ class Link:
         self.keys = keys
         self.writes = Lane(settings, keys, greeting)
         self.reads = Lane(settings, keys, greeting)
-        self.parents = ParentCache()
+        self.parents = ParentCache[CallKey](CACHE_BYTES)
         self.listeners = Listeners(settings)
         self._homes = Bounded[str, Home](MAX_HOMES)
         self._busy = 0

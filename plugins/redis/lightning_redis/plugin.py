@@ -10,7 +10,7 @@ from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
     from lightning.store.protocol import Store
-    from lightning_db import Keeper
+    from lightning_db.keeper import Keeper
 
 SCHEMES = ("redis", "rediss")
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from lightning.errors import ConflictError, StaleAttemptError, StoreError
+from lightning.errors import StoreError
 from lightning.store import rollout_state, rows
 from lightning.store.protocol import Attempt, MetricPoint
 from lightning.types import Json, Run, StepRecord
@@ -141,10 +141,7 @@ async def commit_step(link: Link, record: StepRecord) -> None:
         *(part for name, attempt in record.rollouts for part in (name, attempt, int(name in reuse.rollouts))),
     )
     if word == "conflict":
-        raise ConflictError(
-            f"step {record.step} of run {record.run!r} is committed already with another batch (digest "
-            f"{rest[0].decode()!r}, not {record.digest!r}): is another trainer working on this run?"
-        )
+        raise rollout_state.committed_otherwise(record, rest[0].decode())
     if word == "unknown":
         raise rollout_state.unknown_rollout(rest[0].decode())
     if word == "untrainable":
@@ -157,11 +154,9 @@ def _untrainable(
     record: StepRecord, rollout: str, attempt: int, standing: bytes, reuse: rollout_state.Reuse
 ) -> StoreError:
     found = stand(standing, rollout)
-    what = f"step {record.step} of run {record.run!r} cannot train rollout {rollout!r}"
-    if found["run"] != record.run:
-        return StoreError(f"{what}: it belongs to run {found['run']!r}")
-    if not rollout_state.may_train(found["status"], found.get("fault", "")) or found["attempt"] != attempt:
-        return StaleAttemptError(f"{what} by attempt {attempt}: it is {found['status']} at attempt {found['attempt']}")
+    rollout_state.check_trainable(
+        record, rollout, attempt, found["run"], found["status"], found.get("fault", ""), found["attempt"]
+    )
     steps, declared = int(found.get("steps", 1)), rollout in reuse.rollouts
     if declared and steps > reuse.limit:
         return rollout_state.used_up(record, rollout, steps, reuse.limit)

@@ -6,12 +6,11 @@ held an earlier one is fenced off.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
+from lightning.errors import StoreError
 from lightning.store import rollout_state
 from lightning.store.protocol import Page, RolloutCount
 from lightning.types import Lease, Outcome, Rollout, Status
@@ -48,18 +47,11 @@ async def create(link: Link, rollouts: Sequence[Rollout]) -> int:
     tables = [link.keys(name) for name in ("counter", "standing", "columns", "uses")]
     (new,) = done(
         await link.run(lua_scripts.CREATE, (*tables, *places), *arguments),
-        elsewhere=lambda rest: _elsewhere(rollouts[int(rest[0])]),
+        elsewhere=lambda rest: rollout_state.created_elsewhere(rollouts[int(rest[0])]),
     )
     for rollout in rollouts:
         link.remember_home(rollout)
     return int(new)
-
-
-def _elsewhere(rollout: Rollout) -> ConflictError:
-    return ConflictError(
-        f"rollout {rollout.id!r} cannot be created in run {rollout.run!r}: another run has one with this id. "
-        "Begin the ids of rollouts with the id of their run"
-    )
 
 
 async def get(link: Link, rollout: str) -> Rollout | None:
@@ -91,9 +83,7 @@ async def page(
     limit: int,
 ) -> Page[Rollout]:
     """See `Store.list_rollouts`. The cursor is the number of the last rollout of the page before."""
-    rollout_state.check_page(limit)
-    if cursor and not cursor.isdecimal():
-        raise rollout_state.no_cursor(cursor)
+    rollout_state.check_page(limit, cursor)
     index = link.keys("all", run)
     if step is not None:
         index = link.keys("step", step, run)
@@ -139,11 +129,7 @@ async def count(link: Link, run: str) -> list[RolloutCount]:
 
 async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once: str) -> list[Lease]:
     """See `Store.lease`."""
-    _check_ttl(ttl)
-    if limit < 0:
-        raise DataError(f"limit={limit} is negative: ask for the number of rollouts you can run now")
-    if not worker:
-        raise DataError("a lease needs the name of its worker: release() finds leases by it")
+    rollout_state.check_lease(worker, limit, ttl)
     reply = await link.run_once(
         lua_scripts.LEASE,
         [
@@ -165,7 +151,7 @@ async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once:
 
 async def renew(link: Link, lease: Lease, ttl: float) -> Lease:
     """See `Store.renew`."""
-    _check_ttl(ttl)
+    rollout_state.check_ttl(ttl)
     rollout = lease.rollout.id
     run = (await link.home(rollout)).run
     word, *rest = await link.run(
@@ -178,10 +164,7 @@ async def renew(link: Link, lease: Lease, ttl: float) -> Lease:
     if word != "refused":
         raise _refused(word, rest, rollout, lease.attempt)
     rollout_state.check_fence(position_of(rest[0], rollout), lease.attempt)
-    worker = stand(rest[0], rollout).get("worker", "")
-    raise StaleAttemptError(
-        f"attempt {lease.attempt} of rollout {rollout!r} is leased by {worker!r}, not by {lease.worker!r}"
-    )
+    raise rollout_state.not_holder(lease, stand(rest[0], rollout).get("worker", ""))
 
 
 async def complete(link: Link, rollout: str, attempt: int, outcome: Outcome, spend: bool) -> Rollout:
@@ -238,8 +221,3 @@ def _refused(word: str, rest: Sequence[Reply], rollout: str, attempt: int) -> St
     if word == "refused":
         return refuse(rest[0], rollout, attempt)
     return unexpected([word, *rest])
-
-
-def _check_ttl(ttl: float) -> None:
-    if not (math.isfinite(ttl) and ttl >= 0):
-        raise DataError(f"ttl={ttl!r} must be a number of seconds, 0 or more")

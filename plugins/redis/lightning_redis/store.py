@@ -11,17 +11,15 @@ import contextlib
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
 from lightning.store.operation import Operation, Operations
-from lightning.store.protocol import RunWatch
-from lightning.store.threads import check_process, closed_error
+from lightning.store.threads import LookingWatch, check_process, closed_error
 
 from lightning_redis import records
 from lightning_redis import rollouts as rollout_ops
 from lightning_redis import transitions as transition_ops
-from lightning_redis.change_listener import EntryWatch, entry_of, newest
+from lightning_redis.change_listener import entry_of, newest
 from lightning_redis.handshake import Ask, check_mark, check_same, check_server
 from lightning_redis.keys import Keys
 from lightning_redis.loop_client import Link
@@ -146,12 +144,9 @@ class RedisStore(Operations):
         function: Callable[..., Awaitable[Any]] = group.function(operation, group.part(operation, "redis", self), self)
         return function
 
-    def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
-        """See `Store.watch`."""
-        return self._watch(run)
-
     @contextlib.asynccontextmanager
-    async def _watch(self, run: str) -> AsyncIterator[RunWatch]:
+    async def watch(self, run: str) -> AsyncIterator[LookingWatch[bytes]]:
+        """See `Store.watch`. Compares the last entry of the run's stream."""
         stream = self._keys("changes", run)
 
         async def look() -> bytes:
@@ -160,5 +155,5 @@ class RedisStore(Operations):
                 return entry_of(entries)
 
         known = await look()
-        async with self._link_here().listeners.listening(stream) as listener:
-            yield EntryWatch(look, listener, known)
+        async with self._link_here().listeners.listening(stream) as event:
+            yield LookingWatch(look, event, known)

@@ -9,44 +9,43 @@ stored call stays what it was, and its digest with it.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Final
 
-from lightning.errors import ConflictError, StoreError, UnavailableError
+from lightning.errors import StoreError, UnavailableError
 from lightning.store import codec, rollout_state, rows
-from lightning.store.codec import LOADED_CALLS, Fingerprint, Prompt, choose
+from lightning.store.codec import LOADED_CALLS, Fingerprint, KnownTransition, ParentsView, Prompt, choose
 from lightning.types import Caller, Transition
 
 from lightning_redis import calls, lua_scripts
-from lightning_redis.calls import Decoder, Stored
+from lightning_redis.calls import CallKey, Decoder, Stored
 from lightning_redis.connection import Command
 from lightning_redis.keys import encoded
 from lightning_redis.loop_client import Link, unexpected
-from lightning_redis.parents import GROUP_ROOTS, CallKey, Known, extended
 from lightning_redis.rollout_codec import Home, refuse, stand
 
+GROUP_ROOTS: Final = 32
+"""How many roots of a group are kept in mind."""
 ATTEMPTS_AT_ONCE: Final = 32
 """Attempts read in one go: their calls are held in memory twice for a moment."""
 
 Attempt = tuple[str, int]
 Group = tuple[str, str]
-Place = Attempt | Group | CallKey
-"""Under what candidates for parents are remembered: an attempt has its calls, a group its roots, and a call that is branched
-within its group has the calls up to it."""
 
 
 @dataclass(slots=True)
 class _Batch:
-    """One `append` on its way: the candidates for parents, those in the batch itself among them, and the script's input."""
+    """One `append` on its way: the candidates for parents, those in the batch itself among them, and the script's input. A
+    script checks that a parent is still there, with the digest it had, in the moment its child is written: so no child is ever
+    without its parent."""
 
     link: Link
-    candidates: dict[Place, tuple[Known, ...]]
+    parents: ParentsView[CallKey]
     places: dict[bytes, int] = field(default_factory=dict)
     arguments: list[str | int | bytes] = field(default_factory=list)
-    made: list[tuple[Attempt, Group | None, Known, Known | None]] = field(default_factory=list)
 
     def place(self, key: bytes) -> int:
         """Where a key is among those of the script, from 1 on."""
@@ -61,8 +60,7 @@ class _Batch:
             codec.CallTokens(transition.prompt_ids, transition.response_ids, transition.logprobs)
         )
         fingerprint = Fingerprint.of(packed.full, len(packed.prompt))
-        own, roots = self.candidates.get(attempt, ()), self.candidates.get(group, ())
-        branched = self.candidates.get(trunk, ()) if trunk else ()
+        own, roots, branched = map(self.parents.at_hand, (attempt, group, trunk))
         parent, shared = choose(Prompt(packed.prompt, fingerprint), chain(reversed(own), roots, branched))
         blob = codec.encode_packed(packed, shared)
         digest = digest or rollout_state.record_digest(transition, packed.digest)
@@ -70,18 +68,17 @@ class _Batch:
         keys = self.link.keys
         above: tuple[int, int, bytes] = (0, 0, b"")
         if parent is not None:
-            above = (self.place(keys("calls", parent.key[1], parent.key[0])), parent.key[2], parent.digest)
+            above = (self.place(keys("calls", parent.key[1], parent.key[0])), parent.key[2], parent.head)
         root: tuple[int, str] = (0, "")
         if parent is None:
             root = (self.place(keys("roots", rows.dump(list(group)))), rows.dump([rollout, number, seq]))
         place = self.place(keys("calls", number, rollout))
         self.arguments += [rollout, number, seq, place, digest, value, *above, *root]
-        known = Known(transition.key, digest, fingerprint)
+        known = KnownTransition(transition.key, digest, fingerprint)
         whole = parent if parent is not None and parent.tokens.is_extended(shared) else None
-        self.candidates[attempt] = extended(own, known, whole)
+        self.parents.add(attempt, known, whole)
         if parent is None:
-            self.candidates[group] = extended(roots, known, None)
-        self.made.append((attempt, group if parent is None else None, known, whole))
+            self.parents.add(group, known)
 
 
 async def append(link: Link, transitions: Sequence[Transition]) -> int:
@@ -95,7 +92,10 @@ async def append(link: Link, transitions: Sequence[Transition]) -> int:
     digests: dict[int, bytes] = {}
     lost_parents = 0
     while True:
-        batch = _Batch(link, await _candidates(link, transitions, groups, trunks) if lost_parents <= 1 else {})
+        parents = ParentsView(link.parents)
+        if lost_parents <= 1:
+            await _look_for_parents(link, parents, transitions, groups, trunks)
+        batch = _Batch(link, parents)
         for i, (transition, group, trunk) in enumerate(zip(transitions, groups, trunks, strict=True)):
             batch.add(transition, group, trunk, digests.get(i))
         head = (calls.DIGEST_BYTES, GROUP_ROOTS, len(transitions))
@@ -103,19 +103,20 @@ async def append(link: Link, transitions: Sequence[Transition]) -> int:
             lua_scripts.APPEND, (link.keys("standing"), *batch.places), *head, *batch.arguments
         )
         if word == "ok":
-            _remember(link, batch)
+            parents.publish()
             return int(rest[0])
         at = int(rest[0])
         transition = transitions[at]
         if (
             word == "orphan" and lost_parents <= 1
         ):  # what was remembered of the database is no longer so: look again, then do without
-            _forget(link, [*((each.rollout, each.attempt) for each in transitions), *groups, *trunks])
+            for place in (*((each.rollout, each.attempt) for each in transitions), *groups, *trunks):
+                link.parents.drop(place)
             lost_parents += 1
         elif word == "conflict" and at not in digests:
             digests[at] = await _digest_in_place(link, transition, rest[1])
         elif word == "conflict":
-            raise _conflict(transition)
+            raise rollout_state.stored_otherwise(transition)
         elif word == "unknown":
             raise rollout_state.unknown_rollout(transition.rollout)
         elif word == "refused":
@@ -124,37 +125,17 @@ async def append(link: Link, transitions: Sequence[Transition]) -> int:
             raise unexpected([word, *rest])
 
 
-def _remember(link: Link, batch: _Batch) -> None:
-    for attempt, group, known, whole in batch.made:
-        link.parents.add(attempt, known, whole)
-        if group is not None:
-            link.parents.add(group, known, None)
-
-
-def _forget(link: Link, places: Iterable[Place | None]) -> None:
-    for place in places:
-        link.parents.drop(place)
-
-
 async def _trunk(link: Link, home: Home) -> CallKey | None:
     """The call that a rollout branches, if it is of its group: whatever is removed together is stored together."""
-    if home.parent is None or link.parents.get(home.parent) == ():
+    if home.parent is None:
         return None
     try:
         parent = await link.home(home.parent[0])
     except UnavailableError:
         raise
     except StoreError:  # it was removed, or is damaged: whoever reads it gets the error
-        link.parents.put(home.parent, ())
         return None
     return home.parent if (parent.run, parent.group) == (home.run, home.group) else None
-
-
-def _conflict(transition: Transition) -> ConflictError:
-    return ConflictError(
-        f"transition {transition.key} is stored already with other content: give each call of an attempt its own seq "
-        "(next_seq() says the first unused one)"
-    )
 
 
 async def _digest_in_place(link: Link, transition: Transition, value: bytes) -> bytes:
@@ -174,7 +155,7 @@ async def _digest_in_place(link: Link, transition: Transition, value: bytes) -> 
     for answered in rollout_state.answered(transition):
         if rollout_state.record_digest(answered, content) == stored.digest:
             return await _mark_aborted(link, transition, stored, digest)
-    raise _conflict(transition)
+    raise rollout_state.stored_otherwise(transition)
 
 
 async def _mark_aborted(link: Link, transition: Transition, stored: Stored, digest: bytes) -> bytes:
@@ -191,56 +172,47 @@ async def _mark_aborted(link: Link, transition: Transition, stored: Stored, dige
     return digest
 
 
-async def _candidates(
-    link: Link, transitions: Sequence[Transition], groups: Sequence[Group], trunks: Sequence[CallKey | None]
-) -> dict[Place, tuple[Known, ...]]:
-    """Calls of the attempts and of those they branch, and the roots of their groups: at hand, or from the database."""
-    found: dict[Place, tuple[Known, ...]] = {}
+async def _look_for_parents(
+    link: Link,
+    parents: ParentsView[CallKey],
+    transitions: Sequence[Transition],
+    groups: Sequence[Group],
+    trunks: Sequence[CallKey | None],
+) -> None:
+    """Have calls of the attempts and of those they branch, and the roots of their groups, at hand."""
     for transition, group, trunk in zip(transitions, groups, trunks, strict=True):
         attempt = (transition.rollout, transition.attempt)
-        if attempt not in found:
-            # the first call of an attempt has none before it: not worth a look
-            load = partial(_load_attempt, link, attempt) if transition.seq else _nothing
-            found[attempt] = await _at_hand(link, attempt, load)
-        if group not in found:
-            found[group] = await _at_hand(link, group, partial(_load_roots, link, group))
-        if trunk and trunk not in found:
-            found[trunk] = await _at_hand(link, trunk, partial(_load_trunk, link, trunk))
-    return found
+        # the first call of an attempt has none before it: not worth a look
+        await parents.get(attempt, partial(_load_attempt, link, attempt) if transition.seq else _nothing)
+        await parents.get(group, partial(_load_roots, link, group))
+        if trunk:
+            await parents.get(trunk, partial(_load_trunk, link, trunk))
 
 
-async def _at_hand(link: Link, key: Place, load: Callable[[], Awaitable[list[Known]]]) -> tuple[Known, ...]:
-    entry = link.parents.get(key)
-    if entry is None:
-        loaded = await load()
-        entry = link.parents.get(key)  # another call may have loaded it meanwhile, and have added what it wrote
-        if entry is None:
-            entry = link.parents.put(key, loaded)
-    return entry
-
-
-async def _nothing() -> list[Known]:
+async def _nothing() -> list[KnownTransition[CallKey]]:
     return []
 
 
-async def _load_attempt(link: Link, attempt: Attempt) -> list[Known]:
+async def _load_attempt(link: Link, attempt: Attempt) -> list[KnownTransition[CallKey]]:
     (found,) = await _read_calls(link, [attempt])
     return await _known(link, found, sorted(found))
 
 
-async def _load_trunk(link: Link, trunk: CallKey) -> list[Known]:
+async def _load_trunk(link: Link, trunk: CallKey) -> list[KnownTransition[CallKey]]:
     (found,) = await _read_calls(link, [trunk[:2]])
     return await _known(link, found, sorted(key for key in found if key <= trunk)[-LOADED_CALLS:])
 
 
-async def _load_roots(link: Link, group: Group) -> list[Known]:
+async def _load_roots(link: Link, group: Group) -> list[KnownTransition[CallKey]]:
     (names,) = await link.reads.read((b"LRANGE", link.keys("roots", rows.dump(list(group))), b"0", b"-1"))
     keys = [(str(rollout), int(attempt), int(seq)) for rollout, attempt, seq in map(json.loads, names)]
     found = await _read_single(link, keys)
     return await _known(link, found, list(found))
 
 
-async def _known(link: Link, found: Mapping[CallKey, Stored | StoreError], keys: Sequence[CallKey]) -> list[Known]:
+async def _known(
+    link: Link, found: Mapping[CallKey, Stored | StoreError], keys: Sequence[CallKey]
+) -> list[KnownTransition[CallKey]]:
     decoder = Decoder(await _with_ancestors(link, found))
     known = []
     for key in keys:

@@ -11,13 +11,12 @@ import json
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from lightning.cli.locate import with_store
-from lightning.cli.output import AsJson, escape, print_json, print_table, say
+from lightning.cli.output import AsJson, escape, local_time, print_json, print_table, say
 from lightning.cli.runs import answers
 from lightning.errors import ConfigError, DataError
 from lightning.printable import printable
@@ -83,7 +82,7 @@ def ls(
                     row.kind,
                     str(row.versions),
                     escape(", ".join(f"{alias} = {version}" for alias, version in row.aliases.items())),
-                    _time(row.created_at),
+                    local_time(row.created_at),
                     escape(row.store),
                 ]
                 for row in rows
@@ -117,7 +116,7 @@ def show(
         print_json({"resource": resource, "digest": resource.digest, "aliases": moves})
     else:
         say(
-            f"[bold]{escape(resource.name)}@{resource.version}[/bold], {resource.kind.value}, {_time(resource.created_at)}"
+            f"[bold]{escape(resource.name)}@{resource.version}[/bold], {resource.kind.value}, {local_time(resource.created_at)}"
         )
         say(f"sha256 {resource.digest}")
         for key, value in resource.metadata.items():
@@ -194,7 +193,7 @@ def compare(
         [
             [
                 str(version.version),
-                _time(version.created_at),
+                local_time(version.created_at),
                 escape(str(version.metadata.get("run", version.metadata.get("made_by", "-")))),
                 _reward(version.metadata.get("reward")),
                 escape(", ".join(alias.alias for alias in aliases if alias.version == version.version)),
@@ -367,7 +366,3 @@ def _text(resource: Resource) -> str:
     if isinstance(resource.content, str):
         return resource.content
     return json.dumps(resource.content, indent=2, sort_keys=True, ensure_ascii=False)
-
-
-def _time(at: float) -> str:
-    return f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"

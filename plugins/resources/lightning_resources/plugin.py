@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl
+from lightning.hooks import hookimpl, later
 
 if TYPE_CHECKING:
     import typer
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @hookimpl
 def register_operations(register: Callable[[str, Callable[[], OperationGroup]], None]) -> None:
     """`resources`."""
-    register("resources", _resources)
+    register("resources", later("lightning_resources.operations:RESOURCES"))
 
 
 @hookimpl
@@ -29,23 +29,15 @@ def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | N
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None] | typer.Typer]], None]) -> None:
     """`lightning resources`."""
-    register("resources", _command)
-
-
-def _resources() -> OperationGroup:
-    from lightning_resources.operations import RESOURCES
-
-    return RESOURCES
+    register(
+        "resources",
+        later(
+            "lightning_resources.command:app", "List, compare and promote versions of prompts, weights and settings."
+        ),
+    )
 
 
 def _stage(config: Config) -> RunStage:
     from lightning_resources.prompts import ResourcesOfRun
 
     return ResourcesOfRun()
-
-
-def _command() -> typer.Typer:
-    """List, compare and promote versions of prompts, weights and settings."""
-    from lightning_resources.command import app
-
-    return app

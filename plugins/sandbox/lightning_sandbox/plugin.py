@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def register_attempt_stages(register: Callable[[str, Callable[[RunnerConfig], AttemptStage | None]], None]) -> None:
     """`sandbox`, `tool_limits`."""
     from lightning_sandbox.sandbox import SANDBOX, stage_for
-    from lightning_sandbox.tool_limits import TOOL_LIMITS, limits_for
+    from lightning_sandbox.tool_slots import TOOL_LIMITS, limits_for
 
     register(SANDBOX, stage_for)
     register(TOOL_LIMITS, limits_for)

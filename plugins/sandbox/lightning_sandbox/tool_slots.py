@@ -1,8 +1,10 @@
-"""Slots for the tools that cannot take every agent at once (`runner.tool_limits`): a run that finds none free waits.
+"""Slots for the tools that cannot take every agent at once (`runner.tool_limits`): a run that finds none free waits. The stage
+that makes them ready around attempts, and what is said of limits that bound nothing.
 
 The invariant: at most as many runs of a tool are under way as it has slots, in all processes of this machine. A slot is a lock
-on a file, and the kernel releases it when its process ends, however that ends. What runs inside a run of the same tool has that
-run's slot, so that no tool waits for itself.
+on a file, and the kernel releases it when its process ends, however that ends. What runs inside a run of the same tool has
+that run's slot, so that no tool waits for itself. The files are this user's, in the machine's folder for temporary files, so
+that all that runs here shares them: runs, clients, actors. They stay, since a file that is made anew would be another slot.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ import asyncio
 import functools
 import hashlib
 import inspect
+import logging
 import os
+import stat
+import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
@@ -19,15 +24,108 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
+from lightning.config.fields import did_you_mean
 from lightning.errors import ConfigError, RunnerError
-from lightning.instrument import ActiveAttempt, replace_method
+from lightning.instrument import ActiveAttempt, ReplacedMethods
 from lightning.instrument.context import calling_attempt
-from lightning.instrument.starters import starter, starter_here
+from lightning.instrument.last_call import starter, starter_here
 from lightning.instrument.tool_slots import set_slots
 from lightning.plugins.importing import on_import
-from lightning.types import ToolEvent
+from lightning.runner.stages import AttemptStage
+from lightning.types import Json, Outcome, ToolEvent
+
+if TYPE_CHECKING:
+    from lightning.config import RunnerConfig
+
+logger = logging.getLogger(__name__)
+
+TOOL_LIMITS: Final = "tool_limits"
+"""The name of the stage."""
+ENOUGH = 64
+"""Rollouts after which a tool that has not run is named: a wrong name should not bound nothing until the end of a long run."""
+
+
+def make_slots(runs: Mapping[str, int]) -> ToolLimits:
+    """The slots of these tools, made where they are missing. Raises `RunnerError` when somebody else has the folder."""
+    folder = Path(tempfile.gettempdir(), f"lightning-tools-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise RunnerError(
+            f"runner.tool_limits needs the folder {folder}, which belongs to somebody else: set TMPDIR to a folder of yours"
+        )
+    limits = ToolLimits(str(folder), dict(runs))
+    for tool in runs:
+        for file in limits.files(tool):
+            file.touch(mode=0o600)
+    return limits
+
+
+class LimitStage(AttemptStage):
+    """The runs of tools with a limit wait for their turn. Limits that bound nothing are named: at once where a tool runs past
+    its limit; where a tool does not run, when `ENOUGH` rollouts or all have ended."""
+
+    api = 1
+    carries_out = ("tool_limits",)
+
+    def __init__(self, runs: Mapping[str, int]) -> None:
+        self._runs = dict(runs)
+        self._rollouts = 0
+        self._ran: set[str] = set()
+        self._told: set[str] = set()
+
+    async def begun(self) -> None:
+        """The slots are made. Raises `RunnerError` when somebody else has their folder."""
+        self._limits = make_slots(self._runs)
+        self.files = (self._limits.folder,)
+
+    def installed(self) -> Callable[[], None]:
+        """From now on they wait."""
+        return limit_tools(self._limits)
+
+    def noted(self, outcome: Outcome) -> Json:
+        """The tools that ran past their limits, if any."""
+        return list(unheld(outcome.tool_events)) or None
+
+    def heard(self, outcome: Outcome, note: Json) -> None:
+        """Limits that bound nothing are named."""
+        self._rollouts += 1
+        self._ran.update(event.name for event in outcome.tool_events)
+        past = {str(name) for name in note} if isinstance(note, list) else set()
+        for name in sorted((self._runs.keys() & past) - self._told):
+            self._told.add(name)
+            logger.warning(
+                "runner.tool_limits has %r, and that tool ran without waiting for its turn: its framework runs it past "
+                "lightning. Put @lightning.tool(name=%r) on its function, or take the limit out",
+                name,
+                name,
+            )
+        if self._rollouts == ENOUGH:
+            self._name_missing()
+
+    def closed(self) -> None:
+        """No more rollouts come."""
+        if self._rollouts:
+            self._name_missing()
+
+    def _name_missing(self) -> None:
+        for name in sorted(self._runs.keys() - self._ran - self._told):
+            self._told.add(name)
+            logger.warning(
+                "runner.tool_limits has %r, and no tool of that name ran in %d rollouts (there ran: %s%s)",
+                name,
+                self._rollouts,
+                ", ".join(sorted(self._ran)) or "none",
+                did_you_mean(name, self._ran),
+            )
+
+
+def limits_for(config: RunnerConfig) -> LimitStage | None:
+    """The stage of a runner with these settings."""
+    return LimitStage(config.tool_limits) if config.tool_limits else None
+
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.1
 """Seconds between two looks for a free slot: nobody tells a process that another one has released a lock."""
@@ -74,18 +172,19 @@ class _Limited:
 
     def hold(self, module: str, owner: str, methods: Iterable[str], name_of: Callable[..., str]) -> Callable[[], None]:
         """See `ToolSlots`."""
-        undos: list[Callable[[], None]] = []
+        replaced = ReplacedMethods()
 
         def replace(found: ModuleType) -> None:
             place: Any = getattr(found, owner) if owner else found
-            wrap = functools.partial(_holding, name_of)
-            undos.extend(replace_method(place, name, wrap) for name in methods if name in vars(place))
+            for name in methods:
+                if name in vars(place):
+                    replaced.replace(place, name, functools.partial(_holding(getattr(place, name)), name_of))
 
-        undos.append(on_import(module, replace))
+        ends = on_import(module, replace)
 
         def undo() -> None:
-            while undos:
-                undos.pop()()
+            ends()
+            replaced.put_back()
 
         return undo
 
@@ -220,40 +319,32 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def _holding(name_of: Callable[..., str], original: Callable[..., Any]) -> Callable[..., Any]:
-    if inspect.isasyncgenfunction(original):
-        return _holding_stream(name_of, original)
-    if inspect.iscoroutinefunction(original):
-        return _holding_awaitable(name_of, original)
-
-    @functools.wraps(original)
-    def call(*args: Any, **more: Any) -> Any:
-        with tool_slot(name_of(*args, **more)):
-            return original(*args, **more)
-
-    return call
+def _holding(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What holds a slot while a method of this kind runs."""
+    if inspect.isasyncgenfunction(method):
+        return _hold_stream
+    return _hold_awaitable if inspect.iscoroutinefunction(method) else _hold
 
 
-def _holding_awaitable(name_of: Callable[..., str], original: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    async def call(*args: Any, **more: Any) -> Any:
-        async with tool_slot(name_of(*args, **more)):
-            return await original(*args, **more)
-
-    return call
+def _hold(name_of: Callable[..., str], original: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
+    with tool_slot(name_of(*args, **more)):
+        return original(*args, **more)
 
 
-def _holding_stream(
-    name_of: Callable[..., str], original: Callable[..., AsyncGenerator[Any, None]]
-) -> Callable[..., AsyncGenerator[Any, None]]:
-    @functools.wraps(original)
-    async def call(*args: Any, **more: Any) -> AsyncGenerator[Any, None]:
-        async with tool_slot(name_of(*args, **more)):
-            stream = original(*args, **more)
-            try:
-                async for item in stream:
-                    yield item
-            finally:
-                await stream.aclose()
+async def _hold_awaitable(
+    name_of: Callable[..., str], original: Callable[..., Awaitable[Any]], /, *args: Any, **more: Any
+) -> Any:
+    async with tool_slot(name_of(*args, **more)):
+        return await original(*args, **more)
 
-    return call
+
+async def _hold_stream(
+    name_of: Callable[..., str], original: Callable[..., AsyncGenerator[Any, None]], /, *args: Any, **more: Any
+) -> AsyncGenerator[Any, None]:
+    async with tool_slot(name_of(*args, **more)):
+        stream = original(*args, **more)
+        try:
+            async for item in stream:
+                yield item
+        finally:
+            await stream.aclose()

@@ -30,7 +30,8 @@ from lightning.trainer.how_to_call import HowToCall
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.run_server import Invitation, of_project
 from lightning.types import DEFAULT_PROJECT, LLM, Lease, Run, Scope, Token
-from lightning_resources import ResourceKind, get_resource
+from lightning_resources.nouns import ResourceKind
+from lightning_resources.operations import get_resource
 
 from lightning_server.api.app import Api, Limits
 from lightning_server.auth import (

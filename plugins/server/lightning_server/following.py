@@ -25,7 +25,8 @@ from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.trainer.run_stages import PROBE
 from lightning.types import Json
-from lightning_resources import Resource, get_resource
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import get_resource
 from lightning_resources.reference import ResourceReference
 from lightning_resources.weights import checked_weights
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl, hookspec
+from lightning.hooks import hookimpl, hookspec, later
 
 if TYPE_CHECKING:
     import asyncio
@@ -66,16 +66,30 @@ def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> 
 @hookimpl
 def register_operations(register: Callable[[str, Callable[[], OperationGroup]], None]) -> None:
     """`tokens`."""
-    register("tokens", _tokens)
+    register("tokens", later("lightning_server.tokens:TOKENS"))
 
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None] | typer.Typer]], None]) -> None:
     """`lightning runner`, `serve`, `token` and `pull`."""
-    register("runner", _runner)
-    register("serve", _serve)
-    register("token", _token)
-    register("pull", _pull)
+    register(
+        "runner", later("lightning_server.runner_command:runner", "Run an agent for Lightning Servers, on any machine.")
+    )
+    register(
+        "serve",
+        later("lightning_server.serve_command:serve", "Serve a model through the gateway and record every call."),
+    )
+    register(
+        "token",
+        later("lightning_server.token_command:app", "Make, list and revoke the tokens of a server's control API."),
+    )
+    register(
+        "pull",
+        later(
+            "lightning_server.pull_command:pull",
+            "Copy a version of weights into a folder, from this machine or a server.",
+        ),
+    )
 
 
 def _server() -> RunServer:
@@ -106,37 +120,3 @@ def _http_store(url: str) -> Store:
     from lightning_server.http_store import HttpStore
 
     return HttpStore(url)
-
-
-def _tokens() -> OperationGroup:
-    from lightning_server.tokens import TOKENS
-
-    return TOKENS
-
-
-def _runner() -> Callable[..., None]:
-    """Run an agent for Lightning Servers, on any machine."""
-    from lightning_server.runner_command import runner
-
-    return runner
-
-
-def _serve() -> Callable[..., None]:
-    """Serve a model through the gateway and record every call."""
-    from lightning_server.serve_command import serve
-
-    return serve
-
-
-def _token() -> typer.Typer:
-    """Make, list and revoke the tokens of a server's control API."""
-    from lightning_server.token_command import app
-
-    return app
-
-
-def _pull() -> Callable[..., None]:
-    """Copy a version of weights into a folder, from this machine or a server."""
-    from lightning_server.pull_command import pull
-
-    return pull

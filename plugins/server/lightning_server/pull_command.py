@@ -21,8 +21,8 @@ import typer
 from lightning.cli.locate import with_store
 from lightning.cli.output import escape, say
 from lightning.errors import ConfigError, DataError, UnavailableError
-from lightning_resources import Resource
 from lightning_resources.command import locate
+from lightning_resources.nouns import Resource
 from lightning_resources.reference import ResourceReference, find, parse_reference
 from lightning_resources.weights import checked_weights
 from yarl import URL

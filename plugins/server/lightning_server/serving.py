@@ -37,7 +37,7 @@ from lightning.trainer.run_server import project_of
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.stack import check_gateway, check_ports, make_gateway
 from lightning.types import DEFAULT_PROJECT, LLM, SERVED, Json, Rollout, Run, Task, new_id
-from lightning_resources import Resource
+from lightning_resources.nouns import Resource
 from lightning_resources.reference import ResourceReference
 
 from lightning_server.auth import ALL_PROJECTS, Authenticator, check_exposure

@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from datetime import datetime
 from typing import Annotated, Final
 
 import typer
 from lightning.cli.locate import with_store
-from lightning.cli.output import AsJson, escape, print_json, print_table, say
+from lightning.cli.output import AsJson, escape, local_time, print_json, print_table, say
 from lightning.errors import ConfigError
 from lightning.store.places import existing_store
-from lightning.store.protocol import Store
 from lightning.types import DEFAULT_PROJECT, Scope, Token
 
 from lightning_server.auth import is_alive, issue_token
@@ -53,15 +51,11 @@ def create(
     """Make a token and print it. It cannot be shown again: only its digest is stored."""
     token, plain = issue_token(scope, project, name, seconds(expires) if expires else None)
     url = place if "://" in place else existing_store(place)
-
-    async def put(store: Store) -> Token:
-        return await put_token(store, token)
-
-    stored = asyncio.run(with_store(url, put, make=True))
+    stored = asyncio.run(with_store(url, lambda store: put_token(store, token), make=True))
     if as_json:
         print_json({**_described(stored), "token": plain})
         return
-    until = "until it is revoked" if stored.expires_at is None else f"until {_time(stored.expires_at)}"
+    until = "until it is revoked" if stored.expires_at is None else f"until {local_time(stored.expires_at)}"
     what = f"{stored.scope.value} of {'all projects' if project == '*' else f'project {project}'}"
     sys.stderr.write(f"token {stored.id}: {what}, {until}. It cannot be shown again:\n")
     sys.stdout.write(plain + "\n")
@@ -70,11 +64,7 @@ def create(
 @app.command("ls")
 def ls(place: Place, as_json: AsJson = False) -> None:
     """List tokens, without their secrets, which are not stored."""
-
-    async def read(store: Store) -> list[Token]:
-        return await list_tokens(store)
-
-    tokens = asyncio.run(with_store(existing_store(place), read))
+    tokens = asyncio.run(with_store(existing_store(place), list_tokens))
     if as_json:
         print_json([_described(token) for token in tokens])
     elif tokens:
@@ -86,8 +76,8 @@ def ls(place: Place, as_json: AsJson = False) -> None:
                     token.scope.value,
                     escape(token.project),
                     escape(token.name),
-                    _time(token.created_at),
-                    "-" if token.expires_at is None else _time(token.expires_at),
+                    local_time(token.created_at),
+                    local_time(token.expires_at),
                     _state(token),
                 ]
                 for token in tokens
@@ -107,11 +97,7 @@ def revoke(
     """Revoke a token permanently. Every server refuses it within a second."""
     found = re.match(r"lt_([0-9a-f]+)_", token)
     identity = found.group(1) if found else token
-
-    async def end(store: Store) -> Token:
-        return await revoke_token(store, identity)
-
-    revoked = asyncio.run(with_store(existing_store(place), end))
+    revoked = asyncio.run(with_store(existing_store(place), lambda store: revoke_token(store, identity)))
     say(
         f"revoked {revoked.id} ({revoked.scope.value}, project {escape(revoked.project)}) {escape(revoked.name)}".strip()
     )
@@ -135,11 +121,3 @@ def _described(token: Token) -> dict[str, object]:
     """What may be told of a token."""
     fields = ("id", "scope", "project", "name", "created_at", "expires_at", "revoked_at")
     return {**{field: getattr(token, field) for field in fields}, "state": _state(token)}
-
-
-def _time(at: float) -> str:
-    """A time for people; `-` for one that no calendar has."""
-    try:
-        return f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"
-    except (ValueError, OverflowError, OSError):
-        return "-"

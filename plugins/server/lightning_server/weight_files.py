@@ -23,7 +23,8 @@ from lightning.errors import ConfigError, LightningError
 from lightning.gateway.http import client_left
 from lightning.store.protocol import Store
 from lightning.types import Scope as TokenScope
-from lightning_resources import Resource, ResourceKind, get_resource
+from lightning_resources.nouns import Resource, ResourceKind
+from lightning_resources.operations import get_resource
 from lightning_resources.reference import parse_reference
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send

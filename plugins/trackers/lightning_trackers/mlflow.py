@@ -12,13 +12,17 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from lightning.errors import MissingExtraError, PluginError
+import mlflow
+from lightning.errors import PluginError, import_extra
 from lightning.store.exchanges import Exchange
 from lightning.store.protocol import Store
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Json, ToolEvent, Transition
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
 
 from lightning_trackers.shared import (
     PROJECT,
@@ -34,9 +38,6 @@ from lightning_trackers.shared import (
     remember_run,
     times_of,
 )
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 logger = logging.getLogger(__name__)
 
@@ -65,18 +66,13 @@ class MLflow:
         """Begin a run, or go on with the one that the run's folder names."""
         for name, value in DEFAULTS.items():
             os.environ.setdefault(name, value)
-        try:
-            import mlflow
-
-            if not mlflow.get_tracking_uri().startswith(("http", "databricks", "file")):
-                import alembic  # noqa: F401 — a database needs both, which MLflow says otherwise
-                import sqlalchemy  # noqa: F401
-        except ImportError as error:
-            raise MissingExtraError("mlflow", error.name or "mlflow") from error
+        if not mlflow.get_tracking_uri().startswith(("http", "databricks", "file")):
+            for needed in ("alembic", "sqlalchemy"):  # a database needs both, which MLflow says otherwise
+                import_extra("mlflow", needed)
         self._quiet.begin()
         try:
             with cured("MLflow did not begin the run", CURE):
-                self._client = mlflow.MlflowClient()
+                self._client = MlflowClient()
                 self._run, self._experiment = self._known(known_run(folder, "mlflow")) or self._new(run)
                 self._settings(flat(config))
         except PluginError:
@@ -86,8 +82,6 @@ class MLflow:
 
     def _known(self, run: str) -> tuple[str, str] | None:
         """The run that the folder names, open again; None where MLflow does not have it."""
-        from mlflow.exceptions import MlflowException
-
         if not run:
             return None
         try:
@@ -111,8 +105,6 @@ class MLflow:
         return made.info.run_id, experiment
 
     def _settings(self, settings: Mapping[str, Json]) -> None:
-        from mlflow.entities import Param, RunTag
-
         wanted = {ODD.sub("_", name): str(value)[:LONGEST_PARAM] for name, value in settings.items()}
         have = self._client.get_run(self._run).data.params
         new = [Param(name, value) for name, value in wanted.items() if name not in have]
@@ -125,8 +117,6 @@ class MLflow:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values of a step."""
-        from mlflow.entities import Metric
-
         now = int(time.time() * 1000)
         metrics = [Metric(ODD.sub("_", name), value, now, step) for name, value in finite(values).items()]
         with cured(f"MLflow did not take the metrics of step {step}", CURE):

@@ -10,21 +10,20 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from lightning.errors import ConfigError, MissingExtraError
+from lightning.errors import ConfigError
 from lightning.store.protocol import Store
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Json
 from lightning_otel.attributes import SERVICE_NAME
 from lightning_otel.traces.store import spans
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace.export import SpanExportResult
 
 from lightning_trackers.shared import Quiet
-
-if TYPE_CHECKING:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-    from lightning_trackers.traces import TraceMaker
+from lightning_trackers.traces import TraceMaker
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +37,8 @@ EXPORTER: Final = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 class OpenTelemetry:
     """One trace for each attempt of each finished rollout. Metrics of steps are not sent: they are no spans.
 
-    It exports in the tracker's own thread, behind the bounded queue that every tracker has. Raises `MissingExtraError` without
-    the extra `otel` and `ConfigError` when the environment asks for another protocol than OTLP over HTTP.
+    It exports in the tracker's own thread, behind the bounded queue that every tracker has. Raises `ConfigError` when the
+    environment asks for another protocol than OTLP over HTTP.
     """
 
     _exporter: OTLPSpanExporter
@@ -54,13 +53,6 @@ class OpenTelemetry:
         asked = next((os.environ[name] for name in PROTOCOLS if os.environ.get(name)), PROTOCOL)
         if asked != PROTOCOL:
             raise ConfigError(f"the tracker otel sends {PROTOCOL}, not {asked!r}: set {PROTOCOLS[0]}={PROTOCOL}")
-        try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-
-            from lightning_trackers.traces import TraceMaker
-        except ImportError as error:
-            raise MissingExtraError("otel", error.name or "opentelemetry") from error
         named = os.environ.get("OTEL_SERVICE_NAME") or SERVICE_NAME in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
         self._maker = TraceMaker(run, Resource.create({} if named else {SERVICE_NAME: "lightning"}))
         self._exporter = OTLPSpanExporter()
@@ -71,8 +63,6 @@ class OpenTelemetry:
 
     async def attempt(self, record: AttemptRecord, store: Store) -> None:
         """Send one attempt."""
-        from opentelemetry.sdk.trace.export import SpanExportResult
-
         made = self._maker.spans_of(record, await spans(store, record.rollout.id, record.attempt))
         for begin in range(0, len(made), BATCH):
             if self._exporter.export(made[begin : begin + BATCH]) is not SpanExportResult.SUCCESS:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from lightning.errors import import_extra
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
@@ -14,22 +14,23 @@ if TYPE_CHECKING:
     from lightning.tracking.protocol import Tracker
 
 TRACKERS = {
-    "tensorboard": "lightning_trackers.tensorboard:TensorBoard",
-    "otel": "lightning_trackers.otel:OpenTelemetry",
-    "wandb": "lightning_trackers.wandb:WandB",
-    "mlflow": "lightning_trackers.mlflow:MLflow",
-    "trackio": "lightning_trackers.trackio:Trackio",
+    "tensorboard": "TensorBoard",
+    "otel": "OpenTelemetry",
+    "wandb": "WandB",
+    "mlflow": "MLflow",
+    "trackio": "Trackio",
 }
+"""The class of each tracker. Its module has the tracker's name, as has the extra that installs its library."""
 
 
 @hookimpl
 def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], None]) -> None:
     """`trackers=["tensorboard", "otel", "wandb", "mlflow", "trackio"]`."""
-    for name, place in TRACKERS.items():
-        register(name, partial(make_tracker, place))
+    for name in TRACKERS:
+        register(name, partial(make_tracker, name))
 
 
-def make_tracker(place: str, _: Config) -> Tracker:
-    """The tracker whose class is at `MODULE:NAME`."""
-    made: Tracker = resolve_name(place)()
+def make_tracker(name: str, _: Config) -> Tracker:
+    """The tracker of a name. Raises `MissingExtraError` when its library is not installed."""
+    made: Tracker = getattr(import_extra(name, f"lightning_trackers.{name}"), TRACKERS[name])()
     return made

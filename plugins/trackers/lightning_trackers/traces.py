@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
-from lightning.instrument.trace import root_span_id
+from lightning.instrument.context import root_span_id
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Caller, Json, Span, StepReward, ToolEvent, Transition
 from lightning.types import Status as Stands

@@ -10,9 +10,9 @@ import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from lightning.errors import MissingExtraError
+import trackio
 from lightning.store.exchanges import Exchange
 from lightning.store.protocol import Store
 from lightning.tracking.protocol import AttemptRecord
@@ -33,9 +33,6 @@ from lightning_trackers.shared import (
     times_of,
 )
 
-if TYPE_CHECKING:
-    import trackio
-
 CURE: Final = (
     "Look at TRACKIO_SERVER_URL and TRACKIO_WRITE_TOKEN, or TRACKIO_SPACE_ID; without them it keeps a local database"
 )
@@ -48,10 +45,6 @@ class Trackio:
 
     def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
         """Begin a run, or go on with the one that the run's folder names."""
-        try:
-            import trackio
-        except ImportError as error:
-            raise MissingExtraError("trackio", error.name or "trackio") from error
         name = known_run(folder, "trackio") or new_name(run)
         with cured("Trackio did not begin the run", CURE):
             project = os.environ.get("TRACKIO_PROJECT") or PROJECT
@@ -64,8 +57,6 @@ class Trackio:
 
     async def attempt(self, record: AttemptRecord, store: Store) -> None:
         """Write an attempt as a trace."""
-        import trackio
-
         calls, (begin, end) = calls_of(record), times_of(record)
         said = [exchange for _, exchange in calls if exchange is not None]
         messages = messages_of(said[-1]) if said else []
@@ -83,8 +74,6 @@ class Trackio:
 
     def alert(self, alert: Mapping[str, Json]) -> None:
         """Write an alarm as an alert of Trackio."""
-        import trackio
-
         step = alert["step"]
         assert isinstance(step, int), "the loop counts them"
         self._run.alert(str(alert["cause"]), str(alert["text"]), level=trackio.AlertLevel.WARN, step=step)

@@ -10,9 +10,10 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from lightning.errors import MissingExtraError, PluginError
+import wandb
+from lightning.errors import PluginError
 from lightning.store.protocol import Store
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Json
@@ -29,9 +30,6 @@ from lightning_trackers.shared import (
     new_name,
     remember_run,
 )
-
-if TYPE_CHECKING:
-    import wandb
 
 COLUMNS: Final = (
     "step",
@@ -64,10 +62,6 @@ class WandB:
 
     def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
         """Begin a run, or go on with the one that the run's folder names."""
-        try:
-            import wandb
-        except ImportError as error:
-            raise MissingExtraError("wandb", error.name or "wandb") from error
         known = known_run(folder, "wandb")
         settings: dict[str, Any] = {"console": "off", "silent": True, "disable_git": True, "disable_code": True}
         settings |= {"program": "lightning", "x_disable_meta": True, "x_save_requirements": False}
@@ -94,8 +88,6 @@ class WandB:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values of a step, and the rollouts that have ended since the last one."""
-        import wandb
-
         told: dict[str, Any] = {**finite(values), "step": step}
         if self._rows:
             told["rollouts"] = wandb.Table(columns=list(COLUMNS), data=self._rows, allow_mixed_types=True)

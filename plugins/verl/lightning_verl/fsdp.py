@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from lightning.engines import export
-from lightning.engines.loading import gradient_mode, unwrapped
-from lightning.engines.rope import fix_positions
+from lightning.engines.loading import fix_positions, gradient_mode, unwrapped
 from lightning.engines.sameness import refuse_dependence
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter

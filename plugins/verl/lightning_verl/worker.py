@@ -38,8 +38,8 @@ MODULES = {"fsdp2": "fsdp", "megatron": "megatron"}
 class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has no types
     """Holds this rank's shard of the model and of its optimizer, and a critic where one is told on which `trunk`. `seed` is
     that of new adapters, the same on all ranks; `optimizer` is how a critic learns, `config` says so of the model.
-    `max_model_len` is the policy server's (`lightning.engines.rope`), `teacher` the configuration of another reference model,
-    where there is one."""
+    `max_model_len` is the policy server's (`lightning.engines.loading`), `teacher` the configuration of another reference
+    model, where there is one."""
 
     def __init__(
         self,

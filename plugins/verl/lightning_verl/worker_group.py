@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from lightning.config import VerlConfig
-from lightning.engines.failures import MORE_ROOM, ran_out
+from lightning.engines.step import MORE_ROOM, ran_out
 from lightning.errors import ConfigError, EngineError, LightningError, WorkersLostError
 from lightning_ray.connection import begin
 

@@ -64,7 +64,7 @@ def model(calls: list[lightning.Caller | None], *says: str | CreateResult) -> Mo
 @pytest.fixture
 def events() -> Iterator[list[lightning.ToolEvent]]:
     found: list[lightning.ToolEvent] = []
-    undo = lightning_autogen.lightning_install(found.append)
+    undo = lightning_autogen.adapter.lightning_install(found.append)
     yield found
     undo()
 
@@ -298,7 +298,7 @@ async def test_the_log_is_as_it_was(level: int, late: bool, calls: Any, monkeypa
     without = await logged()
     if late:
         LOG.setLevel(logging.NOTSET)
-    undo = lightning_autogen.lightning_install(lambda event: None)
+    undo = lightning_autogen.adapter.lightning_install(lambda event: None)
     if late and level != logging.NOTSET:
         LOG.setLevel(level)
     assert await logged() == without
@@ -316,7 +316,7 @@ async def agent_as_tool_run(calls: list[Any]) -> None:
 async def test_by_hand(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(components, "_asked", ())
     found: list[lightning.ToolEvent] = []
-    undo = lightning_autogen.lightning_install(lambda event: None)  # a provider is set
+    undo = lightning_autogen.adapter.lightning_install(lambda event: None)  # a provider is set
     undo()
     handler = lightning_autogen.LightningHandler(found.append)
     trace.get_tracer_provider().add_span_processor(handler)  # type: ignore[attr-defined]
@@ -324,7 +324,7 @@ async def test_by_hand(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert paths(calls) == ["boss", "boss/helper", "boss"]
     assert [event.name for event in found] == ["helper"]
     reported: list[lightning.ToolEvent] = []
-    undo = lightning_autogen.lightning_install(reported.append)
+    undo = lightning_autogen.adapter.lightning_install(reported.append)
     await agent_as_tool_run(calls)
     undo()
     assert len(found) + len(reported) == 2
@@ -339,4 +339,4 @@ def test_versions_out_of_range(distribution: str, version: str, monkeypatch: pyt
     with pytest.raises(
         lightning.LightningError, match=rf"{distribution} {version} is installed.*pip install '{distribution}"
     ):
-        lightning_autogen.lightning_install(print)
+        lightning_autogen.adapter.lightning_install(print)

@@ -501,7 +501,7 @@ def test_rollouts_at_the_same_time() -> None:
 def test_installed_twice_a_run_is_reported_once() -> None:
     first: list[Any] = []
     second: list[Any] = []
-    undo = [lightning_crewai.lightning_install(each.append) for each in (first, second)]
+    undo = [lightning_crewai.adapter.lightning_install(each.append) for each in (first, second)]
     crew(Scripted(uses("look_up", topic="The sea")), look_up).kickoff()
     for each in undo:
         each()
@@ -539,7 +539,7 @@ def test_policy_faults(case: str, session: ActiveAttempt) -> None:
     work, fault = FAULTS[case]
     with pytest.raises(Exception) as caught:
         work()
-    assert lightning_crewai.lightning_policy_fault(caught.value) == fault, repr(caught.value)
+    assert lightning_crewai.adapter.lightning_policy_fault(caught.value) == fault, repr(caught.value)
 
 
 def test_an_agent_that_does_not_end_is_made_to_answer(session: ActiveAttempt) -> None:
@@ -558,7 +558,7 @@ from crewai.telemetry import Telemetry
 from lightning.testing import ChatServer, hold_network
 assert Telemetry().ready, "it is on without the adapter"
 with hold_network() as refused, ChatServer(answer=lambda call: "done") as server:
-    undo = lightning_crewai.lightning_install(print)
+    undo = lightning_crewai.adapter.lightning_install(print)
     llm = crewai.LLM(model="openai/policy", base_url=server.llm().base_url, api_key="key")
     agent = crewai.Agent(role="Writer", goal="Write.", backstory="Brief.", llm=llm)
     task = crewai.Task(description="Write.", expected_output="A word.", agent=agent)
@@ -582,18 +582,18 @@ def test_nothing_is_sent_or_asked_while_the_adapter_is_installed(tmp_path: Any) 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CREWAI_TRACING_ENABLED", "true")
-    lightning_crewai.lightning_install(print)()
+    lightning_crewai.adapter.lightning_install(print)()
     assert os.environ["CREWAI_TRACING_ENABLED"] == "true"
 
 
 def test_a_release_that_lacks_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter says so and leaves all others as they were."""
     methods.replaced.put_back()
-    monkeypatch.setattr(lightning_crewai, "installations", Installations(methods._attach))
+    monkeypatch.setattr(lightning_crewai.adapter, "installations", Installations(methods._attach))
     before = [getattr(owner, name) for owner, name in WATCHED]
     monkeypatch.delattr(ToolUsage, "ause")
     with pytest.raises(lightning.LightningError, match=r"has no ToolUsage\.ause.*pip install 'crewai=="):
-        lightning_crewai.lightning_install(print)
+        lightning_crewai.adapter.lightning_install(print)
     assert [getattr(owner, name) for owner, name in WATCHED] == before
 
 
@@ -601,4 +601,4 @@ def test_a_release_that_lacks_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_versions_out_of_range(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", {"crewai": version}.__getitem__)
     with pytest.raises(lightning.LightningError, match=rf"crewai {version} is installed.*pip install 'crewai"):
-        lightning_crewai.lightning_install(print)
+        lightning_crewai.adapter.lightning_install(print)

@@ -377,8 +377,8 @@ def test_the_undo_puts_the_methods_back() -> None:
         (react, "format_error_for_lm"), (StdlibTransport, "stream"),
     ]  # fmt: skip
     before = [vars(owner)[name] for owner, name in places]
-    first = lightning_dspy.lightning_install(lambda event: None)
-    second = lightning_dspy.lightning_install(lambda event: None)
+    first = lightning_dspy.adapter.lightning_install(lambda event: None)
+    second = lightning_dspy.adapter.lightning_install(lambda event: None)
     first()
     assert all(vars(owner)[name] is not was for (owner, name), was in zip(places, before, strict=True))
     second()
@@ -389,7 +389,7 @@ def test_the_undo_puts_the_methods_back() -> None:
 def test_other_versions_are_refused_with_the_cure(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     with pytest.raises(PluginError, match=r"pip install 'dspy>=3.4,<3.5'"):
-        lightning_dspy.lightning_install(lambda event: None)
+        lightning_dspy.adapter.lightning_install(lambda event: None)
 
 
 def test_an_answer_without_its_fields_is_a_fault_of_the_policys(session: ActiveAttempt, server: ChatServer) -> None:
@@ -397,6 +397,6 @@ def test_an_answer_without_its_fields_is_a_fault_of_the_policys(session: ActiveA
     with pytest.raises(AdapterParseError) as raised:
         dspy.Predict("question -> answer, score: int")(question="hi")
     overflow = ContextWindowExceededError(message="too long")
-    found = [lightning_dspy.lightning_policy_fault(error) for error in (raised.value, overflow, ValueError())]
+    found = [lightning_dspy.adapter.lightning_policy_fault(error) for error in (raised.value, overflow, ValueError())]
     assert found == ["malformed_output", "context_overflow", None]
     assert set(paths(server)) == {"Predict"}

@@ -531,8 +531,8 @@ def test_by_hand_reports_once_whether_the_adapter_is_installed_or_not(installed:
 def test_after_the_undo_langchain_is_as_before() -> None:
     model, events = Model(tools=("shout",)), list[lightning.ToolEvent]()
     agent = create_agent(model, [shout], name="solver")
-    first = lightning_langchain.lightning_install(events.append)
-    second = lightning_langchain.lightning_install(emit)
+    first = lightning_langchain.adapter.lightning_install(events.append)
+    second = lightning_langchain.adapter.lightning_install(emit)
     second()
     agent.invoke(HI)
     assert [event.name for event in events] == ["shout"], "what is left installed still hears"
@@ -553,7 +553,7 @@ def test_a_version_out_of_range_is_refused_with_the_cure(
     monkeypatch.setattr(importlib.metadata, "version", lambda asked: version if asked == name else real(asked))
     low, high = lightning_langchain.SUPPORTED[name]
     with pytest.raises(PluginError, match=rf"{name} {version} is installed.*pip install '{name}>={low},<{high}'"):
-        lightning_langchain.lightning_install(emit)
+        lightning_langchain.adapter.lightning_install(emit)
     model = Model()
     graph_of(write=node_of(model)).invoke(HI)
     assert model.callers == [None]

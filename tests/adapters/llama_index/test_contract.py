@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lightning.testing import AdapterContract
 from lightning.types import LLM
-from lightning_llama_index.steps import steps
+from lightning_llama_index.spans import steps
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms.function_calling import FunctionCallingLLM

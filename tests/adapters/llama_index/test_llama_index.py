@@ -12,7 +12,7 @@ import pytest
 from lightning.instrument import ActiveAttempt, activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.types import LLM
-from lightning_llama_index.steps import steps
+from lightning_llama_index.spans import steps
 from llama_index.core import Document, MockEmbedding, PromptTemplate, VectorStoreIndex
 from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent, ReActAgent
 from llama_index.core.postprocessor import LLMRerank
@@ -537,7 +537,7 @@ async def test_rollouts_at_the_same_time(session: ActiveAttempt) -> None:
 def test_installed_twice_a_run_is_reported_once() -> None:
     first: list[Any] = []
     second: list[Any] = []
-    undo = [lightning_llama_index.lightning_install(each.append) for each in (first, second)]
+    undo = [lightning_llama_index.adapter.lightning_install(each.append) for each in (first, second)]
     FunctionTool.from_defaults(add)(a=1, b=2)
     for each in undo:
         each()
@@ -584,7 +584,7 @@ async def test_policy_faults(case: str) -> None:
     work, fault = FAULTS[case]
     with pytest.raises(Exception) as caught:
         await work()
-    assert lightning_llama_index.lightning_policy_fault(caught.value) == fault, repr(caught.value)
+    assert lightning_llama_index.adapter.lightning_policy_fault(caught.value) == fault, repr(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -597,4 +597,4 @@ def test_versions_out_of_range(distribution: str, version: str, monkeypatch: pyt
     with pytest.raises(
         lightning.LightningError, match=rf"{distribution} {version} is installed.*pip install '{distribution}"
     ):
-        lightning_llama_index.lightning_install(print)
+        lightning_llama_index.adapter.lightning_install(print)

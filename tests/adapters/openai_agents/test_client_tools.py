@@ -34,8 +34,7 @@ from lightning.plugins import plugins
 from lightning.testing import Reply, RolloutRecord, ToolCall, rollout
 from lightning.types import LLM, Task, ToolEvent
 from lightning_openai_agents import LightningProcessor
-from lightning_openai_agents.outcomes import watching
-from lightning_openai_agents.steps import step_by_hand
+from lightning_openai_agents.steps import step_by_hand, watching
 from openai import AsyncOpenAI
 from openai.types.responses import ResponseComputerToolCall, ResponseOutputMessage, ResponseOutputText
 

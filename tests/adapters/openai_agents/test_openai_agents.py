@@ -515,7 +515,7 @@ async def test_the_users_processors_see_what_they_saw_before() -> None:
 
 
 async def test_a_provider_the_user_sets_meanwhile_stays(real: DefaultTraceProvider) -> None:
-    undo = lightning_openai_agents.lightning_install(emit)
+    undo = lightning_openai_agents.adapter.lightning_install(emit)
     of_the_user = DefaultTraceProvider()
     set_trace_provider(of_the_user)
     undo()
@@ -525,7 +525,7 @@ async def test_a_provider_the_user_sets_meanwhile_stays(real: DefaultTraceProvid
 
 async def test_installed_twice_it_goes_with_the_last_undo(real: DefaultTraceProvider) -> None:
     heard: list[lightning.ToolEvent] = []
-    first, second = (lightning_openai_agents.lightning_install(receiver) for receiver in (heard.append, emit))
+    first, second = (lightning_openai_agents.adapter.lightning_install(receiver) for receiver in (heard.append, emit))
     ours = get_trace_provider()
     second()
     assert get_trace_provider() is ours is not real
@@ -626,5 +626,5 @@ def test_a_version_out_of_range_is_refused_with_the_cure(version: str, monkeypat
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     cure = rf"openai-agents {version} is installed.*pip install 'openai-agents>=0.20,<1'"
     with pytest.raises(PluginError, match=cure):
-        lightning_openai_agents.lightning_install(emit)
+        lightning_openai_agents.adapter.lightning_install(emit)
     assert not steps.installations

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from lightning import instrument
 from lightning.instrument import install_tap
-from lightning.instrument.trace import root_span_id, trace_id_of, traceparent_of
+from lightning.instrument.context import root_span_id, trace_id_of, traceparent_of
 from lightning.testing.chat_server import ChatServer
 from lightning.types import LLM, Task
 from lightning_otel.traces.parents import ParentsStage
@@ -104,7 +104,7 @@ def test_an_exception_leaves_the_context_as_it_was(caplog: pytest.LogCaptureFixt
 LATE = """
 import contextvars, sys
 from lightning_otel.traces.parents import parent_of_spans
-from lightning.instrument.trace import traceparent_of
+from lightning.instrument.context import traceparent_of
 
 def agent():
     from opentelemetry import propagate
@@ -134,7 +134,7 @@ def test_an_agent_that_imports_it_late_has_the_parent_from_then_on(how: str) -> 
 BESIDE = """
 import asyncio
 from lightning_otel.traces.parents import parent_of_spans
-from lightning.instrument.trace import traceparent_of
+from lightning.instrument.context import traceparent_of
 
 def injected():
     from opentelemetry import propagate

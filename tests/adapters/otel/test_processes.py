@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 import pytest
 from lightning.config import GatewayConfig, RunnerConfig
 from lightning.gateway import Gateway, Upstream
-from lightning.instrument.trace import root_span_id
+from lightning.instrument.context import root_span_id
 from lightning.runner.lease_loop import work
 from lightning.runner.process import ProcessRunner
 from lightning.store.memory import MemoryStore

@@ -15,7 +15,7 @@ import pytest
 from lightning.errors import StoreError
 from lightning.gateway import identity
 from lightning.gateway.identity import TokenSigner
-from lightning.instrument.trace import root_span_id, trace_id_of
+from lightning.instrument.context import root_span_id, trace_id_of
 from lightning.store.memory import MemoryStore
 from lightning.types import LLM, Fault, Outcome
 from lightning_otel.traces import book as trace_book

@@ -312,8 +312,8 @@ def test_a_class_of_the_users_is_watched_and_gets_its_methods_back() -> None:
 
     kinds = [(Own, "generate"), (MultiStepAgent, "run"), (MultiStepAgent, "__call__"), (Tool, "__call__")]
     before = [vars(kind)[name] for kind, name in kinds]
-    first = lightning_smolagents.lightning_install(lambda event: None)
-    second = lightning_smolagents.lightning_install(lambda event: None)
+    first = lightning_smolagents.adapter.lightning_install(lambda event: None)
+    second = lightning_smolagents.adapter.lightning_install(lambda event: None)
     agent = CodeAgent(tools=[shout], model=Own(code("final_answer(42)")), name="coder", verbosity_level=LogLevel.OFF)
     agent.run("hi")
     assert agent.model.paths == ["coder"]
@@ -327,7 +327,7 @@ def test_a_class_of_the_users_is_watched_and_gets_its_methods_back() -> None:
 def test_the_newest_installation_hears_of_a_run_once() -> None:
     heard: dict[str, list[str]] = {"first": [], "second": []}
     undo = [
-        lightning_smolagents.lightning_install(lambda event, name=name: heard[name].append(event.name))
+        lightning_smolagents.adapter.lightning_install(lambda event, name=name: heard[name].append(event.name))
         for name in heard
     ]
     make(ToolCallingAgent, [("shout", {"text": "a"})], final(), tools=[shout]).run("hi")
@@ -358,7 +358,7 @@ def test_the_tap_writes_the_name_on_the_request() -> None:
 def test_other_versions_are_refused_with_the_cure(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     with pytest.raises(PluginError, match=r"pip install 'smolagents>=1.26,<2'"):
-        lightning_smolagents.lightning_install(lambda event: None)
+        lightning_smolagents.adapter.lightning_install(lambda event: None)
 
 
 def test_what_the_model_did_wrong_is_a_fault_of_the_policys() -> None:
@@ -369,7 +369,7 @@ def test_what_the_model_did_wrong_is_a_fault_of_the_policys() -> None:
         AgentToolCallError("", logger),
         ValueError(),
     ]
-    assert [lightning_smolagents.lightning_policy_fault(error) for error in faults] == [
+    assert [lightning_smolagents.adapter.lightning_policy_fault(error) for error in faults] == [
         "max_turns", "malformed_output", "malformed_output", None,
     ]  # fmt: skip
 

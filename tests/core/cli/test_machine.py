@@ -99,6 +99,33 @@ def test_doctor_says_which_stage_of_calls_cannot_stand(lightning, install, monke
     assert said in found["detail"]
 
 
+OPERATION = """
+import lightning
+from lightning.store.operation import ANY, OperationGroup, operation
+
+
+class Stars:
+    async def stars(self, run: str) -> int: ...
+
+
+GROUP = OperationGroup("NAME", (operation(Stars.stars, "GET /NAME/{run}", ANY),), parts={}, distribution="NAME")
+
+
+@lightning.hookimpl
+def register_operations(register):
+    register("NAME", lambda: GROUP)
+"""
+
+
+@pytest.mark.usefixtures("fresh")
+def test_doctor_names_two_plugins_with_one_operation(lightning, install) -> None:
+    for name in ("first", "second"):
+        install(name, {name: f"{name}_operations"}, {f"{name}_operations": OPERATION.replace("NAME", name)})
+    found = check(json.loads(lightning("doctor", "--json").out), "operations of the store")
+    assert found["status"] == "broken"
+    assert "'first' (first 1.0) and the plugin 'second' (second 1.0) both have the operation 'stars'" in found["detail"]
+
+
 def test_doctor_sees_two_vllms(lightning, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version_of", lambda name: "0.31.0")
     report = json.loads(lightning("doctor", "--json").out)

@@ -14,8 +14,15 @@ from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit import Branched, centre, group_returns, grpo, rloo
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
-from lightning.testing.decision_trees import branch_of
-from lightning.testing.decisions import Action, ActionOutcome, Decision, DecisionPath, DecisionTask, path_trajectory
+from lightning.testing.decisions import (
+    Action,
+    ActionOutcome,
+    Decision,
+    DecisionPath,
+    DecisionTask,
+    branch_of,
+    path_trajectory,
+)
 from lightning.testing.trajectories import make_trajectory
 
 few = settings(max_examples=60)

@@ -14,7 +14,7 @@ from lightning.config import Config, EngineConfig, LoraConfig
 from lightning.engines.plugin import torch_engine
 from lightning.engines.protocol import Engine, OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
-from lightning.engines.torch.gradients import AddingEmbedding, AddingLinear
+from lightning.engines.torch.model import AddingEmbedding, AddingLinear
 from lightning.errors import EngineError, MissingExtraError
 from lightning.installation import install_command
 from lightning.losses.correction import NO_CORRECTION

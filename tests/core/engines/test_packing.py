@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.batch.radix import PrefixTree, build_tree
-from lightning.engines.torch.packing import Enter, Extend, Leave, Pack, Retract, moves, pack_tree
+from lightning.engines.torch.path_attention import Enter, Extend, Leave, Pack, Retract, moves, pack_tree
 
 Rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=12)
 

@@ -8,15 +8,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.batch.radix import PrefixTree, build_tree
-from lightning.engines.torch.packing import Enter, Pack, moves, pack_tree
 from lightning.engines.torch.path_attention import (
     BLOCK,
+    Enter,
     FlexAttention,
     Kernel,
     MaskedAttention,
+    Pack,
     PartsAttention,
     PathLayer,
     block_mask,
+    moves,
+    pack_tree,
 )
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.batch import Sample
 from lightning.config import LoraConfig
-from lightning.engines.torch import passes
+from lightning.engines.torch import layouts
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import DataError, EngineError
 from lightning.losses.correction import NO_CORRECTION
@@ -112,14 +112,14 @@ def test_memory_that_runs_out_before_or_after_prepare_halves_the_microbatch_and_
 ) -> None:
     rows = [make_row(64, [(4, 64, 1.0, 0.1)], seed=seed, name=f"r{seed}") for seed in range(8)]
     expected = open_engine(step=kind).step(rows, Watching())
-    engine, loss, original = open_engine(step=kind, tokens_per_microbatch=512), Watching(), passes.token_logprobs
+    engine, loss, original = open_engine(step=kind, tokens_per_microbatch=512), Watching(), layouts.token_logprobs
 
     def limited(hidden: torch.Tensor, *arguments: object) -> object:
         if len(hidden) > 2 * 60 and (bool(loss.steps) == (when == "after")):
             raise torch.OutOfMemoryError("out of memory")
         return original(hidden, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(passes, "token_logprobs", limited)
+    monkeypatch.setattr(layouts, "token_logprobs", limited)
     with caplog.at_level(logging.WARNING):
         result = engine.step(rows, loss)
     assert caplog.text.count("out of memory: going on with") == 2

@@ -14,8 +14,7 @@ from lightning.batch import Sample, build_samples
 from lightning.engines.logprob_gap import bound_for
 from lightning.engines.rows import states_of, trained_length, trained_tokens
 from lightning.engines.torch.engine import TorchEngine
-from lightning.engines.torch.layouts import Linear
-from lightning.engines.torch.passes import read_logprobs
+from lightning.engines.torch.layouts import Linear, read_logprobs
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_trajectory

@@ -13,10 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.batch.sample import Sample
-from lightning.engines.failures import NonFiniteError
 from lightning.engines.microbatch import Tally
 from lightning.engines.protocol import OptimizerConfig
-from lightning.engines.step import StepDriver, minibatches
+from lightning.engines.step import NonFiniteError, StepDriver, minibatches
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError, EngineError
 from lightning.losses.correction import NO_CORRECTION, Correction

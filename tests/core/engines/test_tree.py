@@ -21,7 +21,7 @@ from lightning.batch.radix import Node, build_tree
 from lightning.batch.trajectory import Trajectory
 from lightning.config import LoraConfig
 from lightning.engines import rows
-from lightning.engines.torch import layouts, passes, tree
+from lightning.engines.torch import layouts, tree
 from lightning.engines.torch.engine import TorchEngine
 from lightning.engines.torch.layouts import Forest
 from lightning.engines.torch.model import CausalLM
@@ -268,7 +268,7 @@ def test_without_gradients_the_keys_and_values_of_one_path_are_held(
     samples = group(8, turns=5)
     engine = open_engine(step="tree")
     layout = engine._step_layout(samples)
-    expected = passes.read_logprobs(layout, engine._opened(), 10_000)
+    expected = layouts.read_logprobs(layout, engine._opened(), 10_000)
     original = CausalLM.hidden_attending
     kept: list[tuple[int, weakref.ref[torch.Tensor]]] = []
     held = []
@@ -280,7 +280,7 @@ def test_without_gradients_the_keys_and_values_of_one_path_are_held(
         return hidden
 
     monkeypatch.setattr(CausalLM, "hidden_attending", noting)
-    found = passes.read_logprobs(layout, engine._opened(), 20)
+    found = layouts.read_logprobs(layout, engine._opened(), 20)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert 0 < max(held) <= max(layout.lengths)
     assert sum(size for size, _ in kept) > 4 * max(held)
@@ -418,7 +418,7 @@ def test_memory_that_runs_out_on_siblings_makes_smaller_batches(
 ) -> None:
     engine = open_engine(step="tree", tokens_per_microbatch=10_000)
     want = open_engine(step="tree").step(group(), LOSS).metrics["grad_norm"]
-    original = passes.token_logprobs  # type: ignore[attr-defined]
+    original = layouts.token_logprobs  # type: ignore[attr-defined]
     sizes = []
 
     def limited(hidden: torch.Tensor, *arguments: Any) -> object:
@@ -427,6 +427,6 @@ def test_memory_that_runs_out_on_siblings_makes_smaller_batches(
             raise torch.OutOfMemoryError("out of memory")
         return original(hidden, *arguments)
 
-    monkeypatch.setattr(passes, "token_logprobs", limited)
+    monkeypatch.setattr(layouts, "token_logprobs", limited)
     assert engine.step(group(), LOSS).metrics["grad_norm"] == pytest.approx(want, rel=1e-5)
     assert max(sizes) > 60 >= sizes[-1]

@@ -11,7 +11,7 @@ import pytest
 from lightning.gateway import Upstream
 from lightning.policy_server.vllm_server import OwnedVLLM
 from lightning.testing.tiny_models import make_tiny_tokenizer
-from lightning.testing.vllm_refusals import NO_TEXT
+from lightning.testing.vllm_replies import NO_TEXT
 from lightning.types import LLM, CallStatus
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import httpx
 import lightning
 import pytest
 from lightning.instrument import activate, component, emit, install_tap
-from lightning.instrument.frameworks import FRAMEWORKS
+from lightning.instrument.marking import FRAMEWORKS
 from lightning.plugins import plugins
 from lightning.testing.chat_server import ChatServer
 

@@ -175,6 +175,12 @@ def test_an_unknown_name_says_what_is_known(install, kind: str) -> None:
         Plugins().get(kind, "quibbel")
 
 
+def test_plugins_that_wait_for_a_framework_are_named_in_one_sentence(install) -> None:
+    install("waits", {"waits-a.no_such_a": "waits_plugin", "waits-b.no_such_b": "waits_plugin"}, {"waits_plugin": ""})
+    with pytest.raises(PluginError, match=r"once their framework is imported: [^.]*'waits-a', 'waits-b'[^.]*\.$"):
+        Plugins().get("stores", "quibble")
+
+
 def test_two_plugins_with_one_name_are_both_named(install) -> None:
     install("first", {"first": "first_plugin"}, {"first_plugin": CREDIT.format(name="twin")})
     install("second", {"second": "second_plugin"}, {"second_plugin": CREDIT.format(name="twin")})

@@ -17,9 +17,9 @@ import psutil
 import pytest
 from lightning.errors import PolicyServerError
 from lightning.policy_server import launch
-from lightning.policy_server import process as process_module
+from lightning.policy_server import vllm_server as process_module
 from lightning.policy_server.launch import OWNED
-from lightning.policy_server.process import ServerProcess, reserved_port
+from lightning.policy_server.vllm_server import ServerProcess, reserved_port
 
 
 def gone(pid: int) -> bool:

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 from lightning.config import RunnerConfig
 from lightning.runner import forkserver_main, worker
-from lightning.runner.forks import flush
 from lightning.runner.inline import InlineRunner
 from lightning.runner.protocol import Agent
-from lightning.runner.worker import run_agent
+from lightning.runner.worker import flush, run_agent
 from lightning.types import LLM, Lease, Outcome, Rollout, Task
 
 NOWHERE = LLM("http://127.0.0.1:1/v1", "key", "policy")

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.instrument import ActiveAttempt, by_type
 from lightning.runner.attempt_completion import judge
-from lightning.runner.outcomes import raised
-from lightning.runner.policy_faults import CAUSES, cause_of, generating_seconds, read_cause
+from lightning.runner.outcomes import CAUSES, cause_of, generating_seconds, raised, read_cause
 from lightning.types import (
     LLM,
     TOO_LONG,

@@ -13,13 +13,13 @@ import pytest
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
 from lightning.plugins import plugins
 from lightning.store import Store
-from lightning.store.extras import LARGEST
 from lightning.store.pages import each_step
 from lightning.store.protocol import KNOWN_SECONDS, Attempt
 from lightning.store.relational import store as relational_store
 from lightning.store.relational import transaction
 from lightning.store.relational.store import RelationalStore
 from lightning.store.rollout_state import EXCUSED
+from lightning.store.rows import LARGEST_EXTRA
 from lightning.types import (
     Caller,
     CallStatus,
@@ -647,7 +647,7 @@ async def test_extras_that_are_too_large_are_refused_by_name_and_nothing_is_kept
 
 @everywhere
 async def test_the_largest_extras_are_kept(leased: Store, call: CallOf) -> None:
-    largest = {"pixels": bytes(range(256)) * (LARGEST // 256)}
+    largest = {"pixels": bytes(range(256)) * (LARGEST_EXTRA // 256)}
     await leased.append([call(0, extras=largest)])
     await leased.complete("a", 1, Outcome(reward=1.0, extras=largest))
     assert (await leased.transitions("a"))[0].extras == largest

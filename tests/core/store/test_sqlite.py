@@ -359,11 +359,11 @@ def packed(ids: Iterable[int]) -> bytes:
     return codec.pack(token_ids(list(ids)))
 
 
-def known(n: int, ids: Iterable[int], prompt: int = 0) -> KnownTransition:
+def known(n: int, ids: Iterable[int], prompt: int = 0) -> KnownTransition[int]:
     return KnownTransition(n, b"head", Fingerprint.of(packed(ids), 4 * prompt))
 
 
-def chosen(prompt: Sequence[int], *candidates: KnownTransition) -> tuple[KnownTransition | None, int]:
+def chosen(prompt: Sequence[int], *candidates: KnownTransition[int]) -> tuple[KnownTransition[int] | None, int]:
     return choose(asking(prompt), candidates)
 
 
@@ -401,32 +401,32 @@ def test_no_more_is_taken_for_shared_than_is(prompt: int, shared: int, asked: in
         assert found == len(common)
 
 
-def loading(*found: KnownTransition) -> Callable[[], Awaitable[list[KnownTransition]]]:
-    async def load() -> list[KnownTransition]:
+def loading(*found: KnownTransition[int]) -> Callable[[], Awaitable[list[KnownTransition[int]]]]:
+    async def load() -> list[KnownTransition[int]]:
         return list(found)
 
     return load
 
 
 async def test_the_cache_keeps_leaves_and_forgets_what_was_rolled_back() -> None:
-    cache = ParentCache(limit=1000)
+    cache = ParentCache[int](limit=1000)
     cache.add("new", known(1, [1]))  # nobody asked for it: it will be loaded when somebody does
     assert await cache.get("new", loading(known(2, [1, 2]))) == [known(2, [1, 2])]
     cache.add("new", known(3, [1, 2, 3]), known(2, [1, 2]))
     cache.add("new", known(4, [1, 9]))
-    assert [k.n for k in await cache.get("new", loading())] == [3, 4]
+    assert [k.key for k in await cache.get("new", loading())] == [3, 4]
     cache.keep()
     cache.add("new", known(5, [1, 9, 9]))
     cache.forget()
-    assert [k.n for k in await cache.get("new", loading(known(6, [])))] == [6]
+    assert [k.key for k in await cache.get("new", loading(known(6, [])))] == [6]
 
 
 async def test_the_cache_keeps_the_newest_candidates_of_a_key() -> None:
-    cache = ParentCache()
+    cache = ParentCache[int]()
     assert await cache.get("key", loading()) == []
     for number in range(100):
         cache.add("key", known(number, [number]))
-    assert [k.n for k in await cache.get("key", loading())] == list(range(68, 100))
+    assert [k.key for k in await cache.get("key", loading())] == list(range(68, 100))
     size = cache._bytes
     cache.drop("key")
     assert cache._bytes == 0
@@ -434,12 +434,12 @@ async def test_the_cache_keeps_the_newest_candidates_of_a_key() -> None:
 
 
 async def test_the_cache_drops_what_was_not_used_for_longest() -> None:
-    cache = ParentCache(limit=1000)
+    cache = ParentCache[int](limit=1000)
     for key in "abc":
         await cache.get(key, loading(known(1, range(10))))
     await cache.get("a", loading())
     cache.keep()
-    assert [k.n for k in await cache.get("a", loading())] == [1]
+    assert [k.key for k in await cache.get("a", loading())] == [1]
     assert await cache.get("b", loading()) == []
     cache.forget()
     assert cache._bytes <= 1000

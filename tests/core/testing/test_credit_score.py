@@ -20,7 +20,6 @@ from lightning.credit import (
     rloo,
 )
 from lightning.errors import ConfigError, DataError
-from lightning.testing.credit_score import score_credit, score_credits
 from lightning.testing.decisions import (
     Action,
     ActionOutcome,
@@ -32,6 +31,8 @@ from lightning.testing.decisions import (
     late,
     late_bill,
     recombining,
+    score_credit,
+    score_credits,
     wasteful_tool,
 )
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
 from lightning.testing.tiny_models import make_tiny_tokenizer
-from lightning.testing.vllm_refusals import NO_TEXT, refusal
+from lightning.testing.vllm_replies import NO_TEXT, refusal
 
 HI = [{"role": "user", "content": "hi"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from lightning.runner.policy_faults import described
+from lightning.runner.outcomes import described
 from lightning.trainer.reasons import Reason, grouped
 from lightning.trainer.reasons import reason as reason_of
 

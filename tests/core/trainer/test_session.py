@@ -14,7 +14,7 @@ import lightning
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.config import Config, with_settings
-from lightning.engines.failures import NonFiniteError
+from lightning.engines.step import NonFiniteError
 from lightning.errors import AuditError, ConfigError, DataError, RunnerError
 from lightning.losses.correction import Correction
 from lightning.trainer.session import Session

@@ -20,7 +20,7 @@ from lightning.errors import StoreError
 from lightning.gateway import call as gateway_call
 from lightning.store import exchanges
 from lightning.store.exchanges import Parent
-from lightning.testing import Reply, vllm_shapes
+from lightning.testing import Reply, vllm_replies
 from lightning.trainer.how_to_call import HowToCall
 from lightning.types import LLM, CallStatus, Fault, Rollout, Status, Task, Transition
 from lightning_branching import branched_attempt
@@ -493,8 +493,8 @@ def test_another_chat_template_makes_branches_void(
 
     parent = made.run(agent)
     assert parent.rollout.error == ""
-    ordinary = vllm_shapes.tokenize
-    monkeypatch.setattr(vllm_shapes, "tokenize", lambda text: [7, *ordinary(text)])
+    ordinary = vllm_replies.tokenize
+    monkeypatch.setattr(vllm_replies, "tokenize", lambda text: [7, *ordinary(text)])
     found = made.run(agent, parent=parent.key(2))
     assert found.rollout.reward is None
     assert "other tokens than were recorded, from token 0 on" in found.rollout.error

@@ -9,9 +9,17 @@ import pytest
 from lightning.config.sections import BranchBy
 from lightning.credit import Branched, Credit, LeaveOneOut, group_returns, identical
 from lightning.errors import ConfigError
-from lightning.testing.credit_score import score_credit, score_credits
-from lightning.testing.decision_trees import TreeSampling, sample_tree
-from lightning.testing.decisions import bifurcation_tasks, early, late, retry, wasteful_tool
+from lightning.testing.decisions import (
+    TreeSampling,
+    bifurcation_tasks,
+    early,
+    late,
+    retry,
+    sample_tree,
+    score_credit,
+    score_credits,
+    wasteful_tool,
+)
 from lightning_branching.branch_points import branch_points
 
 

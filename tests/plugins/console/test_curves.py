@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.trainer.summary import Evaluation
 from lightning_console.pages.words import count, number, seconds, share, written
-from lightning_console.queries.curves import Curves, gain_of, mean_and_spread, points_of
-from lightning_console.queries.runs import About, thinned
+from lightning_console.queries.curves import Curves, gain_of, mean_and_spread
+from lightning_console.queries.runs import About, points_of, thinned
 
 VALUES = st.lists(st.none() | st.floats(-1e6, 1e6), max_size=300)
 ABOUT = About("m", "grpo", 0, "x", 1, 1)
@@ -46,7 +46,7 @@ def made(rewards: list[float], evaluations: tuple[Evaluation, ...] = ()) -> Curv
     steps = tuple(range(len(rewards)))
     values = tuple({"reward_with_failures": reward} for reward in rewards)
     seconds = tuple(10.0 * (step + 1) for step in steps)
-    return Curves("r", ABOUT, 0.0, steps, values, seconds, seconds, seconds, evaluations, (), {}, {})
+    return Curves(ABOUT, steps, values, seconds, seconds, evaluations, (), {}, {})
 
 
 def test_when_most_of_the_gain_was_there() -> None:

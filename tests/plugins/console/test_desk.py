@@ -18,7 +18,8 @@ from lightning_console.web import desk
 from lightning_console.web.chat import Chat
 from lightning_console.web.desk import Desk
 from lightning_console.web.gate import VISITOR, Visitor
-from lightning_resources import Resource, put_resource
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import put_resource
 from lightning_server.projects import Projects
 from lightning_server.protocol import Host
 

@@ -23,7 +23,7 @@ from lightning.types import Fault, Outcome, Rollout, Run, Task, logprobs, token_
 from lightning_console.blocks import Page
 from lightning_console.places import Places
 from lightning_console.router import Address, show
-from lightning_db import keeper_of
+from lightning_db.keeper import keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
 
 from tests.plugins.console.made_rollouts import ALGORITHM, MARKUP, call, tokenizer, train

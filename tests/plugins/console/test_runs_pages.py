@@ -22,7 +22,7 @@ from lightning.types import Run
 from lightning_console.places import Places, key_of
 from lightning_console.queries.runs import chosen_settings, list_runs, settings_and_tasks
 from lightning_console.router import Address, show
-from lightning_db import keeper_of
+from lightning_db.keeper import keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
 
 from tests.plugins.console.made_folder import MARKUP, STEPS, in_store, make_folder, plot

@@ -10,7 +10,7 @@ from lightning_console import blocks
 from tests.plugins.console.gallery import STATIC
 
 COMPONENTS = sorted(
-    kind.component
+    kind.__name__
     for kind in vars(blocks).values()
     if isinstance(kind, type) and issubclass(kind, blocks.Block) and kind is not blocks.Block
 )

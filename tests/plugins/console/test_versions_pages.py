@@ -13,7 +13,8 @@ from lightning.trainer.plan import val_rollouts
 from lightning.types import Fault, Outcome, Rollout, Run, Task
 from lightning_console.places import Places
 from lightning_console.router import Address, show
-from lightning_resources import Resource, put_resource, set_alias
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import put_resource, set_alias
 
 from tests.plugins.console.made_rollouts import call
 

@@ -34,7 +34,8 @@ from lightning.types import (
     token_ids,
 )
 from lightning_otel.traces.store import append_spans
-from lightning_resources import Resource, put_resource, set_alias
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import put_resource, set_alias
 from lightning_server.tokens import put_token
 
 SAID = Conversation(({"role": "user", "content": "q"},), "call", 1)

@@ -6,7 +6,7 @@ import time
 
 from lightning.store.protocol import TRACES_RUN, Store
 from lightning.types import Json, Rollout, Run, Task
-from lightning_db import keeper_of
+from lightning_db.keeper import keeper_of
 from lightning_server.fleet.records import Notice, Stance, alive_key, notice_key, seat_key, to_json
 
 

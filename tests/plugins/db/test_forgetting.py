@@ -16,7 +16,7 @@ from lightning.plugins import plugins
 from lightning.store.protocol import TRACES_RUN, Store
 from lightning.store.url import sqlite_url
 from lightning.types import Rollout, Task
-from lightning_db import keeper_of
+from lightning_db.keeper import keeper_of
 from lightning_server.fleet.records import alive_key, notice_key, seat_key
 
 from tests.servers.postgres import PostgresServer

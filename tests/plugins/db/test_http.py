@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning.store.memory import MemoryStore
 from lightning.types import Scope
-from lightning_db import look
 from lightning_db.export import TABLES, ExportScope, chosen_runs, read_table
+from lightning_db.keeper import look
 from lightning_server.http_store import HttpStore
 
 from tests.servers.control import ControlServer

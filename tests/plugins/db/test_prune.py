@@ -15,7 +15,7 @@ from lightning.store.protocol import PRUNED
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.types import Outcome, Rollout, Run, StepRecord, Task, Transition, logprobs, token_ids
-from lightning_db import Keeper, keeper_of
+from lightning_db.keeper import Keeper, keeper_of
 from lightning_db.prune import PruneRequest, RunPlan, carry_out, plan
 
 

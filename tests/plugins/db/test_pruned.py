@@ -14,7 +14,7 @@ from lightning.trainer.plan import train_rollouts, val_rollouts
 from lightning.trainer.runs import describe_algorithm
 from lightning.trainer.training_data import all_rollouts, load_groups, record_step
 from lightning.types import Outcome, Run, Task, Transition, VersionRun, logprobs, token_ids
-from lightning_db import keeper_of
+from lightning_db.keeper import keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
 from lightning_proof.audit import audit
 

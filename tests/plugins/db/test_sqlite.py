@@ -19,10 +19,10 @@ from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.types import Outcome, Rollout, Run, Task, Transition, logprobs, token_ids
-from lightning_db import Weight, keeper, keeper_of, queries
-from lightning_db.keeper import count_tokens
+from lightning_db import keeper, queries
+from lightning_db.keeper import Weight, count_tokens, keeper_of
 from lightning_otel.traces.store import spans
-from lightning_resources import list_resources
+from lightning_resources.operations import list_resources
 from lightning_server.tokens import list_tokens
 
 from tests.plugins.db.gateways import check_state_of_gateways

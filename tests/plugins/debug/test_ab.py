@@ -24,7 +24,7 @@ from lightning_branching.policies import EvaluatedModel
 from lightning_debug import eval_commands
 from lightning_debug.ab import divergent_call
 from lightning_debug.transcript import with_numbered_ids
-from lightning_resources import Resource
+from lightning_resources.nouns import Resource
 from lightning_resources.reference import find, parse_reference
 
 from tests.plugins.branching.conftest import AGENT

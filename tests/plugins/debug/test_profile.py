@@ -24,7 +24,7 @@ from lightning.trainer.runs import describe_algorithm
 from lightning.types import Outcome, Rollout, Run, StepRecord, Task, ToolEvent, Transition, logprobs, token_ids
 from lightning_debug.bottlenecks import TOKEN, Help, find_helps
 from lightning_debug.profile import Interval, Profile, read_profile, share_out
-from lightning_planner.planner import recorded_config
+from lightning_planner.recorded import recorded_config
 
 STEPS, TASKS, GROUP = 6, 2, 2
 CALL, TOOL, CODE = 1.0, 4.0, 0.5
@@ -184,7 +184,7 @@ def test_the_parts_are_the_wall_time_and_every_setting_is_legal(made: MadeRun) -
     assert worth == sorted(worth, reverse=True), "older tokens are a price"
     for one in helps:
         assert 0.03 <= one.saves < 1.0
-        assert load_config(overrides=one.settings, env={}, base=recorded_config(profile.recorded))
+        assert load_config(overrides=one.settings, env={}, base=recorded_config(profile.recorded.config))
 
 
 def test_a_moment_belongs_in_equal_shares_to_those_who_work_then() -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -18,8 +19,8 @@ from lightning.errors import ConfigError
 from lightning.installation import Origin
 from lightning_deploy import deploy_command, validators
 from lightning_deploy import render as rendering
+from lightning_deploy.agent_sources import lock
 from lightning_deploy.deploy_plan import Options, make_plan
-from lightning_deploy.locked import lock
 from lightning_deploy.render import TARGETS, Cloud, render, write
 from lightning_deploy.validators import check
 from lightning_server.port import OPEN
@@ -117,7 +118,7 @@ def built(overlay: str) -> list[dict]:
     return list(yaml.safe_load_all(ran.stdout))
 
 
-@pytest.mark.parametrize("overlay", validators.Overlay)
+@pytest.mark.parametrize("overlay", get_args(validators.Overlay))
 def test_a_cluster_gets_what_production_asks_for(project: Path, overlay: str) -> None:
     write(files_of(project, "k8s"), OUT)
     objects = built(overlay)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from lightning.errors import ConfigError
-from lightning_deploy.sweep_file import read_sweep
+from lightning_deploy.sweep import read_sweep
 
 FULL = """
 train = "lightning train mine:solve --model 'my model' --tasks train.jsonl"

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 from lightning.errors import ConfigError
-from lightning_deploy import sweep_command
-from lightning_deploy.sweep_command import BEGUN, LOG, REPORT, Slot, alone, check_begun, slots, summed, work
-from lightning_deploy.sweep_file import PlannedRun
+from lightning_deploy import sweep as sweeping
+from lightning_deploy.sweep import BEGUN, LOG, REPORT, PlannedRun, Slot, alone, check_begun, slots, summed, work
 from lightning_examples import raw_python, word_problems
 
 PRETENDS = """#!{python}
@@ -54,7 +53,7 @@ def pretending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "python"
     script.write_text(PRETENDS.format(python=sys.executable))
     script.chmod(0o755)
-    monkeypatch.setattr(sweep_command.sys, "executable", str(script))
+    monkeypatch.setattr(sweeping.sys, "executable", str(script))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     folder = tmp_path / "sweep"
     folder.mkdir()

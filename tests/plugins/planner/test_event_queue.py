@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning_planner.serving import Kernel
+from lightning_planner.simulation import Kernel
 
 rates = st.lists(st.tuples(st.floats(0.01, 5.0), st.floats(0.1, 3.0)), max_size=8)
 

@@ -26,8 +26,8 @@ from lightning.types import Outcome, Rollout, Run, StepRecord, Task
 from lightning_planner.calibration import calibrate
 from lightning_planner.cluster import GPUS, Cluster
 from lightning_planner.costs import Schedule
-from lightning_planner.planner import Target, make_plan, recorded_config, replay
-from lightning_planner.recorded import Recorded, _Reader, forward_passes, read_run
+from lightning_planner.planner import Target, make_plan, replay
+from lightning_planner.recorded import Recorded, _Reader, forward_passes, read_run, recorded_config
 from lightning_planner.shape import read_shape
 
 from .conftest import CALL, GROUP, LEAD, PLACES, STEPS, TASKS, TOOL, TRAIN, call, record
@@ -218,6 +218,6 @@ async def test_a_plan_for_gpus_has_the_passes_of_the_recorded_algorithm(store: S
 
 def test_settings_that_are_tables_are_those_of_the_recorded_run() -> None:
     own = with_settings(Config(), {"engine.verl.sharding": {"fsdp_size": 2}, "engine.lora.rank": 4, "engine.lr": 1.0})
-    read = recorded_config(recorded_with(config=own.model_dump(mode="json")))
+    read = recorded_config(recorded_with(config=own.model_dump(mode="json")).config)
     assert read.engine.verl.sharding == {"fsdp_size": 2}
     assert read == own

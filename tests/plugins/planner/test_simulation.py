@@ -30,8 +30,8 @@ def forever(*agents: Agent, teaches: bool = True) -> Iterator[Team]:
 
 def only_step(simulated: Simulated) -> float:
     """The seconds that every step took alike."""
-    assert all(step.seconds == pytest.approx(simulated.steps[0].seconds) for step in simulated.steps)
-    return simulated.steps[0].seconds
+    assert all(step.total == pytest.approx(simulated.steps[0].total) for step in simulated.steps)
+    return simulated.steps[0].total
 
 
 def test_one_rollout_at_a_time_is_a_sum() -> None:
@@ -88,7 +88,7 @@ def test_an_update_lets_calls_stand_still() -> None:
     costs = Costs(ServerCosts(token=1.0), TrainerCosts(step=1.0, row_token=0.0, update=2.0))
     simulated = simulate(schedule, costs, forever(agent((0.0, 0.0, 10))))
     # Two rollouts are under way at any time; of 10 s of decoding each sees every update meanwhile.
-    pair = simulated.steps[2].seconds + simulated.steps[3].seconds
+    pair = simulated.steps[2].total + simulated.steps[3].total
     assert pair == pytest.approx(10.0 + 2 * 2.0, abs=1.0)
 
 

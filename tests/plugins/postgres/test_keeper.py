@@ -20,13 +20,16 @@ from lightning.store.relational.transaction import KEEP_VERSION
 from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Outcome, Rollout, Run, Scope, Task, Token
-from lightning_db import Weight, keeper_of, queries
 from lightning_db import command as db
+from lightning_db import queries
+from lightning_db.keeper import Weight, keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
 from lightning_otel.traces.store import spans
 from lightning_postgres.connection import PostgresTransaction
 from lightning_postgres.store import PostgresStore
-from lightning_resources import Resource, alias_history, command, list_resources, put_resource, set_alias
+from lightning_resources import command
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import alias_history, list_resources, put_resource, set_alias
 from lightning_server.tokens import list_tokens, put_token
 from typer import Typer
 from typer.testing import CliRunner

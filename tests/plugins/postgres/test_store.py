@@ -26,14 +26,15 @@ from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.threads import Bell
 from lightning.types import Outcome, Rollout, Run, Scope, Status, Task, Token, Transition, logprobs, token_ids
-from lightning_db import keeper_of
+from lightning_db.keeper import keeper_of
 from lightning_otel.traces.book import TraceBook
 from lightning_postgres import change_listener as postgres_watching
 from lightning_postgres import connection as postgres_connection
 from lightning_postgres import connections
 from lightning_postgres.connection import lock_key
 from lightning_postgres.store import PostgresStore
-from lightning_resources import Resource, alias_history, put_resource, roll_back_alias, set_alias
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import alias_history, put_resource, roll_back_alias, set_alias
 from lightning_server import tokens_sql
 from lightning_server.fleet.member import Member
 from lightning_server.fleet.owner import Owner

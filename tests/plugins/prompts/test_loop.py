@@ -32,7 +32,8 @@ from lightning.types import LLM, Rollout, Task
 from lightning_prompts import Bench, PromptAlgorithm, Trial, loop
 from lightning_prompts.apo import APO
 from lightning_prompts.loop import PromptBench, component_of
-from lightning_resources import Resource, ResourceKind, list_aliases, list_resources, put_resource, set_alias
+from lightning_resources.nouns import Resource, ResourceKind
+from lightning_resources.operations import list_aliases, list_resources, put_resource, set_alias
 from lightning_server.control import AgentAccess
 
 START = "Greet {name}."

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.engines.failures import NonFiniteError
 from lightning.engines.microbatch import Tally
-from lightning.engines.step import StepDriver
+from lightning.engines.step import NonFiniteError, StepDriver
 from lightning_proof.audit import audit
 
 

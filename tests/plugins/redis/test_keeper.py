@@ -13,12 +13,13 @@ from lightning.cli.locate import with_store
 from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
 from lightning.store.schema import SCHEMA
 from lightning.types import Outcome, Rollout, Scope, Task, Token, Transition
-from lightning_db import Weight, keeper_of
+from lightning_db.keeper import Weight, keeper_of
 from lightning_db.prune import PruneRequest, carry_out, plan
 from lightning_otel.traces.store import spans
 from lightning_redis.keeper import RedisKeeper
 from lightning_redis.store import RedisStore
-from lightning_resources import Resource, put_resource, resource_uses
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import put_resource, resource_uses
 from lightning_server.tokens import put_token
 
 from tests.plugins.db.gateways import check_state_of_gateways

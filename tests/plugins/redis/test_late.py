@@ -16,7 +16,8 @@ from lightning.errors import UnavailableError
 from lightning.types import Rollout, Run, Status, Task
 from lightning_redis import connection, pipeline
 from lightning_redis.store import RedisStore
-from lightning_resources import Resource, alias_history, put_resource, roll_back_alias, set_alias
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import alias_history, put_resource, roll_back_alias, set_alias
 
 from tests.servers.redis import RedisServer
 

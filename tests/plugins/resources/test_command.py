@@ -17,7 +17,8 @@ from lightning.printable import printable
 from lightning.store import Store
 from lightning.store.url import sqlite_url
 from lightning.types import Outcome, Rollout, Run, Task
-from lightning_resources import Resource, ResourceKind, get_resource, put_resource, set_alias
+from lightning_resources.nouns import Resource, ResourceKind
+from lightning_resources.operations import get_resource, put_resource, set_alias
 
 from tests.core.cli.test_output import EVIL, STEERS
 

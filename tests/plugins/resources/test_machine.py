@@ -18,7 +18,8 @@ from hypothesis.stateful import (
 )
 from lightning.errors import StoreError
 from lightning.store import Store
-from lightning_resources import Resource, list_aliases, list_resources, put_resource, roll_back_alias, set_alias
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import list_aliases, list_resources, put_resource, roll_back_alias, set_alias
 
 
 class ResourceMachine(RuleBasedStateMachine):

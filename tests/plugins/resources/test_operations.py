@@ -14,11 +14,10 @@ from lightning.errors import ConflictError, DataError, StoreError
 from lightning.store import Store
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Fault, Outcome, Rollout, StepRecord
-from lightning_resources import (
-    Alias,
-    Resource,
-    ResourceKind,
-    ResourceUse,
+from lightning_resources import sql
+from lightning_resources.nouns import Alias, Resource, ResourceKind, ResourceUse
+from lightning_resources.operations import (
+    RESOURCES,
     alias_history,
     get_resource,
     list_aliases,
@@ -27,9 +26,7 @@ from lightning_resources import (
     resource_uses,
     roll_back_alias,
     set_alias,
-    sql,
 )
-from lightning_resources.operations import RESOURCES
 
 from tests.core.store.backends import everywhere
 

@@ -16,7 +16,8 @@ from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.types import Rollout, Run, Task
-from lightning_resources import Resource, ResourceKind, get_resource, put_resource, resource_uses, set_alias
+from lightning_resources.nouns import Resource, ResourceKind
+from lightning_resources.operations import get_resource, put_resource, resource_uses, set_alias
 from lightning_resources.prompts import resolve_prompts
 from lightning_resources.reference import ResourceReference, find, parse_reference
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from lightning.errors import ConfigError
 from lightning.store.memory import MemoryStore
-from lightning_resources import Resource, ResourceKind, list_resources, put_resource, roll_back_alias, set_alias
+from lightning_resources.nouns import Resource, ResourceKind
+from lightning_resources.operations import list_resources, put_resource, roll_back_alias, set_alias
 from lightning_resources.weights import WEIGHTS_NAME, superseded, weights_content
 
 

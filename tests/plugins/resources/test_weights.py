@@ -6,7 +6,8 @@ import hashlib
 from pathlib import Path
 
 from lightning.store.memory import MemoryStore
-from lightning_resources import Resource, ResourceKind, put_resource
+from lightning_resources.nouns import Resource, ResourceKind
+from lightning_resources.operations import put_resource
 from lightning_resources.weights import WEIGHTS_NAME, keep_weights
 
 

@@ -18,7 +18,7 @@ from lightning.runner.protocol import Agent
 from lightning.trainer import Trainer
 from lightning.types import LLM, Lease, Task
 from lightning_sandbox.sandbox import bubblewrap
-from lightning_sandbox.tool_limits import make_slots
+from lightning_sandbox.tool_slots import make_slots
 from lightning_server.client import Client
 from lightning_server.remote_runner import RemoteRunner
 

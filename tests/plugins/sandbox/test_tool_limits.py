@@ -21,8 +21,7 @@ from lightning.runner.inline import InlineRunner
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
 from lightning.types import LLM, Fault, Lease, Outcome, Task, ToolEvent
-from lightning_sandbox.tool_limits import ENOUGH, LimitStage, limits_for, make_slots
-from lightning_sandbox.tool_slots import ToolLimits
+from lightning_sandbox.tool_slots import ENOUGH, LimitStage, ToolLimits, limits_for, make_slots
 
 NOWHERE = LLM("http://127.0.0.1:1/v1", "key", "policy")
 AGENTS = 4

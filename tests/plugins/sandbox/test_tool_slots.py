@@ -22,8 +22,7 @@ from lightning.instrument import activate, emit, hold_slots, reward
 from lightning.instrument.threads import carry_names
 from lightning.types import LLM, ToolEvent
 from lightning_sandbox import tool_slots
-from lightning_sandbox.tool_limits import make_slots
-from lightning_sandbox.tool_slots import ToolLimits, limit_tools, tool_slot, unheld
+from lightning_sandbox.tool_slots import ToolLimits, limit_tools, make_slots, tool_slot, unheld
 
 from tests.core.runner.test_forks import in_a_fork
 

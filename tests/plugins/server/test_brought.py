@@ -136,7 +136,7 @@ def test_two_owners_of_a_name_are_refused_at_the_start(lab: Callable[..., Any]) 
     lab()
     lab("more")
     both = r"the plugin 'more' \(more-lab 1.0\) and the plugin 'verdicts' \(verdicts-lab 1.0\) both have the operation"
-    with pytest.raises(PluginError, match=both):
+    with pytest.raises(PluginError, match=rf"{both} .*Uninstall one of them"):
         app.routes()
 
 
@@ -153,6 +153,12 @@ def test_two_that_answer_the_same_requests_are_refused_at_the_start(lab: Callabl
     with pytest.raises(
         PluginError, match=r"the server itself and the plugin .*'verdicts' both answer GET /api/v1/rollouts/"
     ):
+        app.routes()
+
+
+def test_a_parameter_without_a_meaning_is_refused_at_the_start_by_the_plugins_name(lab: Callable[..., Any]) -> None:
+    lab(**{"def verdicts(self, rollout: str)": "def verdicts(self, rollout: str, least: int = 1)"})
+    with pytest.raises(PluginError, match=r"the plugin .*'verdicts' has the operation 'verdicts'.*give it query="):
         app.routes()
 
 

@@ -20,7 +20,8 @@ from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.trainer.run_stages import PROBE
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import LLM, Rollout, Task, Transition
-from lightning_resources import Resource, ResourceKind, put_resource, resource_uses, roll_back_alias, set_alias
+from lightning_resources.nouns import Resource, ResourceKind
+from lightning_resources.operations import put_resource, resource_uses, roll_back_alias, set_alias
 from lightning_resources.reference import parse_reference
 from lightning_resources.weights import WEIGHTS_NAME, weights_content
 from lightning_server import following

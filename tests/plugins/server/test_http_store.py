@@ -32,7 +32,8 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
-from lightning_resources import Resource, alias_history, put_resource, roll_back_alias, set_alias
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import alias_history, put_resource, roll_back_alias, set_alias
 from lightning_server import errors, messages
 from lightning_server.auth import issue_token
 from lightning_server.http_store import HttpStore, transport

@@ -31,7 +31,7 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
-from lightning_resources import Alias, Resource, ResourceUse
+from lightning_resources.nouns import Alias, Resource, ResourceUse
 from lightning_server import json_codec, messages
 from lightning_server.operations import OPERATIONS
 

@@ -19,7 +19,8 @@ from lightning.errors import ConfigError, DataError, LightningError, Unavailable
 from lightning.plugins import plugins
 from lightning.store.url import sqlite_url
 from lightning.types import Scope
-from lightning_resources import Resource, ResourceKind, get_resource, put_resource, set_alias
+from lightning_resources.nouns import Resource, ResourceKind
+from lightning_resources.operations import get_resource, put_resource, set_alias
 from lightning_resources.weights import WEIGHTS_NAME, checked_weights, weights_content
 from lightning_server.auth import Authenticator, issue_token
 from lightning_server.pull_command import LEFT_FREE, pull

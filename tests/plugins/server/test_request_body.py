@@ -8,7 +8,7 @@ import httpx
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from lightning.config.sections import ProviderConfig
-from lightning.instrument.trace import trace_id_of
+from lightning.instrument.context import trace_id_of
 from lightning_otel.traces.store import spans
 from lightning_server.serving import Sessions
 

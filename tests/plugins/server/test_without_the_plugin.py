@@ -59,6 +59,7 @@ def test_one_machine_needs_no_server(tmp_path: Path) -> None:
     [
         ("server.port", 8000, r"server\.port = 8000"),
         ("gateway.host", "0.0.0.0", r"gateway\.host = '0\.0\.0\.0', beyond this machine,"),
+        ("server.host", "0.0.0.0", r"server\.host = '0\.0\.0\.0', beyond this machine,"),
         ("trainer.project", "team-a", r"trainer\.project = 'team-a'"),
     ],
 )

@@ -16,6 +16,7 @@ from lightning.plugins import plugins
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_it_says_which_extra_brings_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"lightning_trackers.{name}", raising=False)
     for variable in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING"):
         monkeypatch.setenv(variable, "0")
     with pytest.raises(MissingExtraError, match=re.escape(install_command(name))):

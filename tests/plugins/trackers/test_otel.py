@@ -15,7 +15,8 @@ import pytest
 from lightning.config import Config
 from lightning.errors import ConfigError, MissingExtraError
 from lightning.installation import install_command
-from lightning.instrument.trace import root_span_id
+from lightning.instrument.context import root_span_id
+from lightning.plugins import plugins
 from lightning.store.memory import MemoryStore
 from lightning.tracking import trackers
 from lightning.tracking.trackers import Trackers
@@ -291,5 +292,6 @@ def test_what_the_environment_cannot_have_is_named(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ConfigError, match="set OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf"):
             OpenTelemetry().start("run", {}, tmp_path)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    monkeypatch.delitem(sys.modules, "lightning_trackers.otel")
     with pytest.raises(MissingExtraError, match=re.escape(install_command("otel"))):
-        OpenTelemetry().start("run", {}, tmp_path)
+        plugins().tracker("otel")(Config()).start("run", {}, tmp_path)

@@ -12,7 +12,6 @@ from lightning.config import Config
 from lightning.errors import MissingExtraError
 from lightning.installation import install_command
 from lightning.plugins import plugins
-from lightning_trackers.tensorboard import TensorBoard
 
 
 def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
@@ -32,5 +31,6 @@ def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
 
 def test_without_tensorboard_the_cure_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    monkeypatch.delitem(sys.modules, "lightning_trackers.tensorboard", raising=False)
     with pytest.raises(MissingExtraError, match=re.escape(install_command("tensorboard"))):
-        TensorBoard().start("a", {}, tmp_path)
+        plugins().tracker("tensorboard")(Config()).start("a", {}, tmp_path)

@@ -15,7 +15,7 @@ from typing import cast
 from lightning.bounded import Aging, Bounded
 from lightning.errors import StoreError
 from lightning.gateway.identity import Claims
-from lightning.instrument.trace import trace_id_of
+from lightning.instrument.context import trace_id_of
 from lightning.store.protocol import TRACES_RUN, Store
 from lightning.types import Json
 

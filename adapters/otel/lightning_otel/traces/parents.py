@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from types import ModuleType
 
-from lightning.instrument.trace import root_span_id, trace_id_of
+from lightning.instrument.context import root_span_id, trace_id_of
 from lightning.plugins.importing import on_import
 from lightning.runner.stages import AttemptStage
 from lightning.types import LLM, Task

@@ -10,7 +10,7 @@ from typing import Final
 
 from lightning.errors import StoreError
 from lightning.store import rows
-from lightning.store.relational.rollouts import held_standing, standing
+from lightning.store.relational.rollouts import standing
 from lightning.store.relational.transaction import SqlPart, Transaction
 from lightning.types import Span
 
@@ -55,7 +55,7 @@ async def append(transaction: Transaction, spans: Sequence[Span]) -> int:
 
 async def _append(transaction: Transaction, rollout: str, attempt: int, spans: Sequence[Span]) -> int:
     try:
-        where = await held_standing(transaction, rollout)
+        where = await standing(transaction, rollout, held=True)
     except StoreError:  # a rollout nobody created must not cost the spans of the others
         return 0
     if attempt < 1 or where.position.attempt != attempt:

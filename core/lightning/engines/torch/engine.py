@@ -23,7 +23,6 @@ from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
 from lightning.engines.critic import Trunk, ValueHead, no_critic, refuse_targets
 from lightning.engines.export import whole_weights, write_adapters, write_file, write_folder
-from lightning.engines.failures import MORE_ROOM, SMALLER_ROWS, NonFiniteError, needing_room
 from lightning.engines.loading import read_model
 from lightning.engines.microbatch import Tally
 from lightning.engines.model_contents import contents
@@ -38,10 +37,17 @@ from lightning.engines.rows import (
     trained_tokens,
     wanted_tokens,
 )
-from lightning.engines.step import StepDriver, is_prepared, prepared
-from lightning.engines.torch.layouts import Forest, Layout, Linear
+from lightning.engines.step import (
+    MORE_ROOM,
+    SMALLER_ROWS,
+    NonFiniteError,
+    StepDriver,
+    is_prepared,
+    needing_room,
+    prepared,
+)
+from lightning.engines.torch.layouts import Forest, GradientPass, Layout, Linear, read_logprobs, read_values
 from lightning.engines.torch.model import CausalLM, Reference, load_model, resolve_device
-from lightning.engines.torch.passes import GradientPass, read_logprobs, read_values
 from lightning.engines.torch.state import Progress, load_state, save_state
 from lightning.engines.torch.tree import why_no_tree
 from lightning.errors import EngineError
@@ -58,7 +64,7 @@ T = TypeVar("T")
 
 class TorchEngine:
     """Implements `lightning.engines.protocol.Engine`. Arguments are those of `EngineConfig`; `dtype` may also be `float64`, and
-    `max_model_len` is the policy server's (`engines.rope`)."""
+    `max_model_len` is the policy server's (`engines.loading`)."""
 
     def __init__(
         self,

@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning.engines.critic import same_critic
-from lightning.engines.failures import CURES
 from lightning.engines.files import recover, whole_folder
 from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.step import CURES
 from lightning.errors import EngineError
 from lightning.installation import other_format
 

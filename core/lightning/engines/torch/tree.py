@@ -17,18 +17,25 @@ import numpy.typing as npt
 import torch
 
 from lightning.batch.radix import Node, PrefixTree, build_tree
-from lightning.engines.failures import needing_room
 from lightning.engines.sameness import CONTROL_SHARE, ROUNDING, moved
+from lightning.engines.step import needing_room
 from lightning.engines.torch.model import CausalLM
-from lightning.engines.torch.packing import Branch, Enter, Extend, Leave, Pack, Retract, moves, pack_tree
 from lightning.engines.torch.path_attention import (
     Attending,
+    Branch,
+    Enter,
+    Extend,
     FlexAttention,
     Kernel,
+    Leave,
     MaskedAttention,
+    Pack,
     PartsAttention,
     PathLayer,
+    Retract,
     attending_to_paths,
+    moves,
+    pack_tree,
 )
 from lightning.errors import EngineError
 

@@ -10,13 +10,12 @@ to calls of that attempt only, and a row that was damaged before stays recogniza
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import cast
 
-from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
+from lightning.errors import DataError, StoreError
 from lightning.store import codec, rollout_state, rows, sql
 from lightning.store.codec import CANDIDATES, LOADED_CALLS, Decoder, Fingerprint, KnownTransition, Prompt, choose
 from lightning.store.protocol import KNOWN_SECONDS, Page, RolloutCount
@@ -38,21 +37,14 @@ class Standing:
     parent: str
 
 
-async def standing(transaction: Transaction, rollout: str) -> Standing:
-    """Find a rollout. Raises `StoreError` when nobody created it."""
-    return _standing(rollout, await transaction.all(sql.SELECT_POSITION, (rollout,)))
-
-
-async def held_standing(transaction: Transaction, rollout: str) -> Standing:
-    """Find a rollout that is to stand so until the transaction ends. Raises `StoreError` when nobody created it."""
-    return _standing(rollout, await transaction.locked(sql.SELECT_POSITION, (rollout,)))
-
-
-def _standing(rollout: str, found: list[Row]) -> Standing:
+async def standing(transaction: Transaction, rollout: str, *, held: bool = False) -> Standing:
+    """Find a rollout, which is to stand so until the transaction ends if it is `held`. Raises `StoreError` when nobody created
+    it."""
+    find = transaction.locked if held else transaction.all
+    found = await find(sql.SELECT_POSITION, (rollout,))
     if not found:
         raise rollout_state.unknown_rollout(rollout)
-    row = found[0]
-    n, run, group, status, attempt, spent, max_attempts, worker, parent = row
+    n, run, group, status, attempt, spent, max_attempts, worker, parent = found[0]
     return Standing(n, run, group, Position(rollout, Status(status), attempt, spent, max_attempts), worker, parent)
 
 
@@ -65,7 +57,9 @@ async def create(transaction: Transaction, rollouts: Sequence[Rollout]) -> int:
     new = await transaction.insert_new(sql.INSERT_ROLLOUT, values)
     if new < len(rollouts):
         for rollout in rollouts:
-            await _check_owner(transaction, rollout)
+            row = await transaction.one(sql.SELECT_OWNER, (rollout.id,))
+            if row is not None and row[0] != rollout.run:
+                raise rollout_state.created_elsewhere(rollout)
     if new:
         for run in runs:
             await transaction.changed(run)
@@ -75,15 +69,6 @@ async def create(transaction: Transaction, rollouts: Sequence[Rollout]) -> int:
 async def create_again(transaction: Transaction, new: int, rollouts: Sequence[Rollout]) -> int:
     """`create` after a try that found so many new and whose end nobody heard of: if none is new now, it was committed."""
     return await create(transaction, rollouts) or new
-
-
-async def _check_owner(transaction: Transaction, rollout: Rollout) -> None:
-    row = await transaction.one(sql.SELECT_OWNER, (rollout.id,))
-    if row is not None and row[0] != rollout.run:
-        raise ConflictError(
-            f"rollout {rollout.id!r} cannot be created in run {rollout.run!r}: another run has one with this id. "
-            "Begin the ids of rollouts with the id of their run"
-        )
 
 
 async def get(transaction: Transaction, rollout: str) -> Rollout | None:
@@ -102,9 +87,7 @@ async def page(
     limit: int,
 ) -> Page[Rollout]:
     """See `Store.list_rollouts`. The cursor is the `n` of the last rollout of the page before."""
-    rollout_state.check_page(limit)
-    if cursor and not cursor.isdecimal():
-        raise rollout_state.no_cursor(cursor)
+    rollout_state.check_page(limit, cursor)
     asked = [value for value in (split, step, None if status is None else status.value) if value is not None]
     found = await transaction.all(
         sql.SELECT_ROLLOUTS
@@ -126,11 +109,7 @@ async def lease(
     transaction: Transaction, run: str, worker: str, limit: int, ttl: float, known_as: str = ""
 ) -> list[Lease]:
     """See `Store.lease`; `known_as` is the name of the call (`rollout_state.known_as`)."""
-    _check_ttl(ttl)
-    if limit < 0:
-        raise DataError(f"limit={limit} is negative: ask for the number of rollouts you can run now")
-    if not worker:
-        raise DataError("a lease needs the name of its worker: release() finds leases by it")
+    rollout_state.check_lease(worker, limit, ttl)
     if known_as and (leases := await _leased_before(transaction, known_as, worker, ttl)):
         return leases
     if known_as and not limit:
@@ -162,7 +141,7 @@ async def _leased_before(transaction: Transaction, known_as: str, worker: str, t
     await transaction.alone(f"call {known_as}")
     given = cast("list[tuple[str, int]]", await kept_answer(transaction, known_as) or [])
     # In the order of their ids, so that two that share rollouts do not wait for one another.
-    standings = {rollout: await held_standing(transaction, rollout) for rollout, _ in sorted(given)}
+    standings = {rollout: await standing(transaction, rollout, held=True) for rollout, _ in sorted(given)}
     mine = [
         rollout
         for rollout, attempt in given
@@ -189,7 +168,9 @@ async def lease_again(
 ) -> list[Lease]:
     """`lease` after a try that would have given `leases` and whose end nobody heard of: those, if it was committed."""
     for held in sorted(leases, key=lambda held: held.rollout.id):
-        await held_standing(transaction, held.rollout.id)  # waits for the earlier try, should it still be on its way
+        await standing(
+            transaction, held.rollout.id, held=True
+        )  # waits for the earlier try, should it still be on its way
         if await transaction.one(sql.SELECT_TAKEN, (held.rollout.id, held.attempt, held.worker, held.expires_at)):
             return leases
     return await lease(transaction, run, worker, limit, ttl, known_as)
@@ -197,13 +178,11 @@ async def lease_again(
 
 async def renew(transaction: Transaction, lease: Lease, ttl: float) -> Lease:
     """See `Store.renew`."""
-    _check_ttl(ttl)
-    where = await held_standing(transaction, lease.rollout.id)
+    rollout_state.check_ttl(ttl)
+    where = await standing(transaction, lease.rollout.id, held=True)
     rollout_state.check_fence(where.position, lease.attempt)
     if where.worker != lease.worker:
-        raise StaleAttemptError(
-            f"attempt {lease.attempt} of rollout {lease.rollout.id!r} is leased by {where.worker!r}, not by {lease.worker!r}"
-        )
+        raise rollout_state.not_holder(lease, where.worker)
     until = await transaction.now() + ttl
     await transaction.run(sql.RENEW_LEASE, (until, lease.rollout.id))
     return Lease(lease.rollout, lease.worker, until)
@@ -213,7 +192,7 @@ async def complete(
     transaction: Transaction, rollout: str, attempt: int, end: rollout_state.Ending, *, spend: bool
 ) -> Rollout:
     """See `Store.complete`; `end` is the checked outcome."""
-    where = await held_standing(transaction, rollout)
+    where = await standing(transaction, rollout, held=True)
     if not rollout_state.may_write(where.position, attempt):
         earlier = await transaction.one(sql.SELECT_OUTCOME_DIGEST, (rollout, attempt))
         if earlier is None or earlier[0] != end.digest:
@@ -258,11 +237,6 @@ async def release(transaction: Transaction, worker: str) -> int:
     for run in {run for *_, run in held}:
         await transaction.changed(run)
     return len(held)
-
-
-def _check_ttl(ttl: float) -> None:
-    if not (math.isfinite(ttl) and ttl >= 0):
-        raise DataError(f"ttl={ttl!r} must be a number of seconds, 0 or more")
 
 
 async def name_callers(
@@ -315,14 +289,18 @@ def prepare(transition: Transition) -> NewCall:
     """Everything that can be done before the transaction, which keeps others from writing. Raises `DataError`."""
     packed = codec.pack_tokens(codec.CallTokens(transition.prompt_ids, transition.response_ids, transition.logprobs))
     tokens = Fingerprint.of(packed.full, len(packed.prompt))
-    return NewCall(transition, packed, tokens, _values(transition, packed.digest))
+    if transition.seq < 0:
+        raise DataError(f"the seq of transition {transition.key} is negative: count the calls of an attempt from 0")
+    values = rows.CALLS.values(transition)
+    digest = rollout_state.row_digest(transition.rollout, transition.attempt, values, packed.digest)
+    return NewCall(transition, packed, tokens, (*values, digest))
 
 
 async def append(transaction: Transaction, calls: Sequence[NewCall]) -> int:
     """See `Store.append`."""
     # In the order of their ids, so that two appends that share rollouts do not wait for one another.
     names = sorted({call.transition.rollout for call in calls})
-    standings = {name: await held_standing(transaction, name) for name in names}
+    standings = {name: await standing(transaction, name, held=True) for name in names}
     return sum([await _append_one(transaction, standings[call.transition.rollout], call) for call in calls])
 
 
@@ -340,7 +318,7 @@ async def _append_one(transaction: Transaction, where: Standing, call: NewCall) 
         return False
     parent, shared = await _parent(transaction, where, call)
     blob = codec.encode_packed(call.packed, shared)
-    n = await transaction.insert(sql.INSERT_TRANSITION, (*key[:2], parent.n if parent else None, *call.values, blob))
+    n = await transaction.insert(sql.INSERT_TRANSITION, (*key[:2], parent.key if parent else None, *call.values, blob))
     if n is None:
         assert await _is_repeated(transaction, where, key, call), "what is in the way of a call has its key"
         return False
@@ -364,10 +342,7 @@ async def _is_repeated(transaction: Transaction, where: Standing, key: tuple[int
             rollout_state.check_fence(where.position, call.transition.attempt)
             await transaction.run(sql.MARK_ABORTED, (call.transition.status.value, call.values[-1], *key))
             return True
-    raise ConflictError(
-        f"transition {call.transition.key} is stored already with other content: give each call of an attempt its own seq "
-        "(next_seq() says the first unused one)"
-    )
+    raise rollout_state.stored_otherwise(call.transition)
 
 
 async def _digests(transaction: Transaction, transition: Transition, content: bytes) -> list[bytes]:
@@ -377,7 +352,7 @@ async def _digests(transaction: Transaction, transition: Transition, content: by
     return [rollout_state.record_digest(each, content) for each in named]
 
 
-async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> tuple[KnownTransition | None, int]:
+async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> tuple[KnownTransition[int] | None, int]:
     """The best of the calls of this attempt, newest first, of the roots of its group and, if it is a branch of a rollout of its
     group, of the calls up to the one it branches; and how many tokens it shares.
 
@@ -398,13 +373,13 @@ async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> t
         parent, shared = choose(prompt, chain(reversed(own), roots, branched))
         if parent is None or parent in own:
             return parent, shared
-        if await transaction.kept(sql.SELECT_IN_GROUP, (parent.n, codec.HEAD_BYTES, parent.head, *group)):
+        if await transaction.kept(sql.SELECT_IN_GROUP, (parent.key, codec.HEAD_BYTES, parent.head, *group)):
             return parent, shared
         transaction.parents.drop(group)
         transaction.parents.drop(trunk)
 
 
-async def _load_trunk(transaction: Transaction, where: Standing) -> list[KnownTransition]:
+async def _load_trunk(transaction: Transaction, where: Standing) -> list[KnownTransition[int]]:
     try:
         key = rows.call_from_text(where.parent, "its parent")
     except (StoreError, ValueError, TypeError):  # damaged: whoever reads the rollout itself gets the error
@@ -413,10 +388,10 @@ async def _load_trunk(transaction: Transaction, where: Standing) -> list[KnownTr
     return await _load(transaction, sql.SELECT_TRUNK, (where.run, where.group, *key, LOADED_CALLS))
 
 
-async def _load(transaction: Transaction, query: str, values: tuple[str | int, ...]) -> list[KnownTransition]:
+async def _load(transaction: Transaction, query: str, values: tuple[str | int, ...]) -> list[KnownTransition[int]]:
     """The newest calls that the query finds, oldest first, without those that a newer one extends."""
     decoder = Decoder(lambda n: transaction.one(sql.SELECT_BLOB, (n,)))
-    found: list[KnownTransition] = []
+    found: list[KnownTransition[int]] = []
     fulls: list[bytes] = []
     for n, parent, blob in await transaction.all(query, values):
         try:
@@ -429,13 +404,6 @@ async def _load(transaction: Transaction, query: str, values: tuple[str | int, .
             fingerprint = Fingerprint.of(full, len(codec.pack(tokens.prompt_ids)))
             found.append(KnownTransition(n, blob[: codec.HEAD_BYTES], fingerprint))
     return found[::-1]
-
-
-def _values(transition: Transition, content: bytes) -> tuple[rows.Value, ...]:
-    if transition.seq < 0:
-        raise DataError(f"the seq of transition {transition.key} is negative: count the calls of an attempt from 0")
-    values = rows.CALLS.values(transition)
-    return (*values, rollout_state.row_digest(transition.rollout, transition.attempt, values, content))
 
 
 async def transitions(transaction: Transaction, rollout: str, attempt: int | None) -> list[Transition]:

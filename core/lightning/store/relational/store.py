@@ -20,7 +20,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar, Final, TypeVar, cast
 
-from lightning.errors import ConflictError, StaleAttemptError, StoreError
 from lightning.store import rollout_state, rows, sql
 from lightning.store.operation import Operation as StoreOperation
 from lightning.store.operation import OperationGroup, Operations
@@ -98,10 +97,7 @@ async def commit_step(transaction: Transaction, record: StepRecord) -> None:
     earlier = await transaction.one(sql.SELECT_STEP_DIGEST, (record.run, record.step))
     if earlier is not None:
         if earlier[0] != record.digest:
-            raise ConflictError(
-                f"step {record.step} of run {record.run!r} is committed already with another batch (digest {earlier[0]!r}, "
-                f"not {record.digest!r}): is another trainer working on this run?"
-            )
+            raise rollout_state.committed_otherwise(record, earlier[0])
         return
     trained, reuse, first = sorted(record.rollouts), rollout_state.reuse_of(record), record.step
     for (rollout, _), (following, _) in itertools.pairwise(trained):
@@ -129,11 +125,7 @@ def _check_trainable(
     if found is None:
         raise rollout_state.unknown_rollout(rollout)
     run, status, fault, current, trained = found
-    what = f"step {record.step} of run {record.run!r} cannot train rollout {rollout!r}"
-    if run != record.run:
-        raise StoreError(f"{what}: it belongs to run {run!r}")
-    if not rollout_state.may_train(status, fault) or current != attempt:
-        raise StaleAttemptError(f"{what} by attempt {attempt}: it is {status} at attempt {current}")
+    rollout_state.check_trainable(record, rollout, attempt, run, status, fault, current)
     declared = rollout in reuse.rollouts
     if declared != (trained is not None and trained < record.step) or (not declared and trained is not None):
         raise rollout_state.not_new(record, rollout, trained, declared=declared)

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from lightning.errors import SchemaError, StoreError
 from lightning.store import sql
-from lightning.store.codec import KnownTransition
+from lightning.store.codec import ParentCache, ParentsView
 from lightning.store.protocol import KNOWN_SECONDS
 from lightning.store.rows import Row, Value
 from lightning.types import Json
@@ -29,27 +29,12 @@ from lightning.types import Json
 T = TypeVar("T")
 
 
-class Parents(Protocol):
-    """Recently written calls by attempt and by group: what a new call may be stored against."""
-
-    async def get(
-        self, key: Hashable, load: Callable[[], Awaitable[Iterable[KnownTransition]]]
-    ) -> list[KnownTransition]:
-        """The candidates under a key, loaded from the database if they are not at hand."""
-
-    def add(self, key: Hashable, known: KnownTransition, extended: KnownTransition | None = None) -> None:
-        """Remember a new transition under a key that was asked for before, in place of the one that it extends."""
-
-    def drop(self, key: Hashable) -> None:
-        """Forget what is remembered under a key: some of it is not in the database any more."""
-
-
 class Transaction(Protocol):
     """An open transaction. Parameters of a statement are written `?`."""
 
     @property
-    def parents(self) -> Parents:
-        """Recently written calls. Only writing transactions have them."""
+    def parents(self) -> ParentCache[int] | ParentsView[int]:
+        """Recently written calls, what a new one may be stored against. Only writing transactions have them."""
 
     async def now(self) -> float:
         """Unix time by the database's clock, the same for the whole transaction."""

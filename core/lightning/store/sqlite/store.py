@@ -1,32 +1,51 @@
-"""`SqliteStore`: the `Store` protocol over one writer thread and a few readers beside it, and its watch of changes.
+"""`SqliteStore`: the `Store` protocol over one writer thread and a few readers beside it, the transaction object that
+operations get, and the watch of changes.
 
 The invariant: methods may be awaited from any event loop and any thread of the process that opened the store; a write that was
-awaited is committed, and every later read sees it.
+awaited is committed, and every later read sees it. Operations that wait together are committed together: a future is resolved
+only after the transaction that holds its operation is committed, and an operation that fails takes none of its neighbours with
+it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
+import queue
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from lightning.errors import ConfigError
-from lightning.store.protocol import RunWatch
+from lightning.store.codec import ParentCache
 from lightning.store.relational.store import RelationalStore
 from lightning.store.relational.transaction import Again, Operation, Transaction
-from lightning.store.sqlite.connection import MEMORY, Settings, SqliteTransaction, Writer, connect, drive, translate
-from lightning.store.threads import Bell, check_process, closed_error
+from lightning.store.rows import Row, Value
+from lightning.store.sqlite.connection import (
+    MEMORY,
+    Settings,
+    connect,
+    is_busy,
+    make_tables,
+    moved,
+    refuse_foreign,
+    translate,
+    warn_of_shared,
+)
+from lightning.store.threads import Bell, LookingWatch, WorkItem, check_process, closed_error, deliver
 from lightning.store.url import StoreURL, parse
 
+T = TypeVar("T")
+MARK_CHANGE: Final = "INSERT INTO revisions (run, n) VALUES (?, 1) ON CONFLICT (run) DO UPDATE SET n = revisions.n + 1"
+_NOW: Final = "SELECT (julianday('now') - 2440587.5) * 86400.0"
 SELECT_REVISION: Final = "SELECT n FROM revisions WHERE run = ?"
-POLL: Final = 0.05
+LOOK: Final = 0.05
 """Seconds between looks for what another process changed; a look is one indexed read."""
 
 
@@ -36,39 +55,344 @@ async def revision(transaction: Transaction, run: str) -> int:
     return int(row[0]) if row else 0
 
 
-class RevisionWatch:
-    """A `RunWatch` that compares how often a run has changed with what it knew."""
+class SqliteTransaction:
+    """A `Transaction` whose coroutines never suspend, see `drive`. Belongs to one thread.
 
-    def __init__(self, revision: Callable[[], Awaitable[int]], event: asyncio.Event, known: int) -> None:
-        self._revision, self._event, self._known = revision, event, known
+    A write begins with the one lock that SQLite has, so whatever it finds stays as it is.
+    """
 
-    async def wait(self, timeout: float) -> bool:
-        """See `RunWatch.wait`."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        while True:
-            self._event.clear()
-            revision = await self._revision()
-            if revision != self._known:
-                self._known = revision
+    def __init__(self, connection: sqlite3.Connection, parents: ParentCache[int] | None = None) -> None:
+        self._connection = connection
+        self._now: float | None = None
+        self._parents = parents
+        self.changed_runs: set[str] = set()
+        self._marked: set[str] = set()
+
+    async def changed(self, run: str) -> None:
+        """See `Transaction.changed`."""
+        if run not in self._marked:
+            self._marked.add(run)
+            self.changed_runs.add(run)
+            self._connection.execute(MARK_CHANGE, (run,))
+
+    def forget_changes(self) -> None:
+        """A part of the transaction was undone, and perhaps the marks of its changes with it: mark anew from here on."""
+        self._marked.clear()
+
+    async def now(self) -> float:
+        """See `Transaction.now`."""
+        if self._now is None:
+            self._now = float(self._connection.execute(_NOW).fetchone()[0])
+        return self._now
+
+    @property
+    def parents(self) -> ParentCache[int]:
+        """See `Transaction.parents`."""
+        assert self._parents is not None, "a reading transaction does not append"
+        return self._parents
+
+    async def one(self, sql: str, values: Sequence[Value] = ()) -> Row | None:
+        """See `Transaction.one`."""
+        rows = self._connection.execute(sql, values).fetchall()
+        return rows[0] if rows else None
+
+    async def all(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
+        """See `Transaction.all`."""
+        return self._connection.execute(sql, values).fetchall()
+
+    async def locked(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
+        """See `Transaction.locked`."""
+        return self._connection.execute(sql, values).fetchall()
+
+    async def free(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
+        """See `Transaction.free`."""
+        return self._connection.execute(sql, values).fetchall()
+
+    async def kept(self, sql: str, values: Sequence[Value] = ()) -> bool:
+        """See `Transaction.kept`."""
+        return await self.one(sql, values) is not None
+
+    async def alone(self, *names: str) -> None:
+        """See `Transaction.alone`: every write is."""
+
+    async def run(self, sql: str, values: Sequence[Value] = ()) -> int:
+        """See `Transaction.run`."""
+        return self._connection.execute(sql, values).rowcount
+
+    async def define(self, sql: str) -> None:
+        """See `Transaction.define`."""
+        self._connection.execute(sql)
+
+    async def many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
+        """See `Transaction.many`."""
+        if rows:
+            self._connection.executemany(sql, rows)
+
+    async def insert(self, sql: str, values: Sequence[Value]) -> int | None:
+        """See `Transaction.insert`."""
+        done = self._connection.execute(sql, values)
+        return done.lastrowid if done.rowcount else None
+
+    async def insert_new(self, sql: str, rows: Sequence[Sequence[Value]]) -> int:
+        """See `Transaction.insert_new`."""
+        return max(self._connection.executemany(sql, rows).rowcount, 0)
+
+
+def drive(operation: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine over a `SqliteTransaction` to its end, here and now."""
+    try:
+        operation.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    operation.close()
+    raise AssertionError("an operation of a store awaits nothing but its transaction")
+
+
+Identity: TypeAlias = tuple[int, int] | None
+"""Device and inode of the file that a store was opened with; None for one in memory."""
+
+
+def identity(settings: Settings) -> Identity:
+    """What tells the store's file from another at the same path. Raises `StoreError` where there is none."""
+    try:
+        found = os.stat(settings.path)  # noqa: PTH116 — at each commit
+    except OSError as error:
+        raise moved(settings) from error
+    return found.st_dev, found.st_ino
+
+
+def check_identity(settings: Settings, opened: Identity) -> None:
+    """Raise `StoreError` where another file than the one that was opened is at the path, or none: a write would be lost."""
+    if opened is not None and identity(settings) != opened:
+        raise moved(settings)
+
+
+def connect_again(settings: Settings, opened: Identity, *, read_only: bool = False) -> sqlite3.Connection:
+    """Another connection to what the store has `opened`. Raises `StoreError` where another file is in its place, or none."""
+    check_identity(settings, opened)
+    return connect(settings, read_only=read_only, again=opened is not None)
+
+
+MAX_GROUP: Final = 512
+"""Operations in one transaction at most: bounds how long the first of them waits."""
+GROUP_SECONDS: Final = 0.03
+"""After so long a transaction takes in no more operations: other processes wait for its end."""
+POLL: Final = 0.0005
+"""Seconds between two tries to begin while another process writes. SQLite has no queue of those who wait: its own busy handler
+sleeps for up to 0.1 s, and a process that writes all the time takes the lock again within a millisecond."""
+
+NEVER_WAIT: Final = "PRAGMA busy_timeout = 0"
+"""For the writing connection: the writer itself waits for other processes, and knows for how long."""
+
+
+class _Job(WorkItem[T]):
+    """An operation. It may run twice, but it is committed once.
+
+    It does `first` before the transaction. One that could not begin before its `deadline`, by the monotonic clock, fails.
+    """
+
+    def __init__(self, operation: Operation[T], first: Callable[[], object] | None, deadline: float) -> None:
+        super().__init__()
+        self._operation = operation
+        self.first = first
+        self.deadline = deadline
+
+    def run(self, transaction: SqliteTransaction) -> None:
+        """Run the operation; raise what it raises."""
+        self.error = None
+        self.result = drive(self._operation(transaction))
+
+
+class Writer:
+    """Owns the writing connection. `ready` resolves when the file is open and has its tables, or fails with the reason."""
+
+    def __init__(self, settings: Settings, bell: Bell, make: bool) -> None:
+        self._settings = settings
+        self._bell = bell
+        self._make = make
+        self._transaction: SqliteTransaction
+        self._jobs: queue.SimpleQueue[_Job[object] | None] = queue.SimpleQueue()
+        self._waiting: deque[_Job[object]] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._stop = False
+        self._broken = False
+        self.identity: Identity = None
+        self._parents = ParentCache[int]()
+        self._connection: sqlite3.Connection
+        self.ready: Future[None] = Future()
+        self.ready.set_running_or_notify_cancel()  # one caller that gives up must not cancel the others' wait
+        self._thread = threading.Thread(target=self._main, name="lightning-store-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, operation: Operation[T], first: Callable[[], object] | None = None) -> asyncio.Future[T]:
+        """Queue an operation for the running loop to wait for, and what it does `first`. Raises `StoreError` after `close`."""
+        job = _Job(operation, first, time.monotonic() + self._settings.busy_timeout)
+        with self._lock:
+            if self._closed:
+                raise closed_error(self._settings.path)
+            self._jobs.put(job)  # type: ignore[arg-type]  # the queue does not look at results
+        return job.waiter
+
+    def close(self) -> None:
+        """Commit what is queued, then close the file. Blocks; idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._jobs.put(None)
+        self._thread.join()
+
+    def _main(self) -> None:
+        try:
+            refuse_foreign(self._settings, make=self._make)
+            self._connection = connect(self._settings)
+        except Exception as error:  # noqa: BLE001 — whatever it is, it belongs to whoever opens the store
+            self._refuse(translate(error, self._settings))
+            return
+        try:
+            make_tables(self._connection, self._settings)
+            self._connection.execute(NEVER_WAIT)
+            self.identity = None if self._settings.in_memory else identity(self._settings)
+        except Exception as error:  # noqa: BLE001 — likewise
+            self._connection.close()
+            self._refuse(translate(error, self._settings))
+            return
+        if not self._settings.in_memory:
+            warn_of_shared(self._settings.path)
+        self.ready.set_result(None)
+        while self._receive(wait=True):
+            self._commit_group()
+        self._connection.close()
+
+    def _refuse(self, error: Exception) -> None:
+        with self._lock:
+            self._closed = True
+        self.ready.set_exception(error)
+
+    def _receive(self, *, wait: bool) -> bool:
+        """Move what was queued to those that wait for a transaction, without those whose caller has gone away, and do what they
+        do before it. `wait` for one if there is none. False when there is none, as when the writer stops."""
+        while not self._stop and len(self._waiting) < MAX_GROUP:
+            try:
+                job = self._jobs.get(block=wait and not self._waiting)
+            except queue.Empty:
+                break
+            if job is None:
+                self._stop = True
+            elif not job.waiter.cancelled() and self._prepared(job):
+                self._waiting.append(job)
+        return bool(self._waiting)
+
+    def _prepared(self, job: _Job[object]) -> bool:
+        try:
+            if job.first is not None:
+                job.first()
+        except Exception as error:  # noqa: BLE001 — an operation's error belongs to its caller
+            job.error = error
+            deliver([job])
+            return False
+        return True
+
+    def _commit_group(self) -> None:
+        """Run what waits in one transaction; if that transaction is lost, each in its own."""
+        group: list[_Job[object]] = []
+        try:
+            if not self._begin_for_waiting():
+                return
+            full = time.monotonic() + GROUP_SECONDS
+            while self._waiting and time.monotonic() < full:
+                job = self._waiting.popleft()
+                if not job.waiter.cancelled():
+                    group.append(job)
+                    self._run_in_savepoint(job)
+            self._commit()
+        except Exception as error:  # noqa: BLE001 — the thread must outlive it: every caller waits on this thread
+            self._roll_back()
+            if not group and self._waiting:  # it could not even begin
+                group.append(self._waiting.popleft())
+            if len(group) == 1:
+                group[0].error = translate(error, self._settings)
+            else:
+                for job in group:
+                    self._commit_alone(job)
+        deliver(group)
+
+    def _run_in_savepoint(self, job: _Job[object]) -> None:
+        self._connection.execute("SAVEPOINT job")
+        try:
+            job.run(self._transaction)
+        except Exception as error:
+            if not self._connection.in_transaction:
+                raise  # SQLite rolled back everything by itself, as it may when the disk is full
+            self._connection.execute("ROLLBACK TO job")
+            self._transaction.forget_changes()
+            self._parents.forget()
+            job.error = translate(error, self._settings)
+        self._connection.execute("RELEASE job")
+
+    def _commit_alone(self, job: _Job[object]) -> None:
+        try:
+            self._begin(job.deadline)
+            job.run(self._transaction)
+            self._commit()
+        except Exception as error:  # noqa: BLE001 — an operation's error belongs to its caller
+            self._roll_back()
+            job.error = translate(error, self._settings)
+
+    def _begin_for_waiting(self) -> bool:
+        """Begin a transaction for those that wait. Each fails at its own deadline; False when none is left."""
+        while self._waiting:
+            try:
+                self._begin(self._waiting[0].deadline)
+            except sqlite3.OperationalError as error:
+                if not is_busy(error):
+                    raise
+                self._receive(wait=False)
+                now = time.monotonic()
+                late = []
+                while self._waiting and self._waiting[0].deadline <= now:
+                    late.append(self._waiting.popleft())
+                    late[-1].error = translate(error, self._settings)
+                deliver(late)
+            else:
                 return True
-            left = deadline - loop.time()
-            if left <= 0:
-                return False
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(POLL, left)):
-                    await self._event.wait()
+        return False
+
+    def _begin(self, deadline: float) -> None:
+        """Begin a transaction. Raises SQLite's `busy` when others write until the deadline."""
+        if self._broken:
+            self._connection.close()
+            self._connection = connect_again(self._settings, self.identity)
+            self._connection.execute(NEVER_WAIT)
+            self._broken = False
+        while True:
+            last = time.monotonic() >= deadline
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                break
+            except sqlite3.OperationalError as error:
+                if last or not is_busy(error):
+                    raise
+            time.sleep(POLL)
+        self._transaction = SqliteTransaction(self._connection, self._parents)
+
+    def _commit(self) -> None:
+        check_identity(self._settings, self.identity)
+        self._connection.execute("COMMIT")
+        self._parents.keep()
+        if self._transaction.changed_runs:
+            self._bell.ring(self._transaction.changed_runs)
+
+    def _roll_back(self) -> None:
+        self._parents.forget()
+        try:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        except sqlite3.Error:
+            self._broken = True  # the connection is of no more use: the next transaction gets a new one
 
 
-@asynccontextmanager
-async def watching(bell: Bell, run: str, revision: Callable[[], Awaitable[int]]) -> AsyncIterator[RevisionWatch]:
-    """A watch from now on."""
-    event = asyncio.Event()
-    with bell.listening(run, event):
-        yield RevisionWatch(revision, event, await revision())
-
-
-T = TypeVar("T")
 READERS: Final = 8
 """A scan of a large run takes seconds: that many at once do not keep a short read waiting."""
 
@@ -104,7 +428,8 @@ class _Readers:
     def _connection(self) -> sqlite3.Connection:
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = self._local.connection = connect(self._settings, read_only=True, opened=self._writer.identity)
+            connection = connect_again(self._settings, self._writer.identity, read_only=True)
+            self._local.connection = connection
             with self._lock:
                 self._connections.append(connection)
         return connection
@@ -206,9 +531,16 @@ class SqliteStore(RelationalStore):
         check_process(self._settings.path, self._process)
         return writer
 
-    def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
-        """See `Store.watch`."""
-        return watching(self._bell, run, lambda: self._read(lambda tx: revision(tx, run)))
+    @asynccontextmanager
+    async def watch(self, run: str) -> AsyncIterator[LookingWatch[int]]:
+        """See `Store.watch`. Compares how often the run has changed."""
+
+        def look() -> Awaitable[int]:
+            return self._read(lambda tx: revision(tx, run))
+
+        event = asyncio.Event()
+        with self._bell.listening(run, event):
+            yield LookingWatch(look, event, await look(), LOOK)
 
 
 _inherited: list[tuple[Writer, _Readers | None]] = []

@@ -1,1 +1,1 @@
-"""Pages: what an address shows, as blocks. A page asks queries and computes nothing of its own."""
+"""Pages: what an address shows, as blocks. What several pages ask of a store is in `queries`, what one asks is beside it."""

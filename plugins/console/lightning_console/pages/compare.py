@@ -29,16 +29,14 @@ from lightning_console.queries.curves import (
     AXES,
     Axis,
     Curves,
-    Spread,
     different_settings,
     gain_of,
-    grouped_by_seed,
     held_out_points,
     mean_and_spread,
-    points_of,
     read_curves,
     total,
 )
+from lightning_console.queries.runs import points_of
 from lightning_console.router import Address
 
 MOST: Final = 24
@@ -89,28 +87,29 @@ async def page(places: Places, address: Address) -> Page:
         say = Notice("no run is marked", detail="mark runs in the list, two or more", links=[Link("all runs", "runs")])
         return Page(str(address), "Compare", [*blocks, Notices([say])], above)
     curves = [each.curves for each in runs]
-    groups = grouped_by_seed(curves)
+    groups = _by_seed(runs)
     measure = address.option("measure", "reward_with_failures")
-    names = _names(runs, groups)
     blocks += [
         _controls(address, curves, axis, measure),
-        _runs(runs, groups, names),
-        _chart(runs, groups, names, axis, measure),
-        _held_out(runs, groups, names, axis),
+        _runs(groups),
+        _chart(groups, axis, measure),
+        _held_out(groups, axis),
         *_versions(runs),
-        _settings(runs, groups),
+        _settings(runs),
     ]
     title = f"Compare {len(runs)} {'run' if len(runs) == 1 else 'runs'}"
     return Page(str(address), title, blocks, above)
 
 
-def _names(runs: list[Compared], groups: list[Spread]) -> list[str]:
-    """What each group is called: the run's id, or how many seeds of it there are."""
-    found = []
-    for place, group in enumerate(groups):
-        name, several = runs[group.members[0]].name, len(group.members)
-        found.append(name if several == 1 else f"{chr(ord('A') + place % 26)}: {several} seeds of {name}")
-    return found
+def _by_seed(runs: list[Compared]) -> dict[str, list[Compared]]:
+    """The runs by what they are called, those together that differ in nothing but their seed."""
+    alike: dict[str, list[Compared]] = {}
+    for run in runs:
+        alike.setdefault(run.curves.about.alike, []).append(run)
+    return {
+        own[0].name if len(own) == 1 else f"{chr(ord('A') + place % 26)}: {len(own)} seeds of {own[0].name}": own
+        for place, own in enumerate(alike.values())
+    }
 
 
 def _controls(address: Address, runs: list[Curves], axis: Axis, measure: str) -> Controls:
@@ -132,7 +131,7 @@ def _controls(address: Address, runs: list[Curves], axis: Axis, measure: str) ->
     )
 
 
-def _runs(runs: list[Compared], groups: list[Spread], names: list[str]) -> Table:
+def _runs(groups: Mapping[str, list[Compared]]) -> Table:
     columns = [
         Column("group", hint="runs that differ in nothing but their seed are one group"),
         Column("run"),
@@ -145,17 +144,17 @@ def _runs(runs: list[Compared], groups: list[Spread], names: list[str]) -> Table
         Column("trained tokens", "number"),
     ]
     rows = []
-    for name, group in zip(names, groups, strict=True):
-        for place in group.members:
-            run = runs[place].curves
+    for name, group in groups.items():
+        for each in group:
+            run = each.curves
             held_out, gain = run.evaluations, gain_of(run)
             last = held_out[-1] if held_out else None
             reward = run.named("reward_with_failures")
             seed = run.about.seed
             rows.append(
                 [
-                    Cell(name.partition(":")[0] if len(group.members) > 1 else NONE, tone="muted"),
-                    Cell(runs[place].name, to("run", runs[place].key)),
+                    Cell(name.partition(":")[0] if len(group) > 1 else NONE, tone="muted"),
+                    Cell(each.name, to("run", each.key)),
                     Cell(NONE if seed is None else str(seed)),
                     Cell(str(len(run.steps))),
                     Cell(
@@ -175,10 +174,9 @@ def _runs(runs: list[Compared], groups: list[Spread], names: list[str]) -> Table
     return Table(columns, rows, title="Runs")
 
 
-def _chart(runs: list[Compared], groups: list[Spread], names: list[str], axis: Axis, measure: str) -> Chart:
+def _chart(groups: Mapping[str, list[Compared]], axis: Axis, measure: str) -> Chart:
     series = []
-    for name, group in zip(names, groups, strict=True):
-        own = [runs[place] for place in group.members]
+    for name, own in groups.items():
         if len(own) > 1:
             points = mean_and_spread([(run.x(axis), run.named(measure)) for run in (each.curves for each in own)])
             series.append(Series(name, points))
@@ -186,7 +184,7 @@ def _chart(runs: list[Compared], groups: list[Spread], names: list[str], axis: A
             key, run = own[0].key, own[0].curves
             points, places = points_of(run.x(axis), run.named(measure))
             series.append(Series(name, points, to=[to("step", key, run.steps[place]) for place in places]))
-    several = any(len(group.members) > 1 for group in groups)
+    several = any(len(group) > 1 for group in groups.values())
     return Chart(
         [each for each in series if any(point[1] is not None for point in each.points)],
         AXES[axis],
@@ -198,10 +196,10 @@ def _chart(runs: list[Compared], groups: list[Spread], names: list[str], axis: A
     )
 
 
-def _held_out(runs: list[Compared], groups: list[Spread], names: list[str], axis: Axis) -> Chart:
+def _held_out(groups: Mapping[str, list[Compared]], axis: Axis) -> Chart:
     series = []
-    for name, group in zip(names, groups, strict=True):
-        own = [held_out_points(runs[place].curves, axis) for place in group.members]
+    for name, group in groups.items():
+        own = [held_out_points(each.curves, axis) for each in group]
         if len(own) == 1:
             series.append(Series(name, own[0]))
         else:
@@ -209,7 +207,7 @@ def _held_out(runs: list[Compared], groups: list[Spread], names: list[str], axis
                 ([x for point in each if (x := point[0]) is not None], [point[1] for point in each]) for each in own
             ]
             series.append(Series(name, mean_and_spread(pairs)))
-    several = any(len(group.members) > 1 for group in groups)
+    several = any(len(group) > 1 for group in groups.values())
     return Chart(
         [each for each in series if each.points],
         AXES[axis],
@@ -232,7 +230,7 @@ def _versions(runs: list[Compared]) -> list[Block]:
     return [Notices([Notice(text, links=[Link("task by task, the worst first", to("versions", of=of))])])]
 
 
-def _settings(runs: list[Compared], groups: list[Spread]) -> Table:
+def _settings(runs: list[Compared]) -> Table:
     different = different_settings([each.curves for each in runs])
     return Table(
         [Column("setting"), *(Column(each.name) for each in runs)],

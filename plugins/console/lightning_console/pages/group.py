@@ -1,10 +1,25 @@
-"""A group as a tree of calls; at a split, how the continuations differ."""
+"""A group as a tree: sibling rollouts, and the branches that they have, as one prefix tree of calls; at a split, how the
+continuations differ.
+
+The invariant: two calls are one node exactly when the calls before them are, and their prompts and answers are the same token
+ids from the same agent, with nothing changed. A branch is counted from the node on at which it leaves its parent's line, so
+that no state above is worth more because somebody looked below it. (`lightning.batch.radix` has the tree of tokens, whose nodes
+end inside of answers, and credit's states meet again after they have parted: neither has calls as nodes.)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
 
+from lightning.batch.branches import is_void
 from lightning.errors import DataError
+from lightning.store.exchanges import parents_of
+from lightning.store.protocol import Attempt
+from lightning.trainer.reasons import reason
+from lightning.types import Rollout, Transition
 
 from lightning_console.blocks import (
     Block,
@@ -23,11 +38,408 @@ from lightning_console.blocks import (
     Page,
     Table,
 )
-from lightning_console.pages.words import NONE, count, located, number, seconds, to, tone_of, trail, written
-from lightning_console.places import Located, Places
-from lightning_console.queries.branches import own_calls
-from lightning_console.queries.groups import GroupView, Member, TreeNode, group_view, split_of
+from lightning_console.pages.words import NONE, count, located, mean_of, number, seconds, to, tone_of, trail, written
+from lightning_console.places import Located, Places, group_of, may_change, neighbours, why_no_calls
+from lightning_console.queries.branches import (
+    Branch,
+    branches_of,
+    changes_of,
+    inherited,
+    key_beside,
+    own_calls,
+)
+from lightning_console.queries.conversation import Said, Vocabulary, cut, one_line, said_by, vocabulary_of
+from lightning_console.queries.steps import MemberCredit, StepProof, prove
 from lightning_console.router import Address
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A call and its answer. What is equal by `same` after the same actions is one node. `number` is that of the call in its
+    own rollout, from 1; 0 where it is none of that rollout's. `tools` are what ran because of it, and what came of it."""
+
+    same: Hashable
+    caller: str
+    text: str
+    number: int
+    advantage: float | None = None
+    tools: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The actions of a rollout, and its return. A branch follows the first `start` actions of the line of `parent` (a place
+    among the lines), from the root where `parent` is -1, then its own. `counts` is false for one whose return says nothing of
+    the policy where it begins: something was changed, or where it begins is not known."""
+
+    actions: Sequence[Action]
+    total: float | None
+    branch: bool = False
+    parent: int = -1
+    start: int = 0
+    counts: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TreeNode:
+    """A call, at which `members` (places of lines) were; the root, before any call, has `depth` -1. `branches` are those that
+    begin behind it. `value` is the mean return of both, `advantage` the mean over those that were trained. `call` is the number
+    of the call in the rollout of the first of `members`. `ends` are the members that end here."""
+
+    parent: int
+    depth: int
+    members: tuple[int, ...]
+    value: float | None
+    advantage: float | None = None
+    caller: str = ""
+    action: str = ""
+    call: int = 0
+    tools: tuple[tuple[str, str], ...] = ()
+    branches: tuple[int, ...] = ()
+    children: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+
+
+def make_tree(lines: Sequence[Line], most: int) -> tuple[tuple[TreeNode, ...], int]:
+    """At most so many nodes, level by level, and how many calls are left out."""
+    return _Tree(lines, most).grown()
+
+
+class _Tree:
+    def __init__(self, lines: Sequence[Line], most: int) -> None:
+        self._lines, self._most = lines, most
+        trunks = tuple(place for place, line in enumerate(lines) if not line.branch)
+        self._nodes = [TreeNode(-1, -1, trunks, None)]
+        self._ways: dict[int, list[int]] = {place: [0] for place in trunks}
+        """The nodes of each line that has begun, one for each depth; without the last ones where these are left out."""
+        self._left_out = 0
+
+    def grown(self) -> tuple[tuple[TreeNode, ...], int]:
+        depth = 0
+        while True:
+            self._begin(depth)
+            going = [
+                place
+                for place, line in enumerate(self._lines)
+                if len(self._ways.get(place, ())) == depth + 1 and depth < line.start + len(line.actions)
+            ]
+            if not going and not any(line.start > depth for line in self._lines):
+                break
+            self._level(depth, going)
+            depth += 1
+        return self._whole(), self._left_out
+
+    def _begin(self, depth: int) -> None:
+        """Let the branches begin that leave their parents' lines after so many actions."""
+        for place, line in enumerate(self._lines):
+            if not line.branch or line.start != depth:
+                continue
+            before = self._ways.get(line.parent, [0] if line.parent < 0 else [])[: depth + 1]
+            if len(before) <= depth:  # what its parent did there is left out
+                self._left_out += len(line.actions)
+                continue
+            self._ways[place] = list(before)
+            here = self._nodes[before[-1]]
+            self._nodes[before[-1]] = replace(here, branches=(*here.branches, place))
+
+    def _level(self, depth: int, going: Sequence[int]) -> None:
+        found: dict[tuple[int, Hashable], list[int]] = {}
+        for place in going:
+            found.setdefault((self._ways[place][-1], self._action(place, depth).same), []).append(place)
+        for (parent, _), visitors in found.items():
+            if len(self._nodes) >= self._most:
+                self._left_out += sum(self._length(place) - depth for place in visitors)
+                continue
+            first = self._action(visitors[0], depth)
+            advantage = mean_of([self._action(place, depth).advantage for place in visitors])
+            for place in visitors:
+                self._ways[place].append(len(self._nodes))
+            self._nodes.append(
+                TreeNode(
+                    parent, depth, tuple(visitors), None, advantage, first.caller, first.text, first.number, first.tools
+                )
+            )
+
+    def _action(self, place: int, depth: int) -> Action:
+        line = self._lines[place]
+        return line.actions[depth - line.start]
+
+    def _length(self, place: int) -> int:
+        return self._lines[place].start + len(self._lines[place].actions)
+
+    def _whole(self) -> tuple[TreeNode, ...]:
+        """The nodes with their values, their children, and what ends at them."""
+        children: dict[int, list[int]] = {}
+        for index, node in enumerate(self._nodes[1:], 1):
+            children.setdefault(node.parent, []).append(index)
+        ends: dict[int, list[int]] = {}
+        for place, way in self._ways.items():
+            if len(way) == self._length(place) + 1:
+                ends.setdefault(way[-1], []).append(place)
+        return tuple(self._with(index, node, children, ends) for index, node in enumerate(self._nodes))
+
+    def _with(
+        self, index: int, node: TreeNode, children: Mapping[int, list[int]], ends: Mapping[int, list[int]]
+    ) -> TreeNode:
+        begun = [place for place in node.branches if self._lines[place].counts]
+        value = mean_of([self._lines[place].total for place in (*node.members, *begun)])
+        return replace(
+            node, value=value, children=tuple(children.get(index, ())), ends=tuple(sorted(ends.get(index, ())))
+        )
+
+
+MOST_NODES: Final = 1_500
+"""Calls of a tree that are shown: those nearest to the root."""
+MOST_MEMBERS: Final = 512
+LONGEST_ACTION: Final = 200
+"""Characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a branch begins: `start` calls of the line of the member `parent` (its place; -1: it is not here) come before its
+    own; `at` is the number of the parent's call there, 0 where that is not known, and `why` says why not."""
+
+    parent: int
+    start: int
+    at: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rollout of a group, or of a branch of one. `total` is its return, None where it has none; `advantage` the mean over its
+    trained calls; `key` names its run. `guest` is a rollout of another group, whose branches this group has."""
+
+    rollout: Rollout
+    key: str
+    branch: Branch | None = None
+    guest: bool = False
+    calls: tuple[Transition, ...] = ()
+    total: float | None = None
+    advantage: float | None = None
+    origin: Origin | None = None
+
+    @property
+    def error(self) -> str:
+        """Why it failed."""
+        return str(reason(self.rollout.error)) if self.rollout.error else ""
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens of all calls."""
+        return sum(len(call.response_ids) for call in self.calls)
+
+    @property
+    def void(self) -> bool:
+        """Whether it did not begin as its parent did."""
+        return is_void(self.rollout)
+
+    @property
+    def changed(self) -> str:
+        """What is another than in its parent."""
+        return self.branch.changed if self.branch else ""
+
+    @property
+    def edit(self) -> str | None:
+        """What stands for the answer of its parent's call."""
+        return self.branch.edit if self.branch else None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """A group: its own rollouts, then guests, then branches. `left_out` counts calls that are not among `nodes`, `more`
+    rollouts that are not among `members`; `before` and `after` are the groups beside it, empty where there is none; `empty`
+    says why there is no call."""
+
+    id: str
+    members: tuple[Member, ...]
+    nodes: tuple[TreeNode, ...]
+    proof: StepProof
+    left_out: int = 0
+    more: int = 0
+    before: str = ""
+    after: str = ""
+    live: bool = False
+    empty: str = ""
+    texts: str = ""
+    _said: Mapping[int, Sequence[Said]] = field(default_factory=dict, repr=False)
+
+    @property
+    def own(self) -> list[Member]:
+        """The group's rollouts that are no branches."""
+        return [each for each in self.members if each.branch is None and not each.guest]
+
+    @property
+    def branches(self) -> list[Member]:
+        """The branches."""
+        return [each for each in self.members if each.branch is not None]
+
+    def last_answer(self, place: int) -> str:
+        """The beginning of what the last call of a member answered; empty where that is not known."""
+        said = self._said.get(place, ())
+        return one_line(said[-1].answer, LONGEST_ACTION) if said else ""
+
+    def continuation(self, node: int) -> tuple[str, Member, int]:
+        """What followed from a node on, as a text, in the best of the rollouts that came by; that rollout, and the number of
+        its call there, 0 where it is none of its own."""
+        place = max(self.nodes[node].members, key=lambda each: (_or_least(self.members[each].total), -each))
+        member = self.members[place]
+        parts = [] if member.edit is None else [f"[edited]\n{member.edit}"]
+        for call, said in zip(own_calls(member.calls), self._said[place], strict=True):
+            parts.append(f"[{call.caller.name}]\n{said.answer}")
+        first = max(0, self.nodes[node].depth - (member.origin.start if member.origin else 0))
+        text = "\n\n".join(parts[first:])
+        return cut(text), member, first + (member.edit is None)
+
+
+async def group_view(located: Located, group: str, *, patience: float | None = None) -> GroupView:
+    """A group of a run; runs that have branches of it are looked for during `patience` seconds. Raises `DataError` for one that
+    the run has not."""
+    everyone = await group_of(located, group)
+    rollouts = everyone[:MOST_MEMBERS]
+    store = located.store
+    listed, grows = await _with_branches(located, rollouts, patience)
+    names = [(each.rollout.id, each.rollout.attempt) for each in listed]
+    calls, ended = await store.transitions_of(names), await store.attempts_of(names)
+    proof = await prove(store, located.run, _looked_at(rollouts))
+    known = {each.rollout.id: (place, own) for place, (each, own) in enumerate(zip(listed, calls, strict=True))}
+    members = [_member(each, own, end, proof, known) for each, own, end in zip(listed, calls, ended, strict=True)]
+    vocabulary = vocabulary_of(located)
+    parents = await parents_of(store, [each.rollout for each in listed], dict(zip(names, calls, strict=True)))
+    said = {
+        place: said_by(own_calls(member.calls), vocabulary, parent)
+        for place, (member, parent) in enumerate(zip(members, parents, strict=True))
+    }
+    lines = [_line(member, said[place], ended[place], proof) for place, member in enumerate(members)]
+    nodes, left_out = make_tree(lines, MOST_NODES)
+    beside, _ = await neighbours(located, rollouts[0], proof.record)
+    here = beside.index(group) if group in beside else -1
+    return GroupView(
+        group,
+        tuple(members),
+        nodes,
+        proof,
+        left_out,
+        len(everyone) - len(rollouts),
+        beside[here - 1] if here > 0 else "",
+        beside[here + 1] if 0 <= here < len(beside) - 1 else "",
+        grows or await may_change(store, everyone),
+        "" if any(calls) else await why_no_calls(store, rollouts[0]),
+        _why_no_texts(said, vocabulary),
+        said,
+    )
+
+
+async def _with_branches(
+    located: Located, rollouts: Sequence[Rollout], patience: float | None
+) -> tuple[list[Member], bool]:
+    """The rollouts of a group, those of others that they are branches of, and the branches that they have elsewhere, as far as
+    they are known without their calls; and whether there may be more of these."""
+    changed, edit = await changes_of(located.store, located.run)
+    own = [Member(each, located.key) for each in rollouts if each.parent is None]
+    mine = [Branch(each, located.key, changed, edit) for each in rollouts if each.parent is not None]
+    ids = {each.id for each in rollouts}
+    for parent in dict.fromkeys(each.rollout.parent[0] for each in mine if each.rollout.parent):
+        found = None if parent in ids else await located.store.get_rollout(parent)
+        if found is not None:
+            own.append(Member(found, key_beside(located, found.run), guest=True))
+    trunks = [each.rollout.id for each in own if not each.guest]
+    elsewhere, grows = await branches_of(located, trunks, patience=patience)
+    branches = [*mine, *(each for each in elsewhere if each.rollout.id not in ids)]
+    return [*own, *(Member(each.rollout, each.key, each) for each in branches)], grows
+
+
+def _looked_at(rollouts: Sequence[Rollout]) -> Rollout:
+    return next((each for each in rollouts if each.trained_at_step is not None), rollouts[0])
+
+
+def _why_no_texts(said: Mapping[int, Sequence[Said]], vocabulary: Vocabulary) -> str:
+    missing = next((each.missing for calls in said.values() for each in calls if not each.reply and each.missing), "")
+    return f"{missing}; {vocabulary.missing}" if missing and vocabulary.missing else missing
+
+
+def _member(
+    listed: Member,
+    calls: Sequence[Transition],
+    ended: Attempt,
+    proof: StepProof,
+    known: Mapping[str, tuple[int, Sequence[Transition]]],
+) -> Member:
+    rollout = listed.rollout
+    credit = proof.members.get(rollout.id)
+    if credit is not None:
+        total: float | None = credit.total
+    else:
+        total = None if rollout.reward is None else rollout.reward + sum(each.value for each in ended.step_rewards)
+    values = [each.advantage for each in credit.calls.values()] if credit else []
+    origin = _origin(rollout.parent, known) if rollout.parent is not None else None
+    return replace(listed, calls=tuple(calls), total=total, advantage=mean_of(values), origin=origin)
+
+
+def _origin(key: tuple[str, int, int], known: Mapping[str, tuple[int, Sequence[Transition]]]) -> Origin:
+    parent, attempt, seq = key
+    place, calls = known.get(parent, (-1, ()))
+    if place < 0:
+        return Origin(-1, 0, 0, f"its parent {parent} is not in this store")
+    if not calls or calls[0].attempt != attempt:
+        return Origin(-1, 0, 0, f"the calls of attempt {attempt} of {parent} are not shown here")
+    before = inherited(calls, seq)
+    if before.at is None:
+        return Origin(-1, 0, 0, f"the rollout {parent} has no such call")
+    return Origin(place, before.shared, before.at + 1)
+
+
+def _line(member: Member, said: Sequence[Said], ended: Attempt, proof: StepProof) -> Line:
+    """The way of a member through the tree. What a branch changes is part of each of its actions: they are nobody else's."""
+    credit = proof.members.get(member.rollout.id)
+    actions = []
+    if member.edit is not None:
+        actions.append(Action((member.changed, member.edit), "", one_line(member.edit, LONGEST_ACTION), 0))
+    numbers = {call.seq: number for number, call in enumerate(member.calls, 1)}
+    for call, one in zip(own_calls(member.calls), said, strict=True):
+        same = member.changed, call.caller.name, call.prompt_ids.tobytes(), call.response_ids.tobytes()
+        text = one_line(one.answer, LONGEST_ACTION) or f"({call.finish_reason or call.status})"
+        actions.append(
+            Action(same, call.caller.name, text, numbers[call.seq], _advantage(credit, call), _tools(call, ended))
+        )
+    origin = member.origin
+    if origin is None:
+        return Line(actions, member.total)
+    counts = not member.changed and not origin.why
+    return Line(actions, member.total, True, origin.parent, origin.start, counts)
+
+
+def _advantage(credit: MemberCredit | None, call: Transition) -> float | None:
+    found = credit.calls.get(call.seq) if credit is not None else None
+    return found.advantage if found is not None else None
+
+
+def _tools(call: Transition, ended: Attempt) -> tuple[tuple[str, str], ...]:
+    """The tools that ran because of a call, and what came of each. A `lightning.tool` that a framework runs is told twice."""
+    events = [
+        each
+        for each in ended.tool_events
+        if (each.call_id in call.tool_calls if each.call_id else each.response_id == call.id)
+    ]
+    told = {each.name for each in events if not each.call_id}
+    return tuple(
+        (each.name, one_line(each.error or each.result or each.output or f"({each.status})", LONGEST_ACTION))
+        for each in events
+        if not each.call_id or each.name not in told
+    )
+
+
+def split_of(view: GroupView, node: int) -> tuple[int, ...]:
+    """The children of a node where continuations part, the best first. Raises `DataError` for a node at which none do."""
+    children = view.nodes[node].children if 0 <= node < len(view.nodes) else ()
+    if len(children) < 2:
+        raise DataError(f"nothing parts at node {node} of this group")
+    return tuple(sorted(children, key=lambda each: (-_or_least(view.nodes[each].value), each)))
+
+
+def _or_least(value: float | None) -> float:
+    return -math.inf if value is None else value
 
 
 async def page(places: Places, address: Address) -> Page:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
 
-from lightning_resources import LATEST, Resource, ResourceUse
+from lightning.errors import DataError
+from lightning.store.protocol import Store
+from lightning.trainer.run_server import of_project
+from lightning_resources.nouns import LATEST, Alias, Resource, ResourceUse
+from lightning_resources.operations import alias_history, list_aliases, list_resources, resource_uses
 
 from lightning_console.blocks import (
     Action,
@@ -21,16 +27,79 @@ from lightning_console.blocks import (
     Link,
     Message,
     Messages,
-    Notice,
-    Notices,
     Page,
     Table,
 )
-from lightning_console.pages.words import NONE, count, number, to, when, written
-from lightning_console.places import Places, key_of
+from lightning_console.pages.words import NONE, cannot_read, count, number, to, when, written
+from lightning_console.places import Places, key_of, mark_of
 from lightning_console.queries.conversation import cut
-from lightning_console.queries.resources import ResourceView, resource_lines, resource_view
 from lightning_console.router import Address
+
+MOST_VERSIONS: Final = 200
+"""Versions of a resource that are told: the newest."""
+MOST_MOVES: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceView:
+    """A resource: its versions and what was earned under them, newest first, and the moves of each of its aliases, the latest
+    first. `elsewhere` are the marks of other stores that have one of this name; `left_out` counts older versions."""
+
+    name: str
+    store: str
+    mark: str
+    versions: tuple[Resource, ...]
+    uses: tuple[ResourceUse, ...]
+    aliases: tuple[Alias, ...]
+    moves: Mapping[str, tuple[Alias, ...]]
+    elsewhere: Mapping[str, str]
+    left_out: int = 0
+
+    def version(self, number: int) -> Resource:
+        """A version by its number. Raises `DataError` for one that is not there."""
+        found = next((each for each in self.versions if each.version == number), None)
+        if found is None:
+            raise DataError(f"{self.name} has no version {number}, or one older than those that are told")
+        return found
+
+
+async def resource_view(places: Places, name: str, mark: str = "") -> ResourceView:
+    """A resource by its name, of the store with a mark, else of the first that has it. Raises `DataError` where none has."""
+
+    async def read(store: Store) -> tuple[Store, list[Resource]]:
+        seen = _seen(places, store)
+        return seen, await list_resources(seen, name)
+
+    found, _ = await places.ask(read)  # the list of resources names what cannot be read
+    having = {mark_of(url): url for url, (_, versions) in found.items() if versions}
+    if not having or (mark and mark not in having):
+        raise DataError(f"there is no resource {name[:200]!r} here")
+    chosen = mark or next(iter(having))
+    url = having[chosen]
+    store, versions = found[url]
+    aliases = await list_aliases(store, name)
+    moves = {
+        alias.alias: tuple(reversed(await alias_history(store, name, alias.alias)))[:MOST_MOVES]
+        for alias in aliases
+        if alias.alias != LATEST
+    }
+    return ResourceView(
+        name,
+        url,
+        chosen,
+        tuple(reversed(versions))[:MOST_VERSIONS],
+        tuple(await resource_uses(store, name)),
+        tuple(aliases),
+        moves,
+        {other: place for other, place in having.items() if other != chosen},
+        max(0, len(versions) - MOST_VERSIONS),
+    )
+
+
+def _seen(places: Places, store: Store) -> Store:
+    """A store as the project sees it."""
+    return store if places.project is None else of_project(store, places.project)
+
 
 ABOVE = (Link("Runs", "runs"), Link("Prompts and weights", "resources"))
 LONGEST = 100_000
@@ -64,18 +133,30 @@ def _before(view: ResourceView, version: int) -> int:
     return max((each for each in known if each < version), default=version)
 
 
+async def _by_name(store: Store) -> dict[str, tuple[list[Resource], dict[str, int]]]:
+    """The versions of each resource of a store, the oldest first, and where its aliases point."""
+    found: dict[str, tuple[list[Resource], dict[str, int]]] = {}
+    for each in await list_resources(store):
+        found.setdefault(each.name, ([], {}))[0].append(each)
+    for alias in await list_aliases(store):
+        if alias.alias != LATEST and alias.name in found:
+            found[alias.name][1][alias.alias] = alias.version
+    return found
+
+
 async def _list(places: Places, address: Address) -> Page:
-    lines, unreadable = await resource_lines(places)
+    found, unreadable = await places.ask(lambda store: _by_name(_seen(places, store)))
+    lines = [(url, name, *known) for url, resources in found.items() for name, known in resources.items()]
     rows = [
         [
-            Cell(line.name, to("resources", line.name, store=line.mark)),
-            Cell(line.kind),
-            Cell(count(line.versions)),
-            Cell(", ".join(f"{alias} = {version}" for alias, version in line.aliases.items()) or NONE),
-            Cell(when(line.created_at)),
-            Cell(line.store),
+            Cell(name, to("resources", name, store=mark_of(url))),
+            Cell(str(versions[-1].kind)),
+            Cell(count(len(versions))),
+            Cell(", ".join(f"{alias} = {version}" for alias, version in aliases.items()) or NONE),
+            Cell(when(versions[-1].created_at)),
+            Cell(url),
         ]
-        for line in sorted(lines, key=lambda each: (-each.created_at, each.name))
+        for url, name, versions, aliases in sorted(lines, key=lambda line: (-line[2][-1].created_at, line[1]))
     ]
     columns = [
         Column("name"),
@@ -86,9 +167,7 @@ async def _list(places: Places, address: Address) -> Page:
         Column("store"),
     ]
     empty = "no prompts or weights here: prompt optimisation makes them, and `lightning resources put`"
-    blocks: list[Block] = [Table(columns, rows, empty=empty)]
-    if unreadable:
-        blocks.insert(0, Notices([Notice(f"{url} cannot be read", "bad", why) for url, why in unreadable.items()]))
+    blocks = [*cannot_read(unreadable), Table(columns, rows, empty=empty)]
     return Page(str(address), "Prompts and weights", blocks, ABOVE[:1])
 
 

@@ -35,10 +35,21 @@ from lightning_console.blocks import (
     TokenStrip,
     Tone,
 )
-from lightning_console.pages.words import NONE, count, located, number, place_of, seconds, to, tone_of, trail, written
+from lightning_console.pages.words import (
+    NONE,
+    count,
+    located,
+    mean_of,
+    number,
+    place_of,
+    seconds,
+    to,
+    tone_of,
+    trail,
+    written,
+)
 from lightning_console.places import Located, Places
 from lightning_console.queries.branches import is_sample
-from lightning_console.queries.groups import mean_of
 from lightning_console.queries.rollouts import PROMPT_TOKENS, BranchLine, CallLine, RolloutView, Tokens, rollout_view
 from lightning_console.queries.steps import StepProof
 from lightning_console.router import Address
@@ -158,7 +169,7 @@ def _words(view: RolloutView) -> list[Block]:
 def _timeline(address: Address, view: RolloutView) -> Timeline:
     spans = [
         Span(
-            each.lane,
+            lane,
             each.kind,
             each.name,
             each.begin,
@@ -168,7 +179,7 @@ def _timeline(address: Address, view: RolloutView) -> Timeline:
             _call(address, each.call) if each.call else "",
             selected=each.kind == "call" and each.call == view.chosen,
         )
-        for each in view.lanes.moments
+        for lane, each in view.lanes.moments
     ]
     note = "a tool is drawn from the answer that asked for it to its end: when it began is not recorded"
     return Timeline(view.lanes.lanes, spans, view.lanes.seconds, title="What ran when", note=note)
@@ -205,13 +216,8 @@ def _rewards(view: RolloutView) -> Table:
         )
     empty = "it has no reward: " + (f"fault of {rollout.fault}" if rollout.fault else "it has not ended")
     columns = [Column("name"), Column("value", "number"), Column("kind"), Column("from")]
-    note = f"the agent and its grader: {agent}" if (agent := _agent(view)) else ""
+    note = f"the agent and its grader: {view.agent}" if view.agent else ""
     return Table(columns, rows, title="How it was rewarded", note=note, empty=empty)
-
-
-def _agent(view: RolloutView) -> str:
-    agent = view.run.config.get("agent")
-    return agent if isinstance(agent, str) else ""
 
 
 def _calls(address: Address, view: RolloutView) -> list[Block]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from lightning.errors import UnavailableError
-from lightning.store.protocol import PRUNED
+from lightning.errors import LightningError, UnavailableError
+from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.epochs import is_over
 from lightning.trainer.summary import POLICY_FAULT
-from lightning_debug.advise import Alarm, Tuning
-from lightning_debug.bottlenecks import STEP, Help
-from lightning_debug.profile import ROLLOUT_PARTS, Profile
+from lightning.types import Json, Run
+from lightning_debug.advise import Advice, Alarm, Past, Tuning, advise, config_of, is_comparable, past_of
+from lightning_debug.bottlenecks import STEP, Help, find_helps
+from lightning_debug.profile import ROLLOUT_PARTS, Profile, read_profile
 from lightning_debug.run_commands import override
 from lightning_debug.run_commands import written as setting_written
 
@@ -24,18 +26,105 @@ from lightning_console.pages.words import (
     located,
     name_of,
     number,
+    rollout_link,
     seconds,
     share,
     to,
     when,
     written,
 )
-from lightning_console.places import Located, Places
+from lightning_console.places import Located, Places, folder_of
 from lightning_console.queries.branches import parent_of
-from lightning_console.queries.curves import Curves, gain_of, held_out_points, points_of, read_curves, total
-from lightning_console.queries.insight import Advised, Profiled, advice_of, folder_of, profile_of
-from lightning_console.queries.runs import ODD, RunLine, chosen_settings, line_of, said_of
+from lightning_console.queries.curves import Curves, gain_of, held_out_points, read_curves, total
+from lightning_console.queries.memo import Memo, apart, stamp_of
+from lightning_console.queries.runs import ODD, RunLine, about_of, chosen_settings, line_of, points_of, said_of
 from lightning_console.router import Address
+
+OTHERS: Final = 200
+"""Runs of a store that a run is compared with, the newest."""
+SMALL: Final = 3000
+"""A run of up to so many rollouts is profiled without being asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """Where a run's time and tokens went, and what would help; `why` says why that cannot be said. `asked` is False where
+    nobody has asked yet and the run is too long to do it without."""
+
+    profile: Profile | None
+    helps: tuple[Help, ...] = ()
+    why: str = ""
+    asked: bool = True
+
+
+_advice: Memo[Advice | str] = Memo()
+_profiles: Memo[Profiled] = Memo()
+_past: Memo[Past | None] = Memo(kept=10 * OTHERS)
+
+
+async def advice_of(places: Places, found: Located) -> Advice | str | None:
+    """Alarms and advice for a run, or why there is none; None where they are not there after the patience of the places. Raises
+    `StoreError`."""
+    stores = await places.stores()
+
+    async def make() -> Advice | str:
+        past = await _past_runs(stores, found, places.project)
+        try:
+            return await advise(found.store, found.run.id, past)
+        except ODD as error:
+            return said_of(error)
+
+    stamp = await stamp_of(found.store, found.run.id)
+    return await _advice.soon(found.store, found.run.id, stamp, lambda: apart(make), places.patience)
+
+
+async def _past_runs(stores: Mapping[str, Store], mine: Located, project: str | None) -> list[Past]:
+    """The other runs of the same model and tasks."""
+    config, about = await config_of(mine.store, mine.run), await about_of(mine.store, mine.run)
+    found = []
+    for url, store in stores.items():
+        try:
+            others = await store.list_runs(project, limit=OTHERS, brief=True)
+        except LightningError:  # the list of runs names a store that cannot be read
+            continue
+        for other in others:
+            if url == mine.url and other.id == mine.run.id:
+                continue
+            try:
+                theirs = await about_of(store, other)
+                if (theirs.model, theirs.tasks, theirs.held_out) == (about.model, about.tasks, about.held_out):
+                    past = await _past_run(store, other, config)
+                    found += [past] if past else []
+            except ODD:  # the list of runs says what is wrong with it
+                continue
+    return found
+
+
+async def _past_run(store: Store, run: Run, config: Mapping[str, Json]) -> Past | None:
+    async def make() -> Past | None:
+        whole = await store.get_run(run.id)
+        return await past_of(store, whole) if whole and is_comparable(config, whole.config) else None
+
+    about = (run.id, str(config.get("model")), hash(str(config.get("tasks"))))
+    return await _past.get(store, about, await stamp_of(store, run.id), make)
+
+
+async def profile_of(places: Places, found: Located, rollouts: int, *, asked: bool) -> Profiled | None:
+    """Where a run's time and tokens went; None where it is not there after the patience of the places. A run of many `rollouts`
+    is profiled only when somebody `asked` for it."""
+    if not asked and rollouts > SMALL:
+        return Profiled(None, why=f"the run has {rollouts} rollouts: it takes a while", asked=False)
+
+    async def make() -> Profiled:
+        try:
+            profile = await read_profile(found.store, found.run.id)
+        except ODD as error:
+            return Profiled(None, why=said_of(error))
+        return Profiled(profile, tuple(find_helps(profile)))
+
+    stamp = await stamp_of(found.store, found.run.id)
+    return await _profiles.soon(found.store, found.run.id, stamp, lambda: apart(make), places.patience)
+
 
 LENGTH: Final = "length"
 """A measure that follows from others."""
@@ -314,13 +403,12 @@ LINKS = 6
 """Steps and rollouts that a finding links to."""
 
 
-def advice_blocks(found: Located, advised: Advised | None) -> list[Block]:
+def advice_blocks(found: Located, advice: Advice | str | None) -> list[Block]:
     """Alarms, the most urgent first; then hints and settings with which past runs fared better. None: they are on their way."""
-    if advised is None:
-        return [Notices([Notice("the rules look at the run …", "muted")], title="Alarms")]
-    advice = advised.advice
     if advice is None:
-        return [Notices([Notice("there is no advice", "muted", detail=advised.why)], title="Alarms")]
+        return [Notices([Notice("the rules look at the run …", "muted")], title="Alarms")]
+    if isinstance(advice, str):
+        return [Notices([Notice("there is no advice", "muted", detail=advice)], title="Alarms")]
     alarms = [_alarm(found, alarm) for alarm in advice.alarms]
     if not alarms:
         looked = f"the rules looked at {advice.steps} steps"
@@ -357,10 +445,7 @@ def _alarm(found: Located, alarm: Alarm) -> Notice:
 def _evidence(found: Located, steps: tuple[int, ...], rollouts: tuple[str, ...]) -> list[Link]:
     return [
         *(Link(f"step {step}", to("step", found.key, step)) for step in steps[:LINKS]),
-        *(
-            Link(rollout.removeprefix(f"{found.run.id}/"), to("rollout", found.key, rollout))
-            for rollout in rollouts[:LINKS]
-        ),
+        *(rollout_link(found, rollout) for rollout in rollouts[:LINKS]),
     ]
 
 
@@ -469,13 +554,7 @@ def _helps(found: Located, helps: tuple[Help, ...], profile: Profile) -> Notices
         Notice(
             f"{each.cause}: saves about {share(each.saves)} {'of a step' if each.of == STEP else f'for each {each.of}'}",
             detail=f"{each.text} ({each.how})",
-            links=[
-                *(Link(f"step {step}", to("step", found.key, step)) for step in each.steps[:3]),
-                *(
-                    Link(one.removeprefix(f"{found.run.id}/"), to("rollout", found.key, one))
-                    for one in each.rollouts[:3]
-                ),
-            ],
+            links=_evidence(found, each.steps[:3], each.rollouts[:3]),
             commands=[f"--set {shlex.quote(setting)}" for setting in each.settings],
         )
         for each in helps

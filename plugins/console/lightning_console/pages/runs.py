@@ -21,7 +21,7 @@ from lightning_console.blocks import (
     Table,
     Tone,
 )
-from lightning_console.pages.words import NONE, change, count, name_of, number, share, to, when, written
+from lightning_console.pages.words import NONE, change, count, name_of, number, page_links, share, to, when, written
 from lightning_console.places import Places
 from lightning_console.queries.runs import STATES, Name, RunLine, RunList, list_runs
 from lightning_console.router import Address
@@ -132,7 +132,7 @@ def _table(address: Address, found: RunList, marked: list[str], sort: str, place
         keys=[line.key for line in found.lines],
         select="runs",
         selected=marked,
-        pages=_pages(address, found),
+        pages=page_links(address, found.matched, ROWS),
         note=f"sorted by {sort.removeprefix('-')}, {'from the largest on' if sort.startswith('-') else 'from the least on'}; "
         "mark rows to compare runs"
         if found.lines
@@ -197,14 +197,6 @@ def _alarms(line: RunLine) -> Cell:
     if len(told) > 3:
         said += f" and {len(told) - 3} more"
     return Cell(said, here, "bad" if serious else "warn", "\n".join(each.text for each in line.alarms))
-
-
-def _pages(address: Address, found: RunList) -> list[Link]:
-    return [
-        Link(f"{first + 1}–{min(first + ROWS, found.matched)}", str(address.having(cursor=first or None)))
-        for first in range(0, found.matched, ROWS)
-        if found.matched > ROWS
-    ]
 
 
 def _neighbours(address: Address, found: RunList) -> tuple[str, str]:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from lightning.errors import DataError
-from lightning.types import Status
+from lightning.errors import ConfigError, DataError
+from lightning.store.protocol import Store
+from lightning.trainer.epochs import read_epochs
+from lightning.trainer.metrics import REASONS
+from lightning.trainer.plan import TRAIN
+from lightning.trainer.reasons import reason
+from lightning.trainer.replay import policy_fault_of
+from lightning.trainer.training_data import all_rollouts
+from lightning.types import Rollout, Run, Status, StepRecord
+from lightning_debug.profile import why_untaught
 
 from lightning_console.blocks import (
     Block,
@@ -23,10 +35,24 @@ from lightning_console.blocks import (
     Series,
     Table,
 )
-from lightning_console.pages.words import count, located, number, seconds, share, to, trail, when, written
+from lightning_console.pages.words import (
+    count,
+    inside,
+    located,
+    mean_of,
+    number,
+    page_links,
+    rollout_link,
+    seconds,
+    share,
+    to,
+    trail,
+    when,
+    written,
+)
 from lightning_console.places import Located, Places
 from lightning_console.queries.runs import line_of
-from lightning_console.queries.steps import GroupLine, RolloutPoint, Step, read_step
+from lightning_console.queries.steps import REMOVED, StepProof, prove_step
 from lightning_console.router import Address
 
 GROUPS: Final = 50
@@ -39,7 +65,114 @@ FAULTS: Final = {
     "timeout": "it ran out of time",
     "infrastructure": "the infrastructure is at fault",
 }
+EXAMPLES: Final = 5
+"""Rollouts that are named for each reason of failing."""
 AGAINST: Final = {"tokens": "sampled tokens", "turns": "calls", "advantage": "advantage", "seconds": "seconds"}
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGroup:
+    """The rollouts of one task, branches of others last. `untaught` is why they taught nothing, in the trainer's word; empty
+    where they taught."""
+
+    members: tuple[Rollout, ...]
+    untaught: str = ""
+
+    @property
+    def id(self) -> str:
+        """The group's id."""
+        return self.members[0].group
+
+    @property
+    def rewards(self) -> list[float]:
+        """Those that are known."""
+        return [rollout.reward for rollout in self.members if rollout.reward is not None]
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation of the rewards."""
+        return statistics.pstdev(self.rewards) if len(self.rewards) > 1 else None
+
+    @property
+    def why(self) -> str:
+        """Why it taught nothing, in plain words."""
+        return REASONS.get(self.untaught, "rewards do not tell why" if self.untaught == "other" else self.untaught)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step, `proof` without a record for the one that is being sampled. `against` has what each rollout is shown against, by
+    its id; None is not known. `unread` says why calls are not known, empty where they are."""
+
+    number: int
+    proof: StepProof
+    groups: Sequence[TaskGroup]
+    against: Mapping[str, Mapping[str, float | None]]
+    last: int | None
+    unread: str = ""
+
+    @property
+    def record(self) -> StepRecord | None:
+        """What was committed."""
+        return self.proof.record
+
+    @property
+    def unknown(self) -> str:
+        """Why advantages are not known, empty where they are."""
+        return self.unread or self.proof.why
+
+
+async def read_step(store: Store, run: Run, number: int) -> Step:
+    """A step of a run. Raises `ConfigError` for one that it does not have."""
+    found, last = await store.steps(run.id, after=number - 1, limit=1), await store.last_step(run.id)
+    if found and found[0].step == number:
+        proof = await prove_step(store, run, found[0], await read_epochs(store, run))
+    else:
+        rollouts = await all_rollouts(store, run.id, split=TRAIN, step=number)
+        if not rollouts:
+            has = f"has the steps 0 to {last.step}" if last else "has no step yet"
+            raise ConfigError(f"there is no step {number}: the run {run.id} {has}")
+        proof = StepProof(rollouts=tuple(rollouts), why="the step is not committed: nothing was trained yet")
+    scored = any(rollout.status is Status.SUCCEEDED for rollout in proof.rollouts)
+    lost = proof.why == REMOVED or (proof.members and not any(each.turns for each in proof.members.values()))
+    return Step(
+        number,
+        proof,
+        _task_groups(proof),
+        {rollout.id: _against(rollout, proof) for rollout in proof.rollouts},
+        last.step if last else None,
+        "its calls were removed (lightning db prune)" if scored and lost else "",
+    )
+
+
+def _task_groups(proof: StepProof) -> list[TaskGroup]:
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in sorted(proof.rollouts, key=lambda each: each.parent is not None):
+        groups.setdefault(rollout.group, []).append(rollout)
+    if proof.record is None or proof.epoch is None:
+        return [TaskGroup(tuple(members)) for members in groups.values()]
+    trained = {rollout for rollout, _ in proof.record.rollouts}
+    fault = policy_fault_of(proof.epoch)
+    return [
+        TaskGroup(
+            tuple(members),
+            ""
+            if any(each.id in trained for each in members)
+            else proof.skipped.get(group) or why_untaught(members, fault),
+        )
+        for group, members in groups.items()
+    ]
+
+
+def _against(rollout: Rollout, proof: StepProof) -> dict[str, float | None]:
+    """Sampled tokens, calls, the mean advantage of the trained tokens, and seconds."""
+    member = proof.members.get(rollout.id)
+    known: dict[str, float | None] = {"tokens": None, "turns": None, "advantage": None, "seconds": rollout.seconds}
+    if member is not None and member.turns:
+        known |= {"tokens": member.tokens, "turns": member.turns}
+    if member is not None and proof.proved:
+        known["advantage"] = member.advantage
+    return known
 
 
 async def page(places: Places, address: Address) -> Page:
@@ -49,68 +182,57 @@ async def page(places: Places, address: Address) -> Page:
         raise DataError(f"the address {str(address)!r} names no step: step/RUN/NUMBER, counted from 0")
     step = await read_step(found.store, found.run, int(address.about[1]))
     first = max(0, address.number("cursor", 0))
-    axis = address.option("x") if address.option("x") in AGAINST else "tokens" if step.committed else "seconds"
-    blocks: list[Block] = [*_notices(step), _facts(step), _groups(found, step, address, first)]
-    blocks += [
-        Controls(str(address), [Control("x", "against", axis, list(AGAINST.items()))]),
-        _scatter(found, step, axis),
-    ]
-    blocks += _untaught(found, step)
-    blocks += _failures(found, step)
-    goes_on = await _goes_on(found)
-    is_last = step.last is None or step.step >= step.last
+    axis = address.option("x") if address.option("x") in AGAINST else "tokens" if step.record else "seconds"
+    goes_on = (await line_of(found.store, found.run, found.url)).state.name == "running"
+    is_last = step.last is None or step.number >= step.last
     return Page(
         str(address),
-        f"Step {step.step}",
-        blocks,
+        f"Step {step.number}",
+        [
+            *_notices(step),
+            _facts(step),
+            _groups(found, step, address, first),
+            Controls(str(address), [Control("x", "against", axis, list(AGAINST.items()))]),
+            _scatter(found, step, axis),
+            *_untaught(found, step),
+            *_failures(found, step),
+        ],
         trail(found),
-        live=not step.committed and goes_on,
-        previous=to("step", found.key, step.step - 1) if step.step else "",
-        next=to("step", found.key, step.step + 1) if not is_last or (step.committed and goes_on) else "",
+        live=step.record is None and goes_on,
+        previous=to("step", found.key, step.number - 1) if step.number else "",
+        next=to("step", found.key, step.number + 1) if not is_last or (step.record and goes_on) else "",
     )
-
-
-async def _goes_on(found: Located) -> bool:
-    return (await line_of(found.store, found.run, found.url)).state.name == "running"
 
 
 def _notices(step: Step) -> list[Block]:
     notices = []
-    if not step.committed:
-        notices.append(
-            Notice(
-                "this step is not committed", "warn", detail="these are the rollouts that were begun for it up to now"
-            )
-        )
+    if step.record is None:
+        begun = "these are the rollouts that were begun for it up to now"
+        notices.append(Notice("this step is not committed", "warn", detail=begun))
     if step.unread:
         notices.append(Notice(step.unread, "warn", detail="lengths, turns and advantages are not known; rewards are"))
-    elif step.unknown and step.committed:
+    elif step.unknown and step.record is not None:
         notices.append(Notice("advantages are not known", "warn", detail=step.unknown))
     return [Notices(notices)] if notices else []
 
 
 def _facts(step: Step) -> Facts:
-    metrics = step.metrics
-    failed = sum(rollout.status.value == "failed" for rollout in step.rollouts)
-    rewards = [rollout.reward for rollout in step.rollouts if rollout.reward is not None]
-    mean = sum(rewards) / len(rewards) if rewards else None
+    record, rollouts = step.record, step.proof.rollouts
+    metrics = record.metrics if record is not None else {}
+    failed = sum(rollout.status is Status.FAILED for rollout in rollouts)
+    mean = mean_of([rollout.reward for rollout in rollouts])
     facts = [
         Fact(
             "reward",
             number(metrics.get("reward_with_failures", mean)),
             f"{number(metrics.get('reward', mean))} of those that succeeded" if failed else "",
-            hint="the larger figure counts failed rollouts as 0" if failed and step.committed else "",
+            hint="the larger figure counts failed rollouts as 0" if failed and record else "",
         ),
-        Fact(
-            "rollouts",
-            count(len(step.rollouts)),
-            f"{failed} failed",
-            "warn" if failed > 0.1 * len(step.rollouts) else "",
-        ),
+        Fact("rollouts", count(len(rollouts)), f"{failed} failed", "warn" if failed > 0.1 * len(rollouts) else ""),
     ]
-    if not step.committed:
-        ended = sum(rollout.status.ended for rollout in step.rollouts)
-        return Facts([*facts, Fact("ended", f"{ended} of {len(step.rollouts)}")])
+    if record is None or step.proof.epoch is None:
+        ended = sum(rollout.status.ended for rollout in rollouts)
+        return Facts([*facts, Fact("ended", f"{ended} of {len(rollouts)}")])
     return Facts(
         [
             *facts,
@@ -120,15 +242,14 @@ def _facts(step: Step) -> Facts:
             Fact("mean |Δ logprob|", number(metrics.get("mean_logprob_gap")), "trainer to sampler, nats"),
             Fact("clipped", share(metrics.get("clip_fraction")), f"masked {share(metrics.get('masked_share'))}"),
             Fact("norm of the gradient", number(metrics.get("grad_norm"))),
-            Fact("version", f"v{step.policy_version}", "that this step made"),
-            Fact("committed", when(step.at), f"config epoch {step.epoch}"),
+            Fact("version", f"v{record.policy_version}", "that this step made"),
+            Fact("committed", when(record.at), f"config epoch {step.proof.epoch.number}"),
         ]
     )
 
 
 def _groups(found: Located, step: Step, address: Address, first: int) -> Table:
     ordered = sorted(step.groups, key=lambda group: (bool(group.untaught), -(group.spread or 0.0)))
-    shown = ordered[first : first + GROUPS]
     columns = [
         Column("task"),
         Column("rewards", hint="of its rollouts, in order; × failed, … not ended; behind | those of branches"),
@@ -137,63 +258,62 @@ def _groups(found: Located, step: Step, address: Address, first: int) -> Table:
         Column("failed", "number"),
         Column("taught", hint="whether a rollout of it was trained"),
     ]
-    if any(group.step != step.step for group in step.groups):
+    if any(group.members[0].step != step.number for group in step.groups):
         columns.append(Column("begun in", "number", "the step whose policy it was begun with"))
-    pages = [
-        Link(f"{start + 1}–{min(start + GROUPS, len(ordered))}", str(address.having(cursor=start or None)))
-        for start in range(0, len(ordered), GROUPS)
-        if len(ordered) > GROUPS
-    ]
-    rows = [_row(found, step, group)[: len(columns)] for group in shown]
-    note = "those that taught first, the largest spread first" if step.committed else ""
-    return Table(
-        columns, rows, title="Groups", empty="this step looked at no group", pages=pages, note=note if rows else ""
-    )
+    pages = page_links(address, len(ordered), GROUPS)
+    rows = [_row(found, step, group)[: len(columns)] for group in ordered[first : first + GROUPS]]
+    note = "those that taught first, the largest spread first" if rows and step.record else ""
+    return Table(columns, rows, title="Groups", empty="this step looked at no group", pages=pages, note=note)
 
 
-def _row(found: Located, step: Step, group: GroupLine) -> list[Cell]:
-    here = to("group", found.key, group.group)
-    taught = "not yet" if not step.committed else "no" if group.untaught else "yes"
-    told = [_reward(reward, state) for reward, state in zip(group.rewards, group.states, strict=True)]
-    if group.branches:
-        told.insert(len(told) - group.branches, "|")
-    rewards = " ".join(told[:24])
+def _row(found: Located, step: Step, group: TaskGroup) -> list[Cell]:
+    here, task = to("group", found.key, group.id), group.members[0].task
+    taught = "not yet" if step.record is None else "no" if group.untaught else "yes"
+    told = [_reward(each) for each in group.members]
+    if branches := sum(each.parent is not None for each in group.members):
+        told.insert(len(told) - branches, "|")
+    failed = sum(each.status is Status.FAILED for each in group.members)
     return [
-        Cell(written(group.task, 100) or group.task_id, here, hint=written(group.task, 2000)),
-        Cell(rewards + (" …" if len(told) > 24 else ""), here),
-        Cell(number(group.mean)),
+        Cell(written(task.input, 100) or task.id, here, hint=written(task.input, 2000)),
+        Cell(" ".join(told[:24]) + (" …" if len(told) > 24 else ""), here),
+        Cell(number(mean_of(group.rewards))),
         Cell(number(group.spread), tone="muted" if not group.spread else ""),
-        Cell(str(group.failed), tone="warn" if group.failed else "muted"),
+        Cell(str(failed), tone="warn" if failed else "muted"),
         Cell(taught, tone="muted" if group.untaught else "", hint=group.why),
-        Cell(str(group.step)),
+        Cell(str(group.members[0].step)),
     ]
 
 
-def _reward(reward: float | None, state: Status) -> str:
-    return "×" if state is Status.FAILED else "…" if reward is None else f"{reward:.3g}"
+def _reward(rollout: Rollout) -> str:
+    failed = rollout.status is Status.FAILED
+    return "×" if failed else "…" if rollout.reward is None else f"{rollout.reward:.3g}"
 
 
 def _scatter(found: Located, step: Step, axis: str) -> Chart:
-    known = [(x, each) for each in step.rollouts if (x := getattr(each, axis)) is not None and each.reward is not None]
-    taught = {group.group for group in step.groups if not group.untaught}
+    known = [
+        (x, each)
+        for each in step.proof.rollouts
+        if (x := step.against[each.id][axis]) is not None and each.reward is not None
+    ]
+    taught = {group.id for group in step.groups if not group.untaught}
     clouds = {
         "taught": [pair for pair in known if pair[1].group in taught],
         "taught nothing": [pair for pair in known if pair[1].group not in taught],
     }
-    if not step.committed:
+    if step.record is None:
         clouds = {"rollouts": known}
     series = [
         Series(
             name,
             [[float(x), each.reward] for x, each in own[:POINTS]],
-            to=[to("rollout", found.key, each.rollout) for _, each in own[:POINTS]],
-            hints=[_hint(found, each) for _, each in own[:POINTS]],
+            to=[to("rollout", found.key, each.id) for _, each in own[:POINTS]],
+            hints=[_hint(found, step, each) for _, each in own[:POINTS]],
             tone="muted" if name == "taught nothing" else "",
         )
         for name, own in clouds.items()
         if own
     ]
-    left = len(step.rollouts) - len(known)
+    left = len(step.proof.rollouts) - len(known)
     return Chart(
         series,
         AGAINST[axis],
@@ -202,50 +322,49 @@ def _scatter(found: Located, step: Step, axis: str) -> Chart:
         title=f"Reward against {AGAINST[axis]}",
         note=(f"{left} rollouts are not in it: they failed, or this is not known of them; " if left else "")
         + "a click opens the rollout",
-        empty=step.unread or step.unknown or "no rollout has both",
+        empty=step.unknown or "no rollout has both",
     )
 
 
-def _hint(found: Located, each: RolloutPoint) -> str:
-    parts = [each.rollout.removeprefix(f"{found.run.id}/")]
-    parts += [f"{each.tokens} tokens"] if each.tokens is not None else []
-    parts += [f"{each.turns} calls"] if each.turns is not None else []
-    parts += [f"advantage {each.advantage:+.3f}"] if each.advantage is not None else []
+def _hint(found: Located, step: Step, each: Rollout) -> str:
+    known = step.against[each.id]
+    parts = [inside(found, each.id)]
+    parts += [f"{known['tokens']} tokens", f"{known['turns']} calls"] if known["turns"] is not None else []
+    parts += [f"advantage {known['advantage']:+.3f}"] if known["advantage"] is not None else []
     return ", ".join([*parts, seconds(each.seconds)])
 
 
 def _untaught(found: Located, step: Step) -> list[Block]:
-    reasons: dict[str, list[GroupLine]] = {}
+    reasons: dict[str, list[TaskGroup]] = {}
     for group in step.groups:
         if group.untaught:
             reasons.setdefault(group.untaught, []).append(group)
-    if not reasons:
-        return []
     notices = [
         Notice(
             f"{len(own)} of {len(step.groups)} groups taught nothing: {own[0].why}",
             "muted",
             detail=name,
-            links=[
-                Link(group.group.removeprefix(f"{found.run.id}/"), to("group", found.key, group.group))
-                for group in own[:8]
-            ],
+            links=[Link(inside(found, group.id), to("group", found.key, group.id)) for group in own[:8]],
         )
         for name, own in sorted(reasons.items(), key=lambda each: -len(each[1]))
     ]
-    return [Notices(notices, title="Groups that taught nothing")]
+    return [Notices(notices, title="Groups that taught nothing")] if notices else []
 
 
 def _failures(found: Located, step: Step) -> list[Block]:
-    if not step.failures:
-        return []
+    """Rollouts that failed, by whose fault it was and why, the commonest first. Numbers make no other reason."""
+    reasons: dict[tuple[str, str], list[Rollout]] = {}
+    for one in step.proof.rollouts:
+        if one.status is Status.FAILED:
+            key = one.fault.value if one.fault else "", re.sub(r"\d+", "N", str(reason(one.error)))
+            reasons.setdefault(key, []).append(one)
     notices = [
         Notice(
-            f"{each.count} {'rollout' if each.count == 1 else 'rollouts'}: {each.why}",
-            "bad" if each.fault != "policy" else "warn",
-            detail=FAULTS.get(each.fault, each.fault),
-            links=[Link(one.removeprefix(f"{found.run.id}/"), to("rollout", found.key, one)) for one in each.rollouts],
+            f"{len(own)} {'rollout' if len(own) == 1 else 'rollouts'}: {reason(own[0].error)}",
+            "bad" if fault != "policy" else "warn",
+            detail=FAULTS.get(fault, fault),
+            links=[rollout_link(found, one.id) for one in own[:EXAMPLES]],
         )
-        for each in step.failures
+        for (fault, _), own in sorted(reasons.items(), key=lambda each: -len(each[1]))
     ]
-    return [Notices(notices, title="Failed rollouts")]
+    return [Notices(notices, title="Failed rollouts")] if notices else []

@@ -2,20 +2,205 @@
 
 from __future__ import annotations
 
-from lightning.errors import DataError
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from lightning.errors import DataError, LightningError
+from lightning.store.pages import each_rollout
+from lightning.trainer.plan import VAL, newest_generation, of_generation
+from lightning.trainer.summary import Evaluation, evaluations
+from lightning.types import Json, Rollout, Run
+from lightning_debug.ab import DivergentCall, PairedTask, divergent_call, paired_tasks
+from lightning_debug.statistics import SequentialTest, interval
 
 from lightning_console.blocks import Block, Cell, Column, Fact, Facts, Link, Notice, Notices, Page, Table, Tone
-from lightning_console.pages.words import NONE, count, number, to, tone_of, when, written
-from lightning_console.places import Places
-from lightning_console.queries.versions import (
-    EvaluatedVersion,
-    Regression,
-    Side,
-    VersionComparison,
-    compare_versions,
-    evaluated_versions,
-)
+from lightning_console.pages.words import NONE, cannot_read, count, mean_of, number, to, tone_of, when, written
+from lightning_console.places import Located, Places, key_of
+from lightning_console.queries.runs import ODD, said_of
 from lightning_console.router import Address
+
+MOST_RUNS: Final = 50
+"""Runs whose evaluations are offered: the newest."""
+MOST_ROLLOUTS: Final = 50_000
+"""Held-out rollouts of one evaluation that are compared."""
+SHOWN: Final = 20
+"""Regressions that are told with the call at which they part."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedVersion:
+    """A held-out evaluation that can be compared, of the run with a key (`run` is brief)."""
+
+    key: str
+    run: Run
+    result: Evaluation
+
+    @property
+    def name(self) -> str:
+        """What an address calls it."""
+        return f"{self.key}@{self.result.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of two versions that are compared, by the name that the address has for it."""
+
+    name: str
+    located: Located
+    rollouts: int
+    mean: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Regression:
+    """A task on which the second is worse; `call` is where the worst pair parts, None where no call differs, or where that
+    could not be read: `unread` says why."""
+
+    task: PairedTask
+    input: Json
+    call: DivergentCall | None
+    unread: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionComparison:
+    """B beside A on the tasks that both were given. `difference` is the mean over tasks of B's reward less A's; `interval` is
+    None where rewards lie outside of `bounds`. `anytime` says that it holds however often it was looked at, as an A/B needs.
+    `only_a` and `only_b` count tasks that the other was not given, `lost_pairs` what the infrastructure lost."""
+
+    a: Side
+    b: Side
+    wins: int
+    losses: int
+    ties: int
+    difference: float | None
+    interval: tuple[float, float] | None
+    bounds: tuple[float, float]
+    anytime: bool
+    tasks: tuple[PairedTask, ...]
+    regressions: tuple[Regression, ...]
+    only_a: int
+    only_b: int
+    lost_pairs: int
+    inputs: Mapping[str, Json] = field(default_factory=dict)
+    """What each of the tasks asks, by its id."""
+
+
+async def evaluated_versions(places: Places) -> tuple[list[EvaluatedVersion], dict[str, str]]:
+    """The held-out evaluations of the newest runs at a place, and why stores could not be read, by URL."""
+    found: list[EvaluatedVersion] = []
+    listed, unreadable = await places.ask(lambda store: store.list_runs(places.project, limit=MOST_RUNS, brief=True))
+    runs = [(url, run) for url, own in listed.items() for run in own]
+    names = Counter(run.id for _, run in runs)
+    stores = await places.stores()
+    for url, run in sorted(runs, key=lambda each: -each[1].created_at)[:MOST_RUNS]:
+        key = key_of(run.id, url if names[run.id] > 1 else "")
+        try:
+            found += [EvaluatedVersion(key, run, each) for each in await evaluations(stores[url], run.id)]
+        except ODD as error:
+            unreadable[f"{run.id} in {url}"] = said_of(error)
+    return found, unreadable
+
+
+async def compare_versions(
+    places: Places, one: str, other: str, bounds: tuple[float, float] = (0.0, 1.0)
+) -> VersionComparison:
+    """Compare two evaluations, each named `KEY@STEP`. Raises `DataError` for one that there is not, and where they share no
+    task."""
+    (a, run_a), (b, run_b) = await _rollouts(places, one), await _rollouts(places, other)
+    tasks_a, tasks_b = _by_task(run_a), _by_task(run_b)
+    common = [task for task in tasks_a if task in tasks_b]
+    if not common:
+        raise DataError(f"{one} and {other} were not given one common task, so that there is nothing to compare")
+    paired: list[PairedTask] = []
+    lost = 0
+    for task in common:
+        n = min(len(tasks_a[task]), len(tasks_b[task]))
+        for each, gone in paired_tasks(tasks_a[task][:n], tasks_b[task][:n], n, bounds[0]):
+            lost += gone
+            paired += [each] if each is not None else []
+    differences = [each.difference for each in paired]
+    anytime = "evaluates" in a.run.config and "evaluates" in b.run.config and a.run.id != b.run.id
+    inputs = {task: rollouts[0].task.input for task, rollouts in tasks_a.items()}
+    return VersionComparison(
+        Side(one, a, len(run_a), mean_of([each.a for each in paired])),
+        Side(other, b, len(run_b), mean_of([each.b for each in paired])),
+        sum(each > 0 for each in differences),
+        sum(each < 0 for each in differences),
+        sum(each == 0 for each in differences),
+        mean_of(differences),
+        _interval(differences, [*run_a, *run_b], bounds, anytime=anytime),
+        bounds,
+        anytime,
+        tuple(paired),
+        tuple(await _regressions(a, b, paired, inputs)),
+        len(tasks_a) - len(common),
+        len(tasks_b) - len(common),
+        lost,
+        inputs,
+    )
+
+
+async def _rollouts(places: Places, name: str) -> tuple[Located, list[Rollout]]:
+    """The ended rollouts of an evaluation, as the run's latest try at it has them."""
+    key, at, step = name.rpartition("@")
+    if not at or not step.isdecimal():
+        raise DataError(f"{name[:200]!r} names no evaluation: RUN@STEP, such as my-run@10")
+    located = await places.find(key)
+    found: list[Rollout] = []
+    async for rollout in each_rollout(located.store, located.run.id, split=VAL, step=int(step)):
+        found.append(rollout)
+        if len(found) > MOST_ROLLOUTS:
+            raise DataError(f"{name} has more than {MOST_ROLLOUTS} rollouts, which is too many for a page")
+    ended = [rollout for rollout in of_generation(found, newest_generation(found)) if rollout.status.ended]
+    if not ended:
+        raise DataError(f"the run {located.run.id} has no held-out rollouts after {step} steps that have ended")
+    return located, ended
+
+
+def _by_task(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    found: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        found.setdefault(rollout.task.id, []).append(rollout)
+    return {task: sorted(own, key=lambda each: (each.index, each.id)) for task, own in found.items()}
+
+
+def _interval(
+    differences: Sequence[float], rollouts: Sequence[Rollout], bounds: tuple[float, float], *, anytime: bool
+) -> tuple[float, float] | None:
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    width = bounds[1] - bounds[0]
+    if (
+        not differences
+        or width <= 0
+        or min(rewards, default=bounds[0]) < bounds[0]
+        or max(rewards, default=0) > bounds[1]
+    ):
+        return None
+    inside = np.clip(np.array(differences, dtype=np.float64), -width, width)  # a mean may be beyond by rounding
+    if anytime:
+        test = SequentialTest(-width, width)
+        test.add(inside.tolist())
+        return test.interval
+    low, high = interval((inside / width + 1.0) / 2.0)
+    return (2.0 * low - 1.0) * width, (2.0 * high - 1.0) * width
+
+
+async def _regressions(
+    a: Located, b: Located, paired: Sequence[PairedTask], inputs: Mapping[str, Json]
+) -> list[Regression]:
+    found = []
+    for each in sorted((each for each in paired if each.difference < 0), key=lambda one: one.difference)[:SHOWN]:
+        try:
+            call, unread = await divergent_call(a.store, each.rollout_a, each.rollout_b, b.store), ""
+        except LightningError as error:
+            call, unread = None, str(error)
+        found.append(Regression(each, inputs[each.task], call, unread))
+    return found
+
 
 ABOVE = (Link("Runs", "runs"),)
 MOST_ROWS = 200
@@ -29,7 +214,7 @@ async def page(places: Places, address: Address) -> Page:
     if len(names) > 2:
         raise DataError(f"two versions are compared, and the address names {len(names)}: versions?of=RUN@STEP,RUN@STEP")
     found = await compare_versions(places, names[0], names[1], _bounds(address))
-    blocks: list[Block] = [_facts(found), *_words(found), _regressions(found), _tasks(found)]
+    blocks: list[Block] = [_facts(found), *_words(found), _regression_table(found), _tasks(found)]
     trail = (*ABOVE, Link("Versions", "versions"))
     return Page(str(address), f"{found.a.name} beside {found.b.name}", blocks, trail)
 
@@ -49,13 +234,13 @@ async def _choices(places: Places, address: Address, marked: list[str]) -> Page:
     versions, unreadable = await evaluated_versions(places)
     rows = [
         [
-            Cell(each.run, to("run", each.key)),
+            Cell(each.run.id, to("run", each.key)),
             Cell(str(each.result.step)),
             Cell(number(each.result.reward)),
             Cell(number(each.result.reward_with_failures)),
             Cell(count(each.result.rollouts)),
             Cell(count(each.result.failed), tone="bad" if each.result.failed else ""),
-            Cell(when(each.created_at)),
+            Cell(when(each.run.created_at)),
         ]
         for each in versions
     ]
@@ -68,26 +253,21 @@ async def _choices(places: Places, address: Address, marked: list[str]) -> Page:
         Column("failed", "number"),
         Column("run began"),
     ]
-    blocks: list[Block] = [
-        Table(
-            columns,
-            rows,
-            keys=[each.name for each in versions],
-            select="of",
-            selected=marked,
-            title="Held-out evaluations",
-            note="mark two: the first that is marked is what the other is compared with",
-            empty="no run here was evaluated on held-out tasks: give fit() `val` tasks, or use `lightning eval`",
-        )
-    ]
+    blocks = cannot_read(unreadable)
     if ready := _ready(versions):
-        notice = Notice(
-            "or compare the two variants of an A/B, or the first and the last evaluation of a run", links=ready
-        )
-        blocks.insert(0, Notices([notice]))
-    if unreadable:
-        blocks.insert(0, Notices([Notice(f"{url} cannot be read", "bad", why) for url, why in unreadable.items()]))
-    return Page(str(address), "Compare versions", blocks, ABOVE)
+        text = "or compare the two variants of an A/B, or the first and the last evaluation of a run"
+        blocks.append(Notices([Notice(text, links=ready)]))
+    evaluated = Table(
+        columns,
+        rows,
+        keys=[each.name for each in versions],
+        select="of",
+        selected=marked,
+        title="Held-out evaluations",
+        note="mark two: the first that is marked is what the other is compared with",
+        empty="no run here was evaluated on held-out tasks: give fit() `val` tasks, or use `lightning eval`",
+    )
+    return Page(str(address), "Compare versions", [*blocks, evaluated], ABOVE)
 
 
 def _ready(versions: list[EvaluatedVersion]) -> list[Link]:
@@ -116,13 +296,13 @@ def _facts(found: VersionComparison) -> Facts:
             Fact("wins", count(found.wins), "tasks on which B is better", "good" if found.wins else ""),
             Fact("losses", count(found.losses), "tasks on which A is better", "bad" if found.losses else ""),
             Fact("ties", count(found.ties), "tasks on which both are alike"),
-            _side("A", found.a),
-            _side("B", found.b),
+            _side_fact("A", found.a),
+            _side_fact("B", found.b),
         ]
     )
 
 
-def _side(name: str, side: Side) -> Fact:
+def _side_fact(name: str, side: Side) -> Fact:
     detail = f"{side.name}, {count(side.rollouts)} rollouts"
     return Fact(name, number(side.mean), detail, to=to("run", side.located.key))
 
@@ -151,7 +331,7 @@ def _words(found: VersionComparison) -> list[Block]:
     return [Notices(said)] if said else []
 
 
-def _regressions(found: VersionComparison) -> Table:
+def _regression_table(found: VersionComparison) -> Table:
     rows = [
         [
             Cell(written(each.input, 100), hint=each.task.task),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from lightning.errors import DataError
 from lightning.store.url import parse
 from lightning.types import Json
 
-from lightning_console.blocks import Link, Tone
+from lightning_console.blocks import Block, Link, Notice, Notices, Tone
 from lightning_console.places import SERVER, Located, Places
 from lightning_console.queries.conversation import one_line
 from lightning_console.queries.runs import said_seconds
@@ -40,6 +41,16 @@ def to(page: str, *about: str | int, **options: str | int) -> str:
     return str(Address(page, tuple(map(str, about)), {name: str(value) for name, value in options.items()}))
 
 
+def inside(found: Located, name: str) -> str:
+    """The id of a group or a rollout without that of its run."""
+    return name.removeprefix(f"{found.run.id}/")
+
+
+def rollout_link(found: Located, rollout: str) -> Link:
+    """Opens a rollout of a run."""
+    return Link(inside(found, rollout), to("rollout", found.key, rollout))
+
+
 def place_of(found: Located) -> str:
     """Where a run is, as a command's option says it; of a server's own store only its owner knows that."""
     return "PLACE" if found.url == SERVER else shlex.quote(found.url)
@@ -48,6 +59,12 @@ def place_of(found: Located) -> str:
 def trail(found: Located, *more: Link) -> tuple[Link, ...]:
     """The pages above one of a run."""
     return (Link("Runs", "runs"), Link(found.run.id, to("run", found.key)), *more)
+
+
+def cannot_read(unreadable: Mapping[str, str]) -> list[Block]:
+    """Which stores cannot be read, and why."""
+    notices = [Notice(f"{url} cannot be read", "bad", why) for url, why in unreadable.items()]
+    return [Notices(notices)] if notices else []
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -59,6 +76,12 @@ def number(value: float | None, digits: int = 3) -> str:
     if value and abs(value) < 0.5 * 10**-digits:
         return f"{value:.1e}"
     return f"{value:.{digits}f}"
+
+
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """The mean of those that are known."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
 
 
 def tone_of(value: float | None) -> Tone:
@@ -96,3 +119,11 @@ def change(before: float | None, after: float | None) -> str:
 def written(value: Json, longest: int = 160) -> str:
     """A value as a text of one line: a text as it is, anything else as JSON."""
     return one_line(value, longest)
+
+
+def page_links(address: Address, total: int, each: int) -> list[Link]:
+    """Links to the pages of a long table, each with so many rows; none where there is one page."""
+    firsts = range(0, total, each) if total > each else ()
+    return [
+        Link(f"{first + 1}–{min(first + each, total)}", str(address.having(cursor=first or None))) for first in firsts
+    ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +20,7 @@ from lightning.errors import StoreError
 from lightning.store import exchanges
 from lightning.store.exchanges import Exchange, Parent
 from lightning.store.url import parse
-from lightning.types import Json, Run, StepState, Transition
+from lightning.types import Json, StepState, Transition
 from lightning_debug.transcript import REDACTED, ToolCall, said_in, text_of, tool_calls_of, why_not_whole
 
 from lightning_console.places import SERVER, Located
@@ -61,12 +61,14 @@ class Vocabulary:
 
 def vocabulary_of(located: Located) -> Vocabulary:
     """The tokenizer of the model that the run began with, or the one in the run's own folder, if the model has moved."""
-    model = _model(located.run)
+    config, url = located.run.config, located.url
+    model = str(config.get("model") or config.get("evaluates") or "")
     if not model:
         return Vocabulary(missing="the run names no model, so that tokens are shown as ids")
-    if located.url == SERVER:
+    if url == SERVER:
         return Vocabulary(missing="tokens are shown as ids: a server reads no folder that a run names")
-    for folder in _folders(model, located.url):
+    beside = [Path(parse(url).path).parent / "model"] if url.startswith("sqlite:") else []
+    for folder in (Path(model), *beside):
         file = folder / FILE
         try:
             return Vocabulary(_loaded(file, file.stat().st_mtime_ns))
@@ -75,17 +77,6 @@ def vocabulary_of(located: Located) -> Vocabulary:
     return Vocabulary(
         missing=f"tokens are shown as ids: there is no {FILE} of the run's model {model} that can be read here"
     )
-
-
-def _model(run: Run) -> str:
-    return str(run.config.get("model") or run.config.get("evaluates") or "")
-
-
-def _folders(model: str, url: str) -> list[Path]:
-    folders = [Path(model)]
-    if url.startswith("sqlite:"):
-        folders.append(Path(parse(url).path).parent / "model")
-    return folders
 
 
 @functools.lru_cache(maxsize=4)
@@ -173,7 +164,7 @@ def conversation(
 ) -> tuple[list[Line], int]:
     """The messages of an attempt, and how many are left out."""
     lines: list[Line] = []
-    told: dict[str, list[object]] = {}
+    told: dict[str, list[_Message]] = {}
     asked: dict[str, str] = {}
     waiting = list(states)
     for number, (call, one) in enumerate(zip(calls, said, strict=True), 1):
@@ -183,17 +174,15 @@ def conversation(
             waiting.remove(state)
         if not call.choice:
             given = list(_sent(one.request, asked)) if one.request else _decoded(call, vocabulary)
-            known = told.get(name, [])
-            fresh = _behind(known, [_key(each) for each in given])
-            lines += [_line(each, number, name) for each in given[fresh:]]
-            told[name] = [_key(each) for each in given]
+            lines += [_line(each, number, name) for each in given[_shared(told.get(name, ()), given) :]]
+            told[name] = given
         answer = _Message("assistant", one.text, tuple((made.name, made.arguments) for made in one.tool_calls))
         if answer.text or answer.calls or not call.status.answered:
             end = call.finish_reason if call.finish_reason not in ("stop", "") else ""
             choice = f"choice {call.choice + 1}" if call.choice else ""
             tag = ", ".join(filter(None, [str(call.status) if call.status != "ok" else "", end, choice]))
             lines.append(_line(answer, number, name, tag, one.missing))
-        told[name] = [*told.get(name, []), _key(answer)]
+        told[name] = [*told.get(name, ()), answer]
     lines += [_state(state, len(calls)) for state in waiting]
     return lines[:MOST], max(0, len(lines) - MOST)
 
@@ -203,22 +192,14 @@ class _Message:
     role: str
     text: str
     calls: tuple[tuple[str, Any], ...] = ()
-    tool: str = ""
-    missing: str = ""
+    tool: str = field(default="", compare=False)
+    missing: str = field(default="", compare=False)
 
 
-def _key(message: _Message) -> object:
-    return message.role, message.text, json.dumps(message.calls, sort_keys=True, default=str)
-
-
-def _behind(known: Sequence[object], now: Sequence[object]) -> int:
+def _shared(known: Sequence[_Message], now: Sequence[_Message]) -> int:
     """How many of the messages were told before: those that both begin with."""
-    count = 0
-    for one, other in zip(known, now, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+    differ = (place for place, (one, other) in enumerate(zip(known, now, strict=False)) if one != other)
+    return next(differ, min(len(known), len(now)))
 
 
 def _decoded(call: Transition, vocabulary: Vocabulary) -> list[_Message]:

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final, Literal
 
 import numpy as np
@@ -25,8 +24,6 @@ from lightning_console.queries.runs import About, about_of, finite, measured, se
 
 Axis = Literal["step", "tokens", "time"]
 AXES: Final[Mapping[Axis, str]] = {"step": "steps", "tokens": "sampled tokens (about)", "time": "wall time (s)"}
-POINTS: Final = 400
-"""Points of a curve; of a longer run a point stands for several steps, with the least and the most of them."""
 MOST_OF: Final = 0.8
 """The share of the gain that is asked for: when was most of it there?"""
 LEAST: Final = 6
@@ -61,14 +58,11 @@ class Curves:
     and `seconds[i]` say how many tokens were sampled and how long it took up to the end of it, where the first is about: what
     the trainer measured of its speed, times how long it sampled."""
 
-    run: str
     about: About
-    created_at: float
     steps: tuple[int, ...]
     values: tuple[Mapping[str, float], ...]
     tokens: tuple[float, ...]
     seconds: tuple[float, ...]
-    at: tuple[float, ...]
     evaluations: tuple[Evaluation, ...]
     changes: tuple[Change, ...]
     settings: Mapping[str, Json]
@@ -113,7 +107,7 @@ async def _read(store: Store, run: Run) -> Curves:
     points = {point.step: point for point in await store.metrics(run.id)}
     whole = run if run.config else await store.get_run(run.id) or run
     epochs = await read_epochs(store, whole)
-    tokens, seconds, values, at = 0.0, 0.0, [], []
+    tokens, seconds, values = 0.0, 0.0, []
     sums: list[tuple[float, float]] = []
     phases: dict[str, float] = {}
     for name, value in (each for point in points.values() for each in point.values.items()):
@@ -129,17 +123,13 @@ async def _read(store: Store, run: Run) -> Curves:
         tokens += speed * sampling if math.isfinite(speed) else 0.0
         seconds += sum(took.values())
         values.append(metrics)
-        at.append(record.at)
         sums.append((tokens, seconds))
     return Curves(
-        run=run.id,
         about=await about_of(store, whole),
-        created_at=run.created_at,
         steps=tuple(record.step for record in records),
         values=tuple(values),
         tokens=tuple(each[0] for each in sums),
         seconds=tuple(each[1] for each in sums),
-        at=tuple(at),
         evaluations=measured(await evaluations(store, run.id)),
         changes=tuple(Change(each.first, tuple(changes_of(epochs, each.number))) for each in epochs[1:]),
         settings=settings_and_tasks(epochs[-1].config) if whole.config else {},
@@ -184,42 +174,6 @@ def held_out_points(curves: Curves, axis: Axis = "step") -> list[list[float | No
         [curves.x_after(each.step, axis), each.score, each.score - LEVEL * each.error, each.score + LEVEL * each.error]
         for each in curves.evaluations
     ]
-
-
-def points_of(
-    xs: Sequence[float], values: Sequence[float | None], most: int = POINTS
-) -> tuple[list[list[float | None]], list[int]]:
-    """A curve of at most `most` points, and the index of the value that each stands for: with the least and the most of the
-    values around it where it stands for several."""
-    if len(values) <= most:
-        return [[x, value] for x, value in zip(xs, values, strict=True)], list(range(len(values)))
-    ends = [round(place * len(values) / most) for place in range(most + 1)]
-    points: list[list[float | None]] = []
-    places = []
-    for first, end in pairwise(ends):
-        known = [value for value in values[first:end] if value is not None]
-        place = (first + end - 1) // 2
-        mean = sum(known) / len(known) if known else None
-        points.append([xs[place], mean, min(known, default=None), max(known, default=None)])
-        places.append(place)
-    return points, places
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Runs that differ in nothing but their seed, by their places among the runs that are compared, and what their settings
-    are."""
-
-    members: tuple[int, ...]
-    settings: Mapping[str, Json]
-
-
-def grouped_by_seed(runs: Sequence[Curves]) -> list[Spread]:
-    """The runs, those together that differ in nothing but their seed."""
-    groups: dict[str, list[int]] = {}
-    for place, run in enumerate(runs):
-        groups.setdefault(run.about.alike, []).append(place)
-    return [Spread(tuple(members), runs[members[0]].settings) for members in groups.values()]
 
 
 def different_settings(runs: Sequence[Curves]) -> dict[str, list[Json]]:

@@ -8,7 +8,7 @@ they began at the earliest when the call that asked for them had its answer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -16,7 +16,7 @@ from lightning.errors import DataError
 from lightning.store.exchanges import parents_of
 from lightning.store.protocol import Attempt
 from lightning.trainer.runs import agent_of
-from lightning.types import UNNAMED, Rollout, Run, StepReward, StepState, ToolEvent, Transition
+from lightning.types import UNNAMED, Rollout, StepReward, StepState, ToolEvent, Transition
 
 from lightning_console.places import Located, at_attempt, group_of, may_change, rollout_of, why_no_calls
 from lightning_console.queries.branches import (
@@ -96,7 +96,6 @@ class RolloutView:
     `fork` says whether there can be one at the chosen call. `agent` is the run's as MODULE:FUNCTION, empty where that is not
     known."""
 
-    run: Run
     rollout: Rollout
     attempts: int
     calls: tuple[CallLine, ...]
@@ -167,7 +166,6 @@ async def rollout_view(
     group = await group_of(located, found.group, found)
     branches, grows = await _branches(located, own, transitions, group, patience)
     return RolloutView(
-        located.run,
         own,
         newest,
         calls,
@@ -285,10 +283,9 @@ Kind = Literal["agent", "call", "tool", "reward", "state"]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Something on a lane, in seconds since the beginning. `call` is the number of the call that it is or belongs to, 0 for
+    """Something that ran, or happened, at a time in seconds. `call` is the number of the call that it is or belongs to, 0 for
     none; `status` a word that says how it went."""
 
-    lane: int
     kind: Kind
     name: str
     begin: float
@@ -300,23 +297,12 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The lanes' names, and what is on them. `seconds` is how long it took from the first of it to the last."""
+    """The lanes' names, and what is on them: the index of the lane with each, whose times are since the beginning. `seconds` is
+    how long it took from the first of it to the last."""
 
     lanes: tuple[str, ...]
-    moments: tuple[Moment, ...]
+    moments: tuple[tuple[int, Moment], ...]
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Raw:
-    lane: str
-    kind: Kind
-    name: str
-    begin: float
-    end: float
-    call: int = 0
-    status: str = ""
-    detail: str = ""
 
 
 def lanes_of(
@@ -327,7 +313,7 @@ def lanes_of(
     reward: float | None,
 ) -> Lanes:
     """The lanes of an attempt. Calls whose times are not recorded stand at the beginning."""
-    raw: list[_Raw] = []
+    placed: list[tuple[str, Moment]] = []
     numbers = {call.id: number for number, call in reversed(list(enumerate(calls, 1)))}
     by_id = {call.id: call for call in reversed(calls)}
     for number, call in enumerate(calls, 1):
@@ -335,55 +321,56 @@ def lanes_of(
             continue
         end = max(call.ended_at, call.started_at)
         detail = f"{len(call.prompt_ids)} + {len(call.response_ids)} tokens"
-        raw.append(
-            _Raw(call.caller.name, "call", f"call {number}", call.started_at, end, number, str(call.status), detail)
-        )
-    raw += [_tool(event, calls, by_id, numbers) for event in events]
+        made = Moment("call", f"call {number}", call.started_at, end, number, str(call.status), detail)
+        placed.append((call.caller.name, made))
+    placed += [_tool(event, calls, by_id, numbers) for event in events]
     for given in rewards:
         behind = by_id.get(given.response_id)
         at = max(given.at, behind.ended_at) if behind else given.at
-        lane = behind.caller.name if behind else _anyone(calls)
-        raw.append(_Raw(lane, "reward", f"{given.name} {given.value:+g}", at, at, numbers.get(given.response_id, 0)))
+        called = numbers.get(given.response_id, 0)
+        placed.append((_lane(behind, calls), Moment("reward", f"{given.name} {given.value:+g}", at, at, called)))
     for state in states:
         behind = by_id.get(state.response_id)
         at = min(state.at or behind.started_at, behind.started_at) if behind else state.at
-        lane = behind.caller.name if behind else _anyone(calls)
-        raw.append(_Raw(lane, "state", state.name, at, at, numbers.get(state.response_id, 0)))
-    known = [each for each in raw if each.begin > 0]
+        called = numbers.get(state.response_id, 0)
+        placed.append((_lane(behind, calls), Moment("state", state.name, at, at, called)))
+    known = [each for _, each in placed if each.begin > 0]
     start = min((each.begin for each in known), default=0.0)
     last = max((each.end for each in known), default=start)
     if reward is not None and calls:
-        raw.append(_Raw(calls[-1].caller.name, "reward", f"reward {reward:+g}", last, last, len(calls)))
-    return _laid_out(raw, start, last)
+        placed.append((calls[-1].caller.name, Moment("reward", f"reward {reward:+g}", last, last, len(calls))))
+    return _laid_out(placed, start, last)
 
 
-def _anyone(calls: Sequence[Transition]) -> str:
-    return calls[0].caller.name if calls else UNNAMED.name
+def _lane(call: Transition | None, calls: Sequence[Transition]) -> str:
+    """The lane of what belongs to a call; of what belongs to none, that of the first one's agent."""
+    known = call or next(iter(calls), None)
+    return known.caller.name if known else UNNAMED.name
 
 
 def _tool(
     event: ToolEvent, calls: Sequence[Transition], by_id: Mapping[str, Transition], numbers: Mapping[str, int]
-) -> _Raw:
+) -> tuple[str, Moment]:
     asked = next((call for call in calls if event.call_id and event.call_id in call.tool_calls), None)
     behind = asked or by_id.get(event.response_id)
     begin = behind.ended_at if behind else event.at
     end = max(event.at, begin)
-    who = behind.caller.name if behind else event.caller.name if event.caller else _anyone(calls)
-    detail = event.error or event.output
+    who = event.caller.name if event.caller and not behind else _lane(behind, calls)
+    detail = (event.error or event.output)[:200]
     number = numbers.get(behind.id, 0) if behind else 0
-    return _Raw(f"{who} · tools", "tool", event.name, begin, end, number, event.status, detail[:200])
+    return f"{who} · tools", Moment("tool", event.name, begin, end, number, event.status, detail)
 
 
-def _laid_out(raw: Sequence[_Raw], start: float, last: float) -> Lanes:
+def _laid_out(moments: Sequence[tuple[str, Moment]], start: float, last: float) -> Lanes:
     """Each thing on the first lane of its name that is free then."""
-    names = list(dict.fromkeys(each.lane for each in raw))
+    names = list(dict.fromkeys(name for name, _ in moments))
     agents = [name for name in names if not name.endswith(" · tools")]
     ordered = [lane for name in agents for lane in (name, f"{name} · tools") if lane in names]
     ordered += [name for name in names if name not in ordered]
     free: dict[str, list[float]] = {}
-    placed: list[tuple[str, int, _Raw]] = []
-    for each in sorted(raw, key=lambda one: (one.begin, one.end)):
-        own = free.setdefault(each.lane, [])
+    placed: list[tuple[str, int, Moment]] = []
+    for name, each in sorted(moments, key=lambda one: (one[1].begin, one[1].end)):
+        own = free.setdefault(name, [])
         if each.kind in ("reward", "state"):
             place = 0  # a moment takes no time, and overlaps nothing
             if not own:
@@ -393,21 +380,12 @@ def _laid_out(raw: Sequence[_Raw], start: float, last: float) -> Lanes:
             if place == len(own):
                 own.append(each.end)
             own[place] = each.end
-        placed.append((each.lane, place, each))
+        placed.append((name, place, each))
     lanes = [(name, place) for name in ordered for place in range(len(free.get(name, ())))]
     index = {lane: number for number, lane in enumerate(lanes)}
-    moments = [
-        Moment(
-            index[lane, place],
-            each.kind,
-            each.name,
-            max(0.0, each.begin - start),
-            max(0.0, each.end - start),
-            each.call,
-            each.status,
-            each.detail,
-        )
-        for lane, place, each in placed
-    ]
+    told = tuple(
+        (index[name, place], replace(each, begin=max(0.0, each.begin - start), end=max(0.0, each.end - start)))
+        for name, place, each in placed
+    )
     titles = tuple(f"{name} ({place + 1})" if place else name for name, place in lanes)
-    return Lanes(titles, tuple(moments), max(0.0, last - start))
+    return Lanes(titles, told, max(0.0, last - start))

@@ -125,6 +125,8 @@ def said_seconds(seconds: float) -> str:
 
 ODD: Final = (LightningError, KeyError, TypeError, ValueError, AttributeError)
 """What reading a run of another release raises, or one that was made by hand."""
+POINTS: Final = 400
+"""Points of a curve; of a longer run a point stands for several steps, with the least and the most of them."""
 SPARK: Final = 48
 """Points of a small curve."""
 BY_SEED: Final = ("seed", "tasks.train.mark", "forked_from")
@@ -310,13 +312,28 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def points_of(
+    xs: Sequence[float], values: Sequence[float | None], most: int = POINTS
+) -> tuple[list[list[float | None]], list[int]]:
+    """A curve of at most `most` points, and the index of the value that each stands for: with the least and the most of the
+    values around it where it stands for several."""
+    if len(values) <= most:
+        return [[x, value] for x, value in zip(xs, values, strict=True)], list(range(len(values)))
+    ends = [round(place * len(values) / most) for place in range(most + 1)]
+    points: list[list[float | None]] = []
+    places = []
+    for first, end in pairwise(ends):
+        known = [value for value in values[first:end] if value is not None]
+        place = (first + end - 1) // 2
+        mean = sum(known) / len(known) if known else None
+        points.append([xs[place], mean, min(known, default=None), max(known, default=None)])
+        places.append(place)
+    return points, places
+
+
 def thinned(values: Sequence[float | None], most: int) -> list[float | None]:
     """At most `most` of the values, in order: means of windows; None where no value of a window is known."""
-    if len(values) <= most:
-        return list(values)
-    ends = [round(place * len(values) / most) for place in range(most + 1)]
-    windows = ([value for value in values[a:b] if value is not None] for a, b in pairwise(ends))
-    return [sum(known) / len(known) if known else None for known in windows]
+    return [point[1] for point in points_of(range(len(values)), values, most)[0]]
 
 
 async def about_of(store: Store, run: Run) -> About:

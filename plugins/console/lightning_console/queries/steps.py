@@ -1,4 +1,4 @@
-"""One step of a run: its groups with what they earned, what training made of each rollout and call, and what failed.
+"""A step of a run, derived again: what training made of each of its rollouts and of each of their calls.
 
 The invariant: advantages are derived again from the store by the functions that training used, as an audit does, and no model
 is asked for it; they are told only where they make the very batch that was trained. `proved` is true only where the rows that
@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -22,27 +20,16 @@ from lightning.algorithms.protocol import Algorithm, Batch, needs_critic
 from lightning.batch import Group, Sample, TokenSpan, Trajectory
 from lightning.credit import call_rewards
 from lightning.credit.protocol import rollout_return
-from lightning.errors import ConfigError, DataError, LightningError
+from lightning.errors import DataError, LightningError
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
-from lightning.trainer.metrics import REASONS
 from lightning.trainer.own_loop import changed_by_loop
-from lightning.trainer.plan import TRAIN
-from lightning.trainer.reasons import reason
-from lightning.trainer.replay import algorithm_of, batch_of, policy_fault_of, train_agents_of
+from lightning.trainer.replay import policy_fault_of, train_agents_of
 from lightning.trainer.runs import rebuild_algorithm
-from lightning.trainer.training_data import (
-    all_rollouts,
-    is_batch_of,
-    load_groups,
-    recorded_values,
-    rollout_digest,
-    rollouts_of,
-)
-from lightning.types import Json, Rollout, Run, Status, StepRecord
-from lightning_debug.profile import why_untaught
+from lightning.trainer.training_data import is_batch_of, load_groups, recorded_values, rollout_digest, rollouts_of
+from lightning.types import Rollout, Run, StepRecord
 
-from lightning_console.queries.memo import Memo, apart
+from lightning_console.queries.memo import Memo
 
 OWN_CODE: Final = (
     "only the user's own code can make its algorithm again, so that advantages are not derived here: "
@@ -56,16 +43,18 @@ UNTRAINED: Final = {
 }
 """Why a rollout was not trained, by its split."""
 CHANGED: Final = "the run's own loop trained on changed rows: with other weights or advantages, or on some of them"
+REMOVED: Final = "calls that the run was trained on were removed (lightning db prune --trained)"
 ASKS: Final = "its credit function has rewards of its own (a judge), which is not asked for a page"
 
 
 @dataclass(frozen=True, slots=True)
 class CallCredit:
-    """What training made of a call: the advantage and the weight of each of its tokens, as they are in the step's rows.
+    """What training made of a call: the advantage and the weight of each of its `tokens`, as they are in the step's rows.
     `own` is what its step rewards (tools' included) add up to."""
 
     advantage: float
     weight: float
+    tokens: int
     own: float = 0.0
 
     @property
@@ -77,23 +66,34 @@ class CallCredit:
 @dataclass(frozen=True, slots=True)
 class MemberCredit:
     """What training made of a rollout. `total` is its return: `reward`, what its calls and its tools earned, and what its
-    length cost. `recorded` says whether what is stored of it has the digest that the step recorded; None where it was not
-    trained."""
+    length cost. `tokens` were sampled for it in `turns` calls. `recorded` says whether what is stored of it has the digest that
+    the step recorded; None where it was not trained."""
 
     reward: float
     total: float
     calls: Mapping[int, CallCredit]
+    tokens: int
+    turns: int
     recorded: bool | None = None
+
+    @property
+    def advantage(self) -> float | None:
+        """The mean over the tokens that have a weight; None where none has."""
+        taught = [each for each in self.calls.values() if each.weight]
+        tokens = sum(each.tokens for each in taught)
+        return sum(each.advantage * each.tokens for each in taught) / tokens if tokens else None
 
 
 @dataclass(frozen=True, slots=True)
 class StepProof:
     """A step derived again. `record` is None where no step has looked at the rollouts. `proved` is whether the rows have the
-    recorded digest; None where they could not be derived, and `why` says why not. `members` are its rollouts by id; `mean` and
-    `deviation` those of the returns of a group. `skipped` says by group why it taught nothing."""
+    recorded digest; None where they could not be derived, and `why` says why not. `rollouts` are all that the step looked at,
+    `members` those that count, by id; `groups` has mean and deviation of a group's returns, and how many they are. `skipped`
+    says by group why it taught nothing."""
 
     record: StepRecord | None = None
     epoch: Epoch | None = None
+    rollouts: tuple[Rollout, ...] = ()
     algorithm: Algorithm | None = None
     proved: bool | None = None
     why: str = ""
@@ -127,46 +127,52 @@ async def prove(store: Store, run: Run, rollout: Rollout) -> StepProof:
     if record is None:
         said = UNTRAINED.get(rollout.split, "held-out rollouts are never trained on")
         return StepProof(why=said)
-    epoch = epoch_at(epochs, record.step)
+    return await prove_step(store, run, record, epochs)
+
+
+async def prove_step(store: Store, run: Run, record: StepRecord, epochs: Sequence[Epoch]) -> StepProof:
+    """What a step made of the rollouts that it looked at, as it was derived within the last minute. Raises `StoreError`."""
     pruned = await store.get_state(run.id, PRUNED)
-    if isinstance(pruned, Mapping) and pruned.get("trained"):
-        return StepProof(
-            record, epoch, why="calls that the run was trained on were removed (lightning db prune --trained)"
-        )
     stamp = record.digest, len(epochs), json.dumps(pruned, default=str), int(time.monotonic() // FRESH)
     about = run.id, run.created_at, record.step
-    return await _proofs.get(store, about, stamp, lambda: _prove(store, run, record, epoch))
+    lost = isinstance(pruned, Mapping) and bool(pruned.get("trained"))
+    epoch = epoch_at(epochs, record.step)
+    return await _proofs.get(store, about, stamp, lambda: _prove(store, run, record, epoch, lost=lost))
 
 
-async def _prove(store: Store, run: Run, record: StepRecord, epoch: Epoch) -> StepProof:
-    """The step derived again from what the store holds now."""
-    members = await rollouts_of(store, record, epoch.max_staleness or 0)
+async def _prove(store: Store, run: Run, record: StepRecord, epoch: Epoch, *, lost: bool) -> StepProof:
+    """The step derived again from what the store holds now; calls that were trained may be `lost`."""
+    rollouts = await rollouts_of(store, record, epoch.max_staleness or 0)
+    known = StepProof(record, epoch, tuple(rollouts))
+    if lost:
+        return replace(known, why=REMOVED)
+    groups: list[Group] = []
+    algorithm, why = None, OWN_CODE
     try:
-        groups = await load_groups(store, members, train_agents_of(epoch), policy_fault_of(epoch))
+        groups = await load_groups(store, rollouts, train_agents_of(epoch), policy_fault_of(epoch))
         algorithm = rebuild_algorithm(epoch.config)
         if algorithm is not None and needs_critic(algorithm):
             groups = await recorded_values(store, run.id, record.step, groups)
     except LightningError as error:
-        return StepProof(record, epoch, why=str(error))
-    return await asyncio.to_thread(_derived, record, epoch, groups, algorithm)
+        algorithm, why = None, str(error)
+    return await asyncio.to_thread(_derived, known, record, groups, algorithm, why)
 
 
-def _derived(record: StepRecord, epoch: Epoch, groups: Sequence[Group], algorithm: Algorithm | None) -> StepProof:
+def _derived(
+    known: StepProof, record: StepRecord, groups: Sequence[Group], algorithm: Algorithm | None, why: str
+) -> StepProof:
+    """The step with its credit. `why` says why there is no algorithm, where there is none."""
     digests = {name: digest for (name, _), digest in zip(record.rollouts, record.digests, strict=False)}
-    batch, why, proved = None, "", None
-    if algorithm is None:
-        why = OWN_CODE
-    elif getattr(getattr(algorithm, "credit", None), "rewards", False):
+    batch, proved = None, None
+    if algorithm is not None and getattr(getattr(algorithm, "credit", None), "rewards", False):
         why = ASKS
-    else:
+    elif algorithm is not None:
         try:
             batch = algorithm.batch(groups)
+            why = _doubt(record, batch)
+            proved = not why
         except Exception as error:  # noqa: BLE001 — isolates algorithms and credit functions of others
             why = f"its batch cannot be derived again: {type(error).__name__}: {error}"
-    if batch is not None:
-        used = tuple((rollout.id, rollout.attempt) for rollout in batch.used)
-        why = _doubt(record, batch, used)
-        proved = not why
     rewarded = [_rewarded(group, algorithm) for group in groups]
     given = _credits(batch.samples if batch else ())
     members, spreads = {}, {}
@@ -177,15 +183,17 @@ def _derived(record: StepRecord, epoch: Epoch, groups: Sequence[Group], algorith
         for member, with_all, total in zip(group.trajectories, counted.trajectories, returns, strict=True):
             digest = digests.get(member.rollout.id)
             same = None if digest is None else rollout_digest(member) == digest
-            members[member.rollout.id] = MemberCredit(
-                member.reward, total, _calls(with_all, given.get(member.rollout.id, {})), same
-            )
+            own = _calls(with_all, given.get(member.rollout.id, {}))
+            calls = (*member.transitions, *member.refused, *member.lost)
+            tokens = sum(len(call.response_ids) for call in calls)
+            members[member.rollout.id] = MemberCredit(member.reward, total, own, tokens, len(calls), same)
     skipped = {} if batch is None or algorithm is None else _skipped(groups, batch, algorithm)
-    return StepProof(record, epoch, algorithm, proved, why, members, spreads, skipped)
+    return StepProof(record, known.epoch, known.rollouts, algorithm, proved, why, members, spreads, skipped)
 
 
-def _doubt(record: StepRecord, batch: Batch, used: Sequence[tuple[str, int]]) -> str:
+def _doubt(record: StepRecord, batch: Batch) -> str:
     """Why a derived batch does not prove what a step computed on; empty where it does."""
+    used = tuple((rollout.id, rollout.attempt) for rollout in batch.used)
     try:
         if used == record.rollouts and is_batch_of(record, batch):
             return CHANGED if changed_by_loop(record) else ""
@@ -218,9 +226,8 @@ def _calls(member: Trajectory, spans: Mapping[int, tuple[Sample, TokenSpan]]) ->
     for call, own in zip(member.transitions, call_rewards(member), strict=True):
         if call.seq in spans:
             sample, span = spans[call.seq]
-            found[call.seq] = CallCredit(
-                float(sample.advantages[span.start]), float(sample.weights[span.start]), float(own)
-            )
+            advantage, weight = float(sample.advantages[span.start]), float(sample.weights[span.start])
+            found[call.seq] = CallCredit(advantage, weight, span.stop - span.start, float(own))
     return found
 
 
@@ -238,235 +245,3 @@ def _skipped(groups: Sequence[Group], batch: Batch, algorithm: Algorithm) -> dic
             reasons = [*alone.skipped, *alone.dropped]
             found[group.id] = ", ".join(reasons) or "every advantage in it is 0"
     return found
-
-
-EXAMPLES: Final = 5
-"""Rollouts that are named for each reason of failing."""
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutPoint:
-    """One rollout of a step. `tokens` are those that were sampled, `turns` its calls; both are None where its calls are not in
-    the store. `advantage` is the mean over its trained tokens, None where it was not trained or that cannot be derived."""
-
-    rollout: str
-    group: str
-    status: Status
-    reward: float | None
-    tokens: int | None
-    turns: int | None
-    advantage: float | None
-    seconds: float
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLine:
-    """A group of a step: its task, and the rewards and states of its rollouts in order, the last `branches` of which are
-    branches of others. `untaught` is the reason why it taught nothing, in the trainer's word, and `why` in plain ones; both are
-    empty where it taught."""
-
-    group: str
-    task: Json
-    task_id: str
-    rewards: tuple[float | None, ...]
-    states: tuple[Status, ...]
-    mean: float | None
-    spread: float | None
-    failed: int
-    step: int
-    untaught: str = ""
-    why: str = ""
-    branches: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Rollouts that failed for one reason. `fault` says whose it was."""
-
-    count: int
-    why: str
-    fault: str
-    rollouts: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step. `committed` is False for the one that is being sampled. `unknown` says why advantages are not known, `unread`
-    why calls are not; both are empty where they are."""
-
-    run: str
-    step: int
-    committed: bool
-    at: float | None
-    policy_version: int | None
-    metrics: Mapping[str, float]
-    groups: tuple[GroupLine, ...]
-    rollouts: tuple[RolloutPoint, ...]
-    failures: tuple[Failure, ...]
-    last: int | None
-    epoch: int
-    unknown: str = ""
-    unread: str = ""
-
-
-_steps: Memo[Step] = Memo(kept=16)
-
-
-async def read_step(store: Store, run: Run, step: int) -> Step:
-    """A step of a run. Raises `ConfigError` for one that it does not have."""
-    found = await store.steps(run.id, after=step - 1, limit=1)
-    last = await store.last_step(run.id)
-    record = found[0] if found and found[0].step == step else None
-    if record is None:
-        return await _open_step(store, run, step, last)
-    stamp = (record.digest, last.step if last else None)
-
-    async def make() -> Step:
-        return await _read_step(store, run, record, last)
-
-    return await _steps.get(store, (run.id, step), stamp, lambda: apart(make))
-
-
-async def _open_step(store: Store, run: Run, step: int, last: StepRecord | None) -> Step:
-    """A step that is not committed: what was sampled of it up to now."""
-    rollouts = await all_rollouts(store, run.id, split=TRAIN, step=step) if step >= 0 else []
-    if not rollouts:
-        has = f"has the steps 0 to {last.step}" if last else "has no step yet"
-        raise ConfigError(f"there is no step {step}: the run {run.id} {has}")
-    groups = [_line(own, "") for own in _members(rollouts)]
-    points = [_point(rollout, None, None) for rollout in rollouts]
-    unknown = "the step is not committed: nothing was trained yet"
-    return Step(
-        run.id, step, False, None, None, {}, tuple(groups), tuple(points), _failures(rollouts),
-        last.step if last else None, 0, unknown, "",
-    )  # fmt: skip
-
-
-async def _read_step(store: Store, run: Run, record: StepRecord, last: StepRecord | None) -> Step:
-    epochs = await read_epochs(store, run)
-    epoch = epoch_at(epochs, record.step)
-    rollouts = await rollouts_of(store, record, epoch.max_staleness or 0)
-    groups = await load_groups(store, rollouts, train_agents_of(epoch), policy_fault_of(epoch))
-    of_group = {group.id: group for group in groups}
-    made = {member.rollout.id: member for group in groups for member in group.trajectories}
-    batch, unknown = await _batch(store, record, epoch)
-    advantages = _advantages(batch) if batch else {}
-    trained = {rollout for rollout, _ in record.rollouts}
-    points = []
-    for rollout in rollouts:
-        member = made.get(rollout.id)
-        calls = (*member.transitions, *member.refused, *member.lost) if member else ()
-        sizes = (sum(len(call.response_ids) for call in calls), len(calls)) if calls else None
-        points.append(_point(rollout, sizes, advantages.get(rollout.id)))
-    lines = []
-    for own in _members(rollouts):
-        taught = any(rollout.id in trained for rollout in own)
-        untaught = "" if taught else _untaught(epoch, of_group.get(own[0].group), own)
-        lines.append(_line(own, untaught))
-    scored = any(rollout.status is Status.SUCCEEDED for rollout in rollouts)
-    unread = "its calls were removed (lightning db prune)" if scored and not any(p.turns for p in points) else ""
-    return Step(
-        run=run.id,
-        step=record.step,
-        committed=True,
-        at=record.at,
-        policy_version=record.policy_version,
-        metrics=record.metrics,
-        groups=tuple(lines),
-        rollouts=tuple(points),
-        failures=_failures(rollouts),
-        last=last.step if last else record.step,
-        epoch=epoch.number,
-        unknown=unread or unknown,
-        unread=unread,
-    )
-
-
-async def _batch(store: Store, record: StepRecord, epoch: Epoch) -> tuple[Batch | None, str]:
-    """The step's batch, made again and compared with what was trained; or why that cannot be."""
-    try:
-        return await batch_of(store, record, epoch, algorithm_of(epoch, ())), ""
-    except LightningError as error:
-        return None, str(error)
-    except Exception as error:  # noqa: BLE001 — isolates algorithms and credit functions of others
-        return None, f"{type(error).__name__}: {error}"
-
-
-def _advantages(batch: Batch) -> dict[str, float]:
-    """The mean advantage of each rollout's trained tokens."""
-    found: dict[str, list[float]] = {}
-    for sample in batch.samples:
-        for span in sample.spans:
-            taught = sample.weights[span.start : span.stop] != 0
-            if np.any(taught):
-                found.setdefault(span.rollout, []).extend(sample.advantages[span.start : span.stop][taught].tolist())
-    return {rollout: float(np.mean(values)) for rollout, values in found.items()}
-
-
-def _untaught(epoch: Epoch, group: Group | None, members: Sequence[Rollout]) -> str:
-    """Why a group taught nothing: what its algorithm says of it alone; where that cannot be made again, what rewards say."""
-    if group is not None:
-        try:
-            skipped = algorithm_of(epoch, ()).batch([group]).skipped
-        except Exception:  # noqa: BLE001 — isolates algorithms of others; the rewards tell as well
-            skipped = {}
-        if skipped:
-            return next(iter(skipped))
-    return why_untaught(members, policy_fault_of(epoch))
-
-
-def _members(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    groups: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.group, []).append(rollout)
-    return list(groups.values())
-
-
-def _line(members: Sequence[Rollout], untaught: str) -> GroupLine:
-    members = sorted(members, key=lambda rollout: rollout.parent is not None)
-    rewards = [rollout.reward for rollout in members if rollout.reward is not None]
-    first = members[0]
-    return GroupLine(
-        group=first.group,
-        task=first.task.input,
-        task_id=first.task.id,
-        rewards=tuple(rollout.reward for rollout in members),
-        states=tuple(rollout.status for rollout in members),
-        mean=statistics.fmean(rewards) if rewards else None,
-        spread=statistics.pstdev(rewards) if len(rewards) > 1 else None,
-        failed=sum(rollout.status is Status.FAILED for rollout in members),
-        step=first.step,
-        untaught=untaught,
-        why=REASONS.get(untaught, "rewards do not tell why" if untaught == "other" else untaught),
-        branches=sum(rollout.parent is not None for rollout in members),
-    )
-
-
-def _point(rollout: Rollout, sizes: tuple[int, int] | None, advantage: float | None) -> RolloutPoint:
-    return RolloutPoint(
-        rollout=rollout.id,
-        group=rollout.group,
-        status=rollout.status,
-        reward=rollout.reward,
-        tokens=sizes[0] if sizes else None,
-        turns=sizes[1] if sizes else None,
-        advantage=advantage,
-        seconds=rollout.seconds,
-        why=str(reason(rollout.error)) if rollout.status is Status.FAILED else "",
-    )
-
-
-def _failures(rollouts: Sequence[Rollout]) -> tuple[Failure, ...]:
-    """Rollouts that failed, by whose fault it was and why, the commonest first. Numbers make no other reason."""
-    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for one in rollouts:
-        if one.status is Status.FAILED:
-            why = str(reason(one.error))
-            key = (one.fault.value if one.fault else "", re.sub(r"\d+", "N", why))
-            found.setdefault(key, []).append((one.id, why))
-    failures = [
-        Failure(len(own), own[0][1], fault, tuple(rollout for rollout, _ in own[:EXAMPLES]))
-        for (fault, _), own in found.items()
-    ]
-    return tuple(sorted(failures, key=lambda each: -each.count))

@@ -20,7 +20,7 @@ import orjson
 from lightning.errors import ConfigError, DataError, LightningError
 from lightning.store.protocol import Store
 from lightning.types import Json
-from lightning_resources import roll_back_alias, set_alias
+from lightning_resources.operations import roll_back_alias, set_alias
 
 from lightning_console import router
 from lightning_console.blocks import Action, Actions, Block, Notice, Notices, Page, json_of, with_whole_characters

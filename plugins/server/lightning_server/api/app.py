@@ -79,7 +79,10 @@ def _brought(operations: tuple[Operation, ...]) -> tuple[Route, ...]:
     taken = {_shape(route): "the server itself" for route in ROUTES}
     for operation in operations:
         owner = f"the plugin that brings {operation.group.name!r}" if operation.group else "the store"
-        route = route_of(over_http(operation))
+        try:
+            route = route_of(over_http(operation))
+        except Exception as error:  # a plugin's line may be wrong in any way
+            raise PluginError(f"{owner} has the operation {operation.name!r}, which has no route: {error}") from error
         first = taken.setdefault(_shape(route), owner)
         if first is not owner:
             raise PluginError(

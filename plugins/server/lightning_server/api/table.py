@@ -164,4 +164,4 @@ def _integer(text: str, where: str) -> int:
 
 def nothing_there(what: str, cure: str) -> ApiError:
     """The answer for what nobody created."""
-    return ApiError(404, "not_found", f"There is no {what}: {cure}")
+    return ApiError(404, "not_found", f"There is no {what}: {cure}" if cure else f"There is no {what}.")

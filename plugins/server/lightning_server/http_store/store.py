@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Final, Self, cast
 
 from lightning.errors import DataError, StoreError, UnavailableError
-from lightning.store import extras, rollout_state, rows
+from lightning.store import rollout_state, rows
 from lightning.store.operation import Operation, Operations
 from lightning.store.protocol import Page, RunWatch
 from lightning.types import LLM, Lease, Rollout, Span, Transition
@@ -241,7 +241,7 @@ def _body(operation: HttpOperation, arguments: Mapping[str, Any]) -> Any:
 def _item(value: Any) -> bytes:
     """A noun as JSON."""
     if isinstance(value, Transition):  # refused before any part of the list is sent
-        extras.pack(value.extras, f"the extras of transition {value.key}")
+        rows.pack_extras(value.extras, f"the extras of transition {value.key}")
     try:
         return json_codec.to_bytes(value)
     except DataError:

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from lightning.store.memory import MemoryStore
 from lightning.types import Outcome, Rollout, Run, Task
-from lightning_resources import Resource, put_resource, set_alias
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import put_resource, set_alias
 from lightning_server import json_codec, messages
 from lightning_server.api.app import description, routes
 from lightning_server.api.table import PREFIX, Route

@@ -12,7 +12,7 @@ from lightning.trainer.epochs import mark_over
 from lightning.types import Scope
 from lightning_server.api.app import Limits, description, routes
 from lightning_server.api.openapi import scopes_of
-from lightning_server.api.table import PREFIX, Route, parameters
+from lightning_server.api.table import PREFIX, Route, nothing_there, parameters
 
 from .conftest import World, connection, make_world
 
@@ -206,3 +206,10 @@ async def test_a_lease_of_no_run_is_not_found_and_the_end_of_a_run_is_told() -> 
         answers.append((await world.ask("POST", "/leases", {**wanted, "run": "run"}, token="runner")).json)
     assert [(answer["leases"], answer["over"]) for answer in answers] == [([], False), ([], True), ([], False)]
     await world.store.close()
+
+
+def test_what_is_not_there_is_told_with_its_cure_where_one_is_known() -> None:
+    assert nothing_there("memo 'a'", "").message == "There is no memo 'a'."
+    assert nothing_there("run 'a'", "GET /runs lists those there are").message.endswith(
+        "'a': GET /runs lists those there are"
+    )

@@ -18,7 +18,8 @@ from lightning.runner.attempt_completion import NEVER_CALLED, OUTLIVED
 from lightning.trainer.epochs import mark_over
 from lightning.trainer.how_to_call import HowToCall
 from lightning.types import LLM, Fault, Outcome, Rollout, Run, Scope, Status, Task, ToolEvent
-from lightning_resources import Resource, put_resource
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import put_resource
 from lightning_server.auth import issue_token
 from lightning_server.client import AttemptCounts, Client
 from lightning_server.client import run_discovery as finding

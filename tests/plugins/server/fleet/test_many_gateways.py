@@ -16,7 +16,7 @@ from lightning.errors import GatewayError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.identity import gateway_secret
 from lightning.gateway.policy import UNKNOWN
-from lightning.instrument.trace import root_span_id, trace_id_of
+from lightning.instrument.context import root_span_id, trace_id_of
 from lightning.plugins import plugins
 from lightning.policy_server.protocol import Update
 from lightning.store.memory import MemoryStore

@@ -18,7 +18,8 @@ from lightning.store import Store
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import LLM, CallStatus, Rollout, Run, Scope, Task
-from lightning_resources import Resource, list_resources, put_resource
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import list_resources, put_resource
 from lightning_server.auth import issue_token
 from lightning_server.control import Control
 from lightning_server.tokens import list_tokens, put_token

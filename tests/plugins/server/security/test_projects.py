@@ -32,9 +32,8 @@ from lightning.types import (
     token_ids,
 )
 from lightning_otel.traces.store import append_spans, spans
-from lightning_resources import (
-    Resource,
-    ResourceKind,
+from lightning_resources.nouns import Resource, ResourceKind
+from lightning_resources.operations import (
     alias_history,
     get_resource,
     list_aliases,

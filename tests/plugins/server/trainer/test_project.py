@@ -20,7 +20,8 @@ from lightning.trainer.run_server import of_project
 from lightning.trainer.runs import check_run
 from lightning.trainer.stack import Stack, open_stack
 from lightning.types import LLM, Rollout, Run, Scope, Status, Task
-from lightning_resources import Resource, get_resource, list_resources, put_resource, resource_uses
+from lightning_resources.nouns import Resource
+from lightning_resources.operations import get_resource, list_resources, put_resource, resource_uses
 from lightning_resources.prompts import resolve_prompts
 from lightning_resources.weights import keep_weights
 from lightning_server.auth import ALL_PROJECTS, issue_token
