@@ -88,11 +88,13 @@ LONGEST_LENGTH = 18
 """Digits of a length that is read as one."""
 RAISE_THE_LIMIT = "raise gateway.max_body_bytes"
 PIECE = 64 * 1024
-"""Bytes that are read or made of a packed body before others have their turn."""
+"""Bytes that are unpacked at a time, so that others have their turn between."""
+PARTS = 1024
+"""Steps of a decoder that have a turn, where they make less than that."""
 GZIP = 31
 """What zlib calls a body with the header of gzip, and the largest window."""
-ZLIB_STEP, ZSTD_STEP = 2048, 64
-"""Bytes that are unpacked at a time: either can become 2 MB."""
+ZSTD_STEP = 64
+"""Bytes of zstd that are unpacked at a time: they can become 2 MB, and the library knows no limit of its own."""
 ZSTD_WINDOW = 8 << 20
 """The memory that a decoder of zstd needs at most; RFC 9659 allows no more for what is sent over HTTP."""
 SENDABLE = "gzip, deflate, zstd"
@@ -435,7 +437,7 @@ def _encoding(scope: Scope) -> str:
     named = [name for part in said.split(",") if (name := part.strip()) not in ("", "identity")]
     if not named:
         return ""
-    if len(named) > 1 or named[0] not in DECODERS:
+    if len(named) > 1 or named[0] not in READERS:
         message = f"The body's content-encoding is {said!r:.80}, which is not read here; send {SENDABLE}, or none."
         raise RefusalError(415, "unsupported_encoding", message, [(b"accept-encoding", SENDABLE.encode())])
     return named[0]
@@ -461,36 +463,57 @@ async def _unpacked(encoding: str, payload: bytes, limit: int, cure: str, held: 
 
 def _pieces(encoding: str, payload: bytes) -> Iterator[bytes]:
     """What a body holds, a piece at a time. Raises what the decoders raise, `EOFError` for one that is cut off."""
-    new, step = DECODERS[encoding]
-    if encoding == "deflate" and payload and payload[0] & 0x0F != zlib.DEFLATED:
-        new = partial(zlib.decompressobj, -zlib.MAX_WBITS)  # some clients leave out zlib's header
-    stream, piece = new(), bytearray()
-    for start in range(0, len(payload), step):
-        data = payload[start : start + step]
+    parts: list[bytes] = []
+    size = 0
+    for part in READERS[encoding](payload) if payload else ():
+        parts.append(part)
+        size += len(part)
+        if size >= PIECE or len(parts) >= PARTS:
+            yield b"".join(parts)
+            parts, size = [], 0
+    yield b"".join(parts)
+
+
+def _zlib(payload: bytes, wbits: int) -> Iterator[bytes]:
+    stream = zlib.decompressobj(wbits)
+    for start in range(0, len(payload), PIECE):
+        data = payload[start : start + PIECE]
         while data:
             if stream.eof:  # several, one after another, are one body
-                stream = new()
-            piece += stream.decompress(data)
-            data = stream.unused_data
-        if len(piece) >= PIECE or not start % PIECE:
-            yield bytes(piece)
-            piece.clear()
-    if payload and not stream.eof:
+                stream = zlib.decompressobj(wbits)
+            yield stream.decompress(data, PIECE)
+            data = stream.unused_data or stream.unconsumed_tail
+    while rest := stream.decompress(b"", PIECE):
+        yield rest
+    if not stream.eof:
         raise EOFError("it is cut off")
-    yield bytes(piece)
 
 
-def _zstd() -> Any:
-    return zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj()
+def _deflate(payload: bytes) -> Iterator[bytes]:
+    """With zlib's header, as the standard has it, or without, as some clients do."""
+    return _zlib(payload, 15 if payload[0] & 0x0F == zlib.DEFLATED else -15)
 
 
-DECODERS: dict[str, tuple[Callable[[], Any], int]] = {
-    "gzip": (partial(zlib.decompressobj, GZIP), ZLIB_STEP),
-    "x-gzip": (partial(zlib.decompressobj, GZIP), ZLIB_STEP),
-    "deflate": (partial(zlib.decompressobj, zlib.MAX_WBITS), ZLIB_STEP),
-    "zstd": (_zstd, ZSTD_STEP),
+def _zstd(payload: bytes) -> Iterator[bytes]:
+    unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW)
+    frame = unpacker.decompressobj()
+    for start in range(0, len(payload), ZSTD_STEP):
+        data = payload[start : start + ZSTD_STEP]
+        while data:
+            if frame.eof:
+                frame = unpacker.decompressobj()
+            yield frame.decompress(data)
+            data = frame.unused_data
+    if not frame.eof:
+        raise EOFError("it is cut off")
+
+
+READERS: dict[str, Callable[[bytes], Iterator[bytes]]] = {
+    "gzip": partial(_zlib, wbits=GZIP),
+    "x-gzip": partial(_zlib, wbits=GZIP),
+    "deflate": _deflate,
+    "zstd": _zstd,
 }
-"""What makes a decoder, and how many bytes it is given at a time."""
 
 
 def _too_large(size: int, limit: int, cure: str) -> RefusalError:
