@@ -216,7 +216,7 @@ def test_an_sql_database_has_a_function_with_the_arguments_of_each_operation() -
 
 
 async def test_the_table_has_a_column_for_each_field(sqlite: SqliteStore) -> None:
-    assert await list_resources(sqlite) == []
+    await put_resource(sqlite, Resource("writer", "Write on {topic}."))
     found = await sqlite._read(lambda tx: tx.all("PRAGMA table_info(resources)"))
     assert set(sql.COLUMNS.columns) <= {row[1] for row in found}
     assert set(sql.COLUMNS.fields) <= {field.name for field in fields(Resource)}

@@ -95,8 +95,10 @@ async def test_tables_are_made_once_and_a_later_release_adds_its_step(lab: Calla
     path = tmp_path / "store.db"
     store = SqliteStore(path)
     await store.open()
+    assert await here.verdicts(store, "a") == [], "to look makes no tables"
     with closing(sqlite3.connect(path)) as file:
         assert file.execute("SELECT * FROM operation_groups").fetchall() == []
+        assert not file.execute("SELECT name FROM sqlite_master WHERE name LIKE 'verdicts%'").fetchall()
     await here.put_verdict(store, "a", here.Verdict("a", "ann", "well done"))
     part: SqlPart = here.verdicts.group.part(here.verdicts, "sql", store)
     await store.close()

@@ -11,6 +11,7 @@ from lightning.store import Store
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Scope, Token
 from lightning_server import tokens_sql
+from lightning_server.auth import issue_token
 from lightning_server.tokens import TOKENS, get_token, list_tokens, put_token, revoke_token
 
 from tests.core.store.backends import everywhere
@@ -48,7 +49,7 @@ def test_an_sql_database_has_a_function_with_the_arguments_of_each_operation() -
 
 
 async def test_the_table_has_a_column_for_each_field(sqlite: SqliteStore) -> None:
-    assert await list_tokens(sqlite) == []
+    await put_token(sqlite, issue_token(Scope.RUNNER, "mine")[0])
     found = await sqlite._read(lambda tx: tx.all("PRAGMA table_info(tokens)"))
     assert set(tokens_sql.COLUMNS.columns) <= {row[1] for row in found}
     assert set(tokens_sql.COLUMNS.fields) <= {field.name for field in fields(Token)}

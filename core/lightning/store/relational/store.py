@@ -221,6 +221,14 @@ WRITES: Final[Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]] = {
 """What writes for an operation, in the same way."""
 
 
+class _TakenBackError(Exception):
+    """Ends a transaction of which nothing is kept but the answer."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__("taken back")
+        self.answer = answer
+
+
 class RelationalStore(Operations, ABC):
     """Everything of a store but its life and its `watch`."""
 
@@ -270,7 +278,10 @@ class RelationalStore(Operations, ABC):
         part: SqlPart = group.part(operation, "sql", self)
         function = group.function(operation, part.functions, self)
         if group not in self._with_tables:
-            if await self._read(lambda tx: version_of(tx, group.name)) != len(part.tables):
+            there = await self._read(lambda tx: version_of(tx, group.name))
+            if part.tables and not there and operation.name in part.reads:
+                return await self._read_of_nothing(group, part, lambda tx: function(tx, **arguments))
+            if there != len(part.tables):
                 await self._write(lambda tx: make_tables(tx, group.name, part.tables, self))
             self._with_tables.add(group)
         if self.answers_get_lost and arguments.get("once") == "":
@@ -278,6 +289,19 @@ class RelationalStore(Operations, ABC):
         if operation.name in part.reads:
             return await self._read(lambda tx: function(tx, **arguments), whole=operation.name in part.whole)
         return await self._write(lambda tx: function(tx, **arguments))
+
+    async def _read_of_nothing(self, group: OperationGroup, part: SqlPart, read: Operation[Any]) -> Any:
+        """The answer of a reading operation where its tables are not there yet. They are made for it and taken back, since a
+        reader changes nothing of a database."""
+
+        async def look(transaction: Transaction) -> None:
+            await make_tables(transaction, group.name, part.tables, self)
+            raise _TakenBackError(await read(transaction))
+
+        try:
+            await self._write(look)
+        except _TakenBackError as found:
+            return found.answer
 
     # what is more than one function of a transaction -----------------------------------------------------------
     async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:

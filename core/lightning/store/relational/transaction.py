@@ -7,8 +7,8 @@ whatever it did before was rolled back with its transaction. What a call changes
 whoever makes the same call while the first one is on its way waits for its end.
 
 The names of a plugin's tables begin with that of its group, so that nobody's are another's. They are made when
-the group is first asked for something, in the order of their steps, each step once and with its number in the same transaction;
-tables of a later step than the plugin knows are refused, untouched.
+the group first writes, in the order of their steps, each step once and with its number in the same transaction; tables
+of a later step than the plugin knows are refused, untouched. To look makes none.
 """
 
 from __future__ import annotations
