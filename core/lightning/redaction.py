@@ -12,12 +12,9 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
-import pluggy
-
-from lightning.plugins import Plugins, plugins
+from lightning.plugins import plugins
 from lightning.printable import printable
 from lightning.types import Conversation, Json, Outcome, Span, ToolEvent
 
@@ -130,17 +127,11 @@ _SIGNS = (
 SIGNS = tuple(map(re.compile, _SIGNS))
 
 
-@lru_cache(1)
-def _redactors(known: Plugins) -> pluggy.HookCaller:
-    """What calls the redactors of all plugins, later ones too. It is found once: each call of a model has several texts."""
-    return known.hook.lightning_redact
-
-
 def may_be_redacted(text: bytes) -> bool:
     """Whether anything may be left out of JSON (UTF-8); false where surely nothing is. Much faster than to look."""
-    if _redactors(plugins()).get_hookimpls():
-        return True
     lowered = text.lower()
+    if plugins().hook.lightning_redact.get_hookimpls():
+        return True
     return any(sign.search(lowered) is not None for sign in SIGNS)
 
 

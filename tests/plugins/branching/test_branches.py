@@ -493,8 +493,10 @@ def test_another_chat_template_makes_branches_void(
 
     parent = made.run(agent)
     assert parent.rollout.error == ""
-    ordinary = vllm_replies.tokenize
-    monkeypatch.setattr(vllm_replies, "tokenize", lambda text: [7, *ordinary(text)])
+    ordinary = vllm_replies.ChatShape.prompts
+    monkeypatch.setattr(
+        vllm_replies.ChatShape, "prompts", lambda shape, body: [[7, *ids] for ids in ordinary(shape, body)]
+    )
     found = made.run(agent, parent=parent.key(2))
     assert found.rollout.reward is None
     assert "other tokens than were recorded, from token 0 on" in found.rollout.error
