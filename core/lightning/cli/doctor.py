@@ -247,6 +247,8 @@ def _plugins() -> Iterator[Check]:
         plugins().operations()
     except PluginError as error:
         yield Check("operations of the store", "broken", str(error), CURE_OF_PLUGINS)
+    except Exception as error:  # noqa: BLE001 — a plugin's own module, which is imported here
+        yield Check("operations of the store", "broken", f"{type(error).__name__}: {error}", CURE_OF_PLUGINS)
     try:
         plugins().demo("tiny")
     except PluginError as error:

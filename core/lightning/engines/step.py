@@ -1,6 +1,5 @@
 """What every engine does around a step: what a loss of a whole step wants to know before the gradient pass, mini-batches and
-epochs, updates that are not finite, memory that runs
-out, and what a step reports.
+epochs, updates that are not finite, memory that runs out, and what a step reports.
 
 The invariant: `prepare` is called once for an update and sees every trained token of it, in the order of the rows and of the
 tokens in each, whatever computes them and however often memory ran out. Which rows an update is taken on depends on the

@@ -15,8 +15,8 @@ import inspect
 import re
 import threading
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -74,7 +74,8 @@ def replace_method(owner: type | ModuleType, name: str, instead: Callable[..., A
     function; returns the undo. It is called with that method, and then with what the method would have been called with.
 
     A method is given as its class binds it: what another library has put there may need that to find its instance. So `instead`
-    gets a class method with its class. For one that is awaited it is a coroutine function as well.
+    gets a class method with its class. The method is a coroutine function, or one of an asynchronous generator, where `instead`
+    is.
     """
     inherited, original = name not in vars(owner), vars(owner).get(name)
     found = getattr(owner, name)
@@ -87,7 +88,17 @@ def replace_method(owner: type | ModuleType, name: str, instead: Callable[..., A
     async def call_async(*args: Any, **more: Any) -> Any:
         return await instead(found, *args, **more)
 
-    wrapper = call_async if inspect.iscoroutinefunction(instead) else call
+    @functools.wraps(found)
+    async def items(*args: Any, **more: Any) -> AsyncIterator[Any]:
+        async with aclosing(instead(found, *args, **more)) as made:
+            async for item in made:
+                yield item
+
+    wrapper: Callable[..., Any] = call
+    if inspect.iscoroutinefunction(instead):
+        wrapper = call_async
+    elif inspect.isasyncgenfunction(instead):
+        wrapper = items
     ours = staticmethod(wrapper) if inspect.ismethod(found) else wrapper
     setattr(owner, name, ours)
 
@@ -190,7 +201,7 @@ class Installations(Attachment[Emit]):
             self.tell(run)
 
 
-@dataclass
+@dataclass(eq=False)
 class FrameworkAdapter:
     """The hooks of a framework's adapter, for its entry point: `"acme.acme" = "lightning_acme:adapter"`.
 

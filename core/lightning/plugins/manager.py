@@ -338,7 +338,7 @@ class Plugins:
         elif disabled:
             names = ", ".join(repr(info.name) for info in disabled)
             text += f" The plugins {names}, which might have it, are disabled: {DISABLE} lists them."
-        if waiting := ", ".join(repr(info.name) for info in missing if info.state == "waiting"):
+        if waiting := ", ".join(f"{info.name!r} ({info.waits_for})" for info in missing if info.state == "waiting"):
             text += f" Plugins that are loaded once their framework is imported: {waiting}."
         return text
 

@@ -37,8 +37,8 @@ UNCALLED = "the agent returned a reward but never called the model"
 """How the error begins, in every release."""
 NEVER_CALLED = (
     f"{UNCALLED}: use llm.base_url and llm.api_key, and llm.model. If other "
-    "rollouts of the same task did call it, a cache in the agent's client answers (DSPy and litellm have one), or a plugin's "
-    "stage of calls: switch it off"
+    "rollouts of the same task did call it, a cache in the agent's client answers (DSPy and litellm have one): switch it off. "
+    "A plugin's stage of calls may answer as well: LIGHTNING_DISABLE_PLUGINS leaves out the plugins that it lists"
 )
 SWALLOWED = (
     "the agent returned a reward after its last model call had failed because no policy server was there, so the reward "

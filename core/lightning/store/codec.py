@@ -455,6 +455,8 @@ class ParentsView(Generic[K]):
     def add(self, key: Hashable, known: KnownTransition[K], extended: KnownTransition[K] | None = None) -> None:
         """See `ParentCache.add`."""
         if key in self._seen:
+            if extended in self._seen[key]:
+                self._seen[key].remove(extended)
             self._seen[key].append(known)
             self._added.append((key, known, extended))
 

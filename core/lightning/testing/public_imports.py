@@ -124,12 +124,10 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "an engine": (
             "lightning.engines.critic",
             "lightning.engines.export",
-            "lightning.engines.step",
             "lightning.engines.files",
             "lightning.engines.loading",
             "lightning.engines.microbatch",
             "lightning.engines.model_contents",
-            "lightning.engines.loading",
             "lightning.engines.rows",
             "lightning.engines.sameness",
             "lightning.engines.step",

@@ -10,9 +10,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-import orjson
 from lightning.batch.branches import RecordedCall
-from lightning.gateway.http import event_of
+from lightning.gateway.http import event_of, write_object
 
 Body = dict[str, Any]
 INVALID: Final = "INVALID_JSON"
@@ -26,7 +25,7 @@ def answer_of(call: RecordedCall, request: Mapping[str, Any]) -> tuple[int, str,
     reply: Any = call.exchange.reply
     if request.get("stream") is True and status == 200:
         return status, "text/event-stream; charset=utf-8", b"".join(stream_of(call.exchange.path, reply, request))
-    return status, "application/json", orjson.dumps(reply)
+    return status, "application/json", write_object(reply)
 
 
 def stream_of(path: str, reply: Body, request: Mapping[str, Any]) -> Iterator[bytes]:

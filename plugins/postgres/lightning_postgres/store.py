@@ -126,7 +126,9 @@ class PostgresStore(RelationalStore):
                 first()
             return await session.connections.write(operation, again)
 
-        return await self._submit(session, work)
+        result = await self._submit(session, work)
+        self._has_written = True
+        return result
 
     async def _read(self, operation: Operation[T], *, whole: bool = False) -> T:
         session = self._open_session()

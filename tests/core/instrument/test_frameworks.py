@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,7 @@ import httpx
 import lightning
 import pytest
 from lightning.instrument import activate, component, emit, install_tap
+from lightning.instrument.adapter_tools import replace_method
 from lightning.instrument.marking import FRAMEWORKS
 from lightning.plugins import plugins
 from lightning.testing.chat_server import ChatServer
@@ -62,3 +64,33 @@ def test_a_call_through_its_code_names_it_unless_the_user_names_the_call(
     )
     assert not named.framework.startswith("no-adapter")
     assert own.framework == ("raw" if adapters else "")
+
+
+async def test_a_replaced_stream_is_still_an_asynchronous_generator_and_is_closed_with_its_reader() -> None:
+    closed = []
+
+    class Agent:
+        async def stream(self, most: int) -> AsyncIterator[int]:
+            try:
+                for number in range(most):
+                    yield number
+            finally:
+                closed.append("framework")
+
+    async def doubled(stream: Callable[..., AsyncIterator[int]], agent: Agent, most: int) -> AsyncIterator[int]:
+        try:
+            async for number in stream(agent, most):
+                yield 2 * number
+        finally:
+            closed.append("adapter")
+
+    undo = replace_method(Agent, "stream", doubled)
+    assert inspect.isasyncgenfunction(Agent.stream)
+    assert [number async for number in Agent().stream(3)] == [0, 2, 4]
+    closed.clear()
+    reader = Agent().stream(3)
+    assert await anext(reader) == 0
+    await reader.aclose()
+    assert closed[0] == "adapter"
+    undo()
+    assert [number async for number in Agent().stream(3)] == [0, 1, 2]

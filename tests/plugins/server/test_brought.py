@@ -123,6 +123,20 @@ async def test_tables_are_made_once_and_a_later_release_adds_its_step(lab: Calla
     await store.close()
 
 
+async def test_a_process_that_writes_makes_the_tables_at_its_first_look(
+    lab: Callable[..., Any], tmp_path: Path
+) -> None:
+    """So that its next looks are no transactions that write."""
+    here = lab()
+    store = SqliteStore(tmp_path / "store.db")
+    await store.open()
+    await store.put_run(Run("run", "a run"))
+    assert await here.verdicts(store, "a") == []
+    with closing(sqlite3.connect(tmp_path / "store.db")) as file:
+        assert file.execute("SELECT * FROM operation_groups").fetchall() == [("verdicts", 1)]
+    await store.close()
+
+
 async def test_a_table_that_is_not_the_groups_is_refused(lab: Callable[..., Any], tmp_path: Path) -> None:
     here = lab(**{"CREATE INDEX NAME_by_rollout": "CREATE INDEX by_rollout"})
     store = SqliteStore(tmp_path / "store.db")

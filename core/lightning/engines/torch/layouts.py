@@ -2,8 +2,8 @@
 gradient, and adding up the gradient of a step.
 
 The invariant: every wanted token and every valued state is visited once, however the rows are computed; a token that rows share
-is computed once in a tree, and has an entry (so a loss) for each of its rows. All passes see
-the same tokens through the same functions, so what is read before a step is what the step computes again.
+is computed once in a tree, and has an entry (so a loss) for each of its rows. All passes see the same tokens through the same
+functions, so what is read before a step is what the step computes again.
 
 Rows that are computed one by one are padded on the right only. With causal attention no real token can see the padding behind
 it, so no attention mask is needed and positions count from 0; and how rows are grouped changes no token's result.

@@ -238,6 +238,8 @@ class RelationalStore(Operations, ABC):
     def __init__(self) -> None:
         self._with_tables: set[OperationGroup] = set()
         """The groups whose tables are known to be there; forgotten whenever the store is opened."""
+        self._has_written = False
+        """Whether anything was committed here: who has only looked makes no tables."""
 
     @abstractmethod
     async def _write(
@@ -279,7 +281,7 @@ class RelationalStore(Operations, ABC):
         function = group.function(operation, part.functions, self)
         if group not in self._with_tables:
             there = await self._read(lambda tx: version_of(tx, group.name))
-            if part.tables and not there and operation.name in part.reads:
+            if operation.name in part.reads and there < len(part.tables) and not self._has_written:
                 return await self._read_of_nothing(group, part, lambda tx: function(tx, **arguments))
             if there != len(part.tables):
                 await self._write(lambda tx: make_tables(tx, group.name, part.tables, self))
@@ -291,8 +293,8 @@ class RelationalStore(Operations, ABC):
         return await self._write(lambda tx: function(tx, **arguments))
 
     async def _read_of_nothing(self, group: OperationGroup, part: SqlPart, read: Operation[Any]) -> Any:
-        """The answer of a reading operation where its tables are not there yet. They are made for it and taken back, since a
-        reader changes nothing of a database."""
+        """The answer of a reading operation whose tables are not there yet, in a process that has only looked so far. They are
+        made for it and taken back, since such a process changes nothing of a database."""
 
         async def look(transaction: Transaction) -> None:
             await make_tables(transaction, group.name, part.tables, self)

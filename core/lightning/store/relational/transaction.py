@@ -8,7 +8,7 @@ whoever makes the same call while the first one is on its way waits for its end.
 
 The names of a plugin's tables begin with that of its group, so that nobody's are another's. They are made when
 the group first writes, in the order of their steps, each step once and with its number in the same transaction; tables
-of a later step than the plugin knows are refused, untouched. To look makes none.
+of a later step than the plugin knows are refused, untouched. Who only looks makes none.
 """
 
 from __future__ import annotations

@@ -515,7 +515,9 @@ class SqliteStore(RelationalStore):
     async def _write(
         self, operation: Operation[T], again: Again[T] | None = None, *, first: Callable[[], object] | None = None
     ) -> T:
-        return await self._open_writer().submit(operation, first)
+        result = await self._open_writer().submit(operation, first)
+        self._has_written = True
+        return result
 
     async def _read(self, operation: Operation[T], *, whole: bool = False) -> T:
         writer, readers = self._open_writer(), self._readers

@@ -153,15 +153,14 @@ def _task_groups(proof: StepProof) -> list[TaskGroup]:
         return [TaskGroup(tuple(members)) for members in groups.values()]
     trained = {rollout for rollout, _ in proof.record.rollouts}
     fault = policy_fault_of(proof.epoch)
-    return [
-        TaskGroup(
-            tuple(members),
-            ""
-            if any(each.id in trained for each in members)
-            else proof.skipped.get(group) or why_untaught(members, fault),
-        )
-        for group, members in groups.items()
-    ]
+    found = []
+    for group, members in groups.items():
+        untaught = ""
+        if not any(each.id in trained for each in members):
+            first = proof.skipped.get(group, "").partition(", ")[0]
+            untaught = first if first in REASONS else why_untaught(members, fault)
+        found.append(TaskGroup(tuple(members), untaught))
+    return found
 
 
 def _against(rollout: Rollout, proof: StepProof) -> dict[str, float | None]:

@@ -144,8 +144,6 @@ async def _prove(store: Store, run: Run, record: StepRecord, epoch: Epoch, *, lo
     """The step derived again from what the store holds now; calls that were trained may be `lost`."""
     rollouts = await rollouts_of(store, record, epoch.max_staleness or 0)
     known = StepProof(record, epoch, tuple(rollouts))
-    if lost:
-        return replace(known, why=REMOVED)
     groups: list[Group] = []
     algorithm, why = None, OWN_CODE
     try:
@@ -155,6 +153,8 @@ async def _prove(store: Store, run: Run, record: StepRecord, epoch: Epoch, *, lo
             groups = await recorded_values(store, run.id, record.step, groups)
     except LightningError as error:
         algorithm, why = None, str(error)
+    if lost and not (groups and all(each.transitions for group in groups for each in group.trajectories)):
+        return replace(known, why=REMOVED)
     return await asyncio.to_thread(_derived, known, record, groups, algorithm, why)
 
 
