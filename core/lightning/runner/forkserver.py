@@ -313,11 +313,12 @@ class ForkServer:
             self._answer(int(message["failed"]), WorkerDiedError(f"no worker process: {message['error']}"))
         elif "warmed" in message:
             self.warmed = int(message["warmed"])
-            logger.info(
-                "%d modules of the first rollout are imported for the next ones (not: %s)",
-                self.warmed,
-                message["error"],
-            )
+            if self.warmed or message["error"]:
+                logger.info(
+                    "%d modules of the first rollout are imported for the next ones (not: %s)",
+                    self.warmed,
+                    message["error"],
+                )
         else:
             self._exits.pop(int(message["exited"])).set_result(int(message["status"]))
 

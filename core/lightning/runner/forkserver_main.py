@@ -323,8 +323,7 @@ class _Template:
         _build(self._contexts, needs)
         gc.collect()
         gc.freeze()
-        if names:
-            self._tell({"warmed": len(names) - len(failed), "error": ", ".join(failed[:MOST_NAMES])})
+        self._tell({"warmed": len(names) - len(failed), "error": ", ".join(failed[:MOST_NAMES])})
 
     def _threads_of(self, names: Sequence[str]) -> str:
         """What is wrong with importing these here, tried in a fork: they start threads, which no worker would have."""

@@ -196,7 +196,7 @@ async def test_a_call_whose_first_try_is_still_on_its_way_is_waited_for(
     await store.create_rollouts([rollout(name) for name in "ab"])
     token = Token("t", Scope.RUNNER, "d" * 64)
     known_as = rollout_state.known_as("1", "lease", "run", "w", 60.0)
-    assert await list_tokens(other) == []  # the table is made
+    assert await list_tokens(store) == []  # the table is made
     done, let_go, here = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
     async def first(tx: Any) -> None:
