@@ -394,12 +394,13 @@ class Recorder:
         """Reserve numbers for a call that begins now. Does not wait for the store: `append` does."""
         now = time.monotonic()
         key = (rollout, attempt)
-        counter = self._counters.used(key)
+        counter = self._counters.get(key)
         if counter is None or counter.failed:
             base = asyncio.ensure_future(self._store.next_seq(rollout, attempt))
             base.add_done_callback(_retrieve)
             counter = self._counters.keep(key, Counter(base, 0, now))
         counter.touched = now
+        self._counters.move_to_end(key)
         self._forget_idle(now)
         ticket = Ticket(rollout, attempt, caller, counter, counter.used, time.time())
         counter.used += choices

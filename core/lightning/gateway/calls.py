@@ -172,7 +172,6 @@ class CallEndpoint:
     # sent ----------------------------------------------------------------------------------------------------------
     async def _plan(self, call: Call, request: Request) -> None:
         """Number the call and make the policy server's request of the agent's. Raises `RefusalError`."""
-        await self._policies.asked.look(call.claims.run, call.policy, request.model)
         request_id = f"{call.id_mark}{PROCESS}{next(NUMBERS):x}"
         capture = Capture(self._dialect.id_prefix + request_id)
         plan, translator = await beside(request.scope, partial(self._translate, call, request.body, capture.id))
@@ -289,8 +288,6 @@ class CallEndpoint:
         await self._line.settled(call, answer)
         await self._record(call, status)
         await self._line.kept(call, call.ticket.appended)
-        if answer.outcome is CallStatus.OK:
-            call.policy.tools.look(call.plan.body, self._tokenize(call))
 
     async def _deliver(self, call: Call, answer: Answer, watch: Watch, send: Send) -> None:
         """Let go of the answer's last bytes. An agent that has hung up by then does not get them, and asks again: one answer

@@ -208,10 +208,6 @@ class Gateway:
         """A policy server was restarted at another address; requests that waited for it go on."""
         self._own.pool.replace(old, new)
 
-    async def hidden_tools(self) -> int:
-        """How many calls had tools that its own policy's chat template does not show the model, as far as that is known."""
-        return await self._own.tools.hidden()
-
     @property
     def _own(self) -> Policy:
         if self._policies.own is None:

@@ -54,7 +54,7 @@ FAILED: Final = "stage_failed"
 """The code of the refusal of a call on which a stage failed."""
 POINTS: Final = ("admitted", "sending", "settled", "kept")
 KEYS: Final = {"branch": "a branch", "session": "many conversations"}
-"""What a key may be of besides an attempt, for people."""
+"""What a key may be of besides an attempt, by the field of `Claims` that says so, for people."""
 NO_STAGE: Final = "no_stage"
 """The code of the refusal of a key that no stage answers."""
 FIXED: Final = ("n", "stream", "logprobs", "top_logprobs", "return_token_ids", "echo")
@@ -76,6 +76,7 @@ class CallStage(named.Stage):
     stages that it stands before and after, whether or not these are there. What it has to remember of a call it keeps in a
     `weakref.WeakKeyDictionary`; what it opens, it pushes on `Parts.closing`. `answers` says for which keys, besides
     those of an attempt, it knows what their calls are: `branch`, `session`. A gateway without such a stage refuses these keys.
+    With `only_for`, some of the same words, it stands in the calls of such keys alone: other calls pass it by.
     `carries_out` names the settings of the gateway that it carries out: a gateway without such a stage says that they do
     nothing.
 
@@ -85,6 +86,7 @@ class CallStage(named.Stage):
     """
 
     answers: ClassVar[Collection[str]] = ()
+    only_for: ClassVar[Collection[str]] = ()
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
         """The key is good and the body has been read. The answer, an ASGI application (such as Starlette's `JSONResponse`),
@@ -186,9 +188,8 @@ class Line(named.StageLine[CallStage]):
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
         """The answer of the first stage that has one; None for a call that is sent. Raises `RefusalError`, also for a key that
         no stage answers."""
-        claims = call.claims
-        for kind, is_of in (("branch", claims.branch), ("session", bool(claims.session))):
-            if is_of and (why := self.why_not(kind)):
+        for kind in KEYS:
+            if getattr(call.claims, kind) and (why := self.why_not(kind)):
                 raise RefusalError(501, NO_STAGE, f"This key is of {KEYS[kind]}, and {why}.", [NO_RETRY])
         return await self._ask("admitted", call, request)
 
@@ -220,7 +221,7 @@ class Line(named.StageLine[CallStage]):
     ) -> ASGIApp | None:
         """Ask the stages that stand at a point, one after the other, at `admitted` until one has an answer of its own. `check`
         raises what a stage has done wrong."""
-        for each, method in self._standing[point]:
+        for each, method in self._of(call, point):
             try:
                 answer = await method(call, given)
                 if check:
@@ -240,6 +241,13 @@ class Line(named.StageLine[CallStage]):
                     for reader in call.readers
                 ]
         return None
+
+    def _of(self, call: Call, point: str) -> Iterator[tuple[NamedStage, Callable[..., Awaitable[ASGIApp | None]]]]:
+        """The stages that stand at a point of this call, in their order, with their methods."""
+        for each, method in self._standing[point]:
+            kinds = each.stage.only_for
+            if not kinds or any(getattr(call.claims, kind) for kind in kinds):
+                yield each, method
 
     async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
         """See `CallStage.ended`. Raises `StoreError`."""
@@ -265,7 +273,7 @@ class Line(named.StageLine[CallStage]):
     async def broken_off(self, call: Call, answer: Answer) -> None:
         """Ask all stages but the one that stopped the call to settle it. It gets no answer, and is stored whatever they say."""
         call.extras.clear()  # those of an answer that nobody gets
-        for each, method in self._standing["settled"]:
+        for each, method in self._of(call, "settled"):
             if each.name != call.stopped_by:
                 try:
                     await method(call, answer)
@@ -403,8 +411,15 @@ def _failed(stage: NamedStage, point: str, asked: Call | str, error: Exception) 
 def _check(each: NamedStage) -> None:
     """Raise `GatewayError` for a stage whose methods are awaited and should not be, or the other way round."""
     stage = each.stage
-    if isinstance(stage.answers, str):
-        raise GatewayError(f"`answers` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)")
+    for field in ("answers", "only_for"):
+        if isinstance(kinds := getattr(stage, field), str):
+            raise GatewayError(
+                f"`{field}` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)"
+            )
+        if unknown := ", ".join(kind for kind in kinds if kind not in KEYS):
+            raise GatewayError(
+                f"`{field}` of the stage {each.said} names keys that there are none of: {unknown}. There are {', '.join(KEYS)}"
+            )
     for plain in (stage.told, stage.elsewhere):
         if inspect.iscoroutinefunction(plain):
             raise GatewayError(f"{plain.__name__!r} of the stage {each.said} is not awaited: begin it with `def`")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, Batch, SearchAlgorithm
     from lightning.batch.trajectory import Group
     from lightning.config import Config
+    from lightning.gateway.calls import Parts
     from lightning.trainer.stack import Stack
     from lightning.trainer.summary import Evaluation, Reporter
     from lightning.types import Rollout, Task
@@ -77,7 +78,8 @@ class Alarm:
 @dataclass(frozen=True, slots=True)
 class StepTaken:
     """A step that the engine has taken. `rollouts` are all that were sampled for it, failed ones included, `groups` what the
-    `batch` was made of, and `metrics` its numbers so far. A stage reads these and changes none."""
+    `batch` was made of, and `metrics` its numbers so far. `parts` are those of the run's gateway, whose `line` has the plugin's
+    own stage of calls (`Line.named`); None where a stage is tried without a run. A stage reads these and changes none."""
 
     step: int
     rollouts: Sequence[Rollout]
@@ -85,6 +87,7 @@ class StepTaken:
     batch: Batch
     metrics: Mapping[str, float]
     train_agents: Sequence[str] = ()
+    parts: Parts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class BranchesStage(CallStage):
     """The first calls of a branch are answered from its parent's record, and the others are held to it."""
 
     api, after, before = 1, ("providers",), ("conversations",)
-    answers = ("branch",)
+    answers = only_for = ("branch",)
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -62,8 +62,6 @@ class BranchesStage(CallStage):
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
         """Answer a call of a branch from the record, if that has it."""
-        if not call.claims.branch:
-            return None
         branch, path = await self.branches.of(call.claims), call.dialect.path
         try:
             asked = await beside(request.scope, partial(exchanges.canonical, request.body))

@@ -17,10 +17,13 @@ from weakref import WeakKeyDictionary
 import orjson
 from lightning.gateway.dialects import Tokenize, effort_in_template
 from lightning.gateway.http import Body, RefusalError, UpstreamError
-from lightning.gateway.policy import NO_ANSWER, Policy
+from lightning.gateway.policy import Policy
+from lightning.gateway.upstream import UNANSWERED
 
 log = logging.getLogger(__name__)
 
+NO_ANSWER = (*UNANSWERED, RefusalError, ValueError, KeyError, TypeError)
+"""What asking raises when there is no answer, or one that is no vLLM's."""
 SYSTEM_LATER = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
 A_TOOL = {"type": "function", "function": {"name": "t", "parameters": {"type": "object", "properties": {}}}}
 EFFORTS = ("low", "medium", "high", "xhigh", "max")

@@ -158,7 +158,7 @@ class ConversationsStage(CallStage):
     """A call with the key of a session belongs to the rollout of its conversation."""
 
     api, after, before = 1, ("branches",), ("history",)
-    answers = ("session",)
+    answers = only_for = ("session",)
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -166,8 +166,6 @@ class ConversationsStage(CallStage):
 
     async def admitted(self, call: Call, request: Request) -> None:
         """Find or begin the conversation."""
-        if not call.claims.session:
-            return
         self._conversations.resource = self._parts.resource
         previous, version = call.dialect.continues(request.body), call.policy.version
         call.claims = await self._conversations.of(call.claims, request.scope, request.body, previous, version)

@@ -64,8 +64,8 @@ class Shares(Bounded[bytes, Share]):
         self._share = most
 
     def of(self, client: bytes, now: float) -> Share:
-        """The share of a client."""
-        return self.used(client) or self.keep(client, Share(self._share, self._share, now))
+        """The share of a client, which asks now."""
+        return self.keep(client, self.get(client) or Share(self._share, self._share, now))
 
     def keep(self, client: bytes, share: Share) -> Share:
         """Remember a share."""
@@ -112,7 +112,7 @@ class Guard:
         """The shares of the token and of the address. Raises `RefusalError` (429)."""
         where = (scope["client"] or ("",))[0].encode()
         client, now = scope[CLIENT], time.monotonic()
-        token = self._tokens.used(client) or self._untried.of(client or where, now)
+        token = (self._tokens if client in self._tokens else self._untried).of(client or where, now)
         address = self._strangers.of(where, now)
         limit = self._limits.concurrent_requests
         if limit and token.in_flight >= limit:

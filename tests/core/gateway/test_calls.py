@@ -440,33 +440,6 @@ async def test_packed_logprobs_that_are_none_are_a_502(house, packed):
         await client.chat.completions.create(model="policy", messages=HI)
 
 
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
-
-
-@pytest.mark.parametrize("shows", [False, True])
-async def test_tools_that_the_chat_template_hides_are_said_once_and_counted(house, shows, warnings_of):
-    house.fake.shows_tools = shows
-    client = await house.client()
-    await client.chat.completions.create(model="policy", messages=HI)
-    assert await house.gateway.hidden_tools() == 0
-    for _ in range(3):
-        await client.chat.completions.create(model="policy", messages=HI, tools=TOOLS)
-    await client.chat.completions.create(model="policy", messages=HI, tools=TOOLS, tool_choice="none")
-    assert await house.gateway.hidden_tools() == (0 if shows else 3)
-    said = warnings_of()
-    assert len(said) == (0 if shows else 1)
-    assert all("chat template does not show the tools" in line and "--chat-template" in line for line in said)
-
-
-async def test_a_policy_server_that_cannot_say_is_asked_a_few_times_and_nothing_is_claimed(house, warnings_of):
-    house.fake.tokenizes = False
-    client = await house.client()
-    for _ in range(5):
-        await client.chat.completions.create(model="policy", messages=HI, tools=TOOLS)
-        assert await house.gateway.hidden_tools() == 0
-    assert not warnings_of()
-
-
 LONG = [
     ("chat/completions", {"messages": [{"role": "user", "content": "word " * 60}]}, "at least 61"),
     ("chat/completions", {"messages": [{"role": "user", "content": "word " * 60}], "max_tokens": 5}, "at least 61"),

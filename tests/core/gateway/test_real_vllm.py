@@ -117,14 +117,6 @@ async def test_the_fake_refuses_what_does_not_fit_as_vllm_does(real, vllm, path,
     assert through.json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_whether_the_template_shows_tools_is_found_out(real, vllm):
-    """The tiny model's template knows them."""
-    client = await real.client()
-    await client.chat.completions.create(model="policy", messages=HI, tools=TOOLS, **FEW)
-    assert await real.gateway.hidden_tools() == 0
-    assert real.gateway._own.tools._shown is True
-
-
 async def test_streamed_ids_are_the_plain_ones_and_vllms(real, vllm):
     client = await real.client()
     plain = await client.chat.completions.create(model="policy", messages=HI, **FEW)
