@@ -226,7 +226,7 @@ def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Che
 
 @hookspec
 def register_dialects(register: Callable[[str, Callable[[], Dialect]], None]) -> None:
-    """APIs that the gateway speaks besides OpenAI's chat and completions, by their path: `register("responses", Responses)`
+    """APIs that the gateway speaks besides OpenAI's chat, by their path: `register("responses", Responses)`
     makes it answer POSTs to `/v1/responses`.
 
     The factory makes a `lightning.gateway.dialects.Dialect`, one for each gateway. Two of one path are an error at the start.

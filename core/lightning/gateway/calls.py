@@ -48,7 +48,6 @@ from lightning.gateway.dialects import (
     is_constrained,
     offered_tools,
     temperature_of,
-    why_no_ids,
     without_limit,
 )
 from lightning.gateway.http import (
@@ -325,7 +324,8 @@ class CallEndpoint:
             raise self._identity.over(call.claims, error) from error
         except StoreError as error:
             raise refuse_unstored(error) from error
-        if status is CallStatus.OK and (why := why_no_ids(call.plan, call.capture)) and self._said.first(why):
+        why = self._dialect.why_no_ids(call.plan, call.capture) if status is CallStatus.OK else ""
+        if why and self._said.first(why):
             log.warning("call %s is not trained on: %s (said once for each API)", call.capture.id, why)
         as_text = any(choice.logprobs and not choice.packed for choice in call.capture.choices.values())
         if as_text and call.wants_packed and self._said.first(LOGPROBS_ARE_JSON):

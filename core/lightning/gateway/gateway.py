@@ -30,7 +30,7 @@ from lightning.errors import GatewayError
 from lightning.gateway.call import Recorder
 from lightning.gateway.calls import CallEndpoint, Parts
 from lightning.gateway.connections import Front, Serving, bind
-from lightning.gateway.dialects import Chat, Completions, Dialect
+from lightning.gateway.dialects import Chat, Dialect
 from lightning.gateway.http import ClientGoneError, RefusalError, beside, read_body
 from lightning.gateway.identity import MODEL, Identity, TokenSigner
 from lightning.gateway.policy import Policies, Policy
@@ -341,9 +341,9 @@ def line_of(parts: Parts) -> Line:
 
 
 def spoken() -> list[Dialect]:
-    """OpenAI's chat and completions, and one dialect of each kind that plugins register. Raises `GatewayError` for one whose
+    """OpenAI's chat, and one dialect of each kind that plugins register. Raises `GatewayError` for one whose
     path is another than it is registered with, or is spoken already."""
-    found: list[Dialect] = [Chat(), Completions()]
+    found: list[Dialect] = [Chat()]
     for name in plugins().names("dialects"):
         dialect = plugins().dialect(name)()
         if dialect.path != f"/{name}" or any(dialect.path == other.path for other in found):

@@ -1,4 +1,4 @@
-"""The Responses API and Anthropic's Messages API, as a plugin."""
+"""OpenAI's older text API and its Responses API, and Anthropic's Messages API, as a plugin."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_dialects(register: Callable[[str, Callable[[], Dialect]], None]) -> None:
-    """`responses` and `messages`."""
+    """`completions`, `responses` and `messages`."""
+    from lightning_dialects.completions import Completions
     from lightning_dialects.messages import Messages
     from lightning_dialects.responses import Responses
 
+    register("completions", Completions)
     register("responses", Responses)
     register("messages", Messages)
 

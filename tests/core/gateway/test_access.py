@@ -280,12 +280,6 @@ async def test_bad_requests_are_a_422_that_names_the_field(house, payload, named
     assert not house.fake.requests
 
 
-async def test_a_missing_prompt_is_a_422(house):
-    http = await house.http()
-    answer = await http.post("/completions", json={"prompt": ""})
-    assert answer.status_code == 422
-
-
 @pytest.mark.parametrize(
     ("header", "model", "expected"),
     [
