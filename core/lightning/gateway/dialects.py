@@ -262,14 +262,6 @@ class Dialect(ABC):
         there."""
         return body, None
 
-    def hosted_tools(self, body: Body) -> list[str]:
-        """The types of the tools of a request that a provider's servers would run. Raises `RefusalError` (422)."""
-        return []
-
-    def without_hosted_tools(self, body: Body) -> Body:
-        """The request without them."""
-        return body
-
     async def fit(self, body: Body, policy: Policy, tokenize: Tokenize) -> None:
         """Change a translated request (in place) to what the policy's chat template takes, where the API itself asks for it.
         `tokenize` asks the policy server. Raises `RefusalError`."""

@@ -276,7 +276,7 @@ def _model_in(payload: bytes, scope: Scope) -> object:
 def build_front(parts: Parts) -> Front:
     """The routes, tied to the parts that serve them."""
     info = Info(parts.identity, parts.policies, parts.forwarder)
-    endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect, parts) for dialect in spoken()}
+    endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect, parts) for dialect in spoken(parts.config)}
     gets: dict[str, ASGIApp] = {}
     for name in plugins().names("routes"):
         method, _, route = name.rpartition(" ")
@@ -340,12 +340,12 @@ def line_of(parts: Parts) -> Line:
     return Line(CONTRACT.made(parts, parts.config), parts.config.stage_order)
 
 
-def spoken() -> list[Dialect]:
-    """OpenAI's chat, and one dialect of each kind that plugins register. Raises `GatewayError` for one whose
-    path is another than it is registered with, or is spoken already."""
+def spoken(config: GatewayConfig) -> list[Dialect]:
+    """OpenAI's chat, and one dialect of each kind that plugins register, for a gateway with these settings. Raises
+    `GatewayError` for one whose path is another than it is registered with, or is spoken already."""
     found: list[Dialect] = [Chat()]
     for name in plugins().names("dialects"):
-        dialect = plugins().dialect(name)()
+        dialect = plugins().dialect(name)(config)
         if dialect.path != f"/{name}" or any(dialect.path == other.path for other in found):
             raise GatewayError(
                 f"a plugin registers the dialect {name!r} for {dialect.path}: each has its own path, /{name}"

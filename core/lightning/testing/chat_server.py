@@ -128,11 +128,12 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
 
 def _answer(call: ChatRequest, text: str) -> tuple[bytes, int]:
     """The body of the answer, and its status."""
+    from lightning.config import GatewayConfig
     from lightning.gateway.gateway import spoken
     from lightning.gateway.http import RefusalError
 
     streams, route = bool(call.body.get("stream")), call.path.partition("?")[0]
-    chat, *others = spoken()
+    chat, *others = spoken(GatewayConfig())
     dialect = next((other for other in others if route.endswith(f"/v1{other.path}")), chat)
     try:
         _, translator = dialect.translate(dict(call.body), (), f"{dialect.id_prefix}1")
