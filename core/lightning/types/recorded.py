@@ -181,9 +181,9 @@ class Transition:
     is the limit of the answer that the agent asked for where there was less room: it got the room that was left (else 0).
     `requested_model` is the model that the agent asked for. `extras` are bytes of plugins by the plugin's name.
 
-    The extra `texts` is what the agent sent and got: `lightning.store.exchanges.read` reads it. There is none where it is not
+    The extra `texts` is what the agent sent and got: `lightning_record.exchanges.read` reads it. There is none where it is not
     recorded (`gateway.record_requests`), and for every choice of a call but its first. `conversation` is what
-    `previous_response_id` may go on with: `lightning.store.conversation.conversation_in` reads it. There is none for calls
+    `previous_response_id` may go on with: `lightning_record.conversation.conversation_in` reads it. There is none for calls
     through other APIs, those with `store` false, and those whose text may not be stored.
     """
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lightning.batch.branches import Prefix, RecordedCall, prefix_of
 from lightning.config import Config, with_settings
 from lightning.config.fields import did_you_mean, find
 from lightning.errors import ConfigError, DataError
@@ -23,7 +22,7 @@ from lightning.trainer.replay import MACHINE_SETTINGS
 from lightning.types import Json, Rollout, Run
 from pydantic import ValidationError
 
-from lightning_branching.recorded import live_tools
+from lightning_branching.recorded import Prefix, RecordedCall, live_tools, prefix_of
 from lightning_branching.replay_command import Found, found_at
 
 SAMPLING: Final = ("temperature", *NEUTRAL, *TOKEN_LIMITS, "seed")

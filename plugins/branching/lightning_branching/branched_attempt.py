@@ -13,13 +13,12 @@ from dataclasses import replace
 from typing import Any, Final
 
 from lightning.batch import begins_at
-from lightning.batch.branches import VOID, MeantChanges, Prefix, RecordedCall
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.types import BRANCH_VOID, Transition
 
 from lightning_branching.divergence import diverged
-from lightning_branching.recorded import RecordedCalls, edited
+from lightning_branching.recorded import VOID, MeantChanges, Prefix, RecordedCall, RecordedCalls, edited
 
 PATIENCE: Final = 120.0
 """Seconds that a call waits for those of the prefix, since the last of them was asked again: tools run between them."""

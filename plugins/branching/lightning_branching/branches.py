@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
-from lightning.batch.branches import Prefix, RecordedRollout, edit_key, meant_changes, prefix_of, read_rollout
 from lightning.bounded import Bounded
 from lightning.errors import DataError, StoreError
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
-from lightning.store import exchanges
 from lightning.store.protocol import Store
 from lightning.types import ToolEvent
+from lightning_record import exchanges
 
 from lightning_branching.branched_attempt import BranchedAttempt, void
+from lightning_branching.recorded import Prefix, RecordedRollout, edit_key, meant_changes, prefix_of, read_rollout
 
 REMEMBERED: Final = 1024
 """Branches at work whose prefixes are at hand."""

@@ -19,13 +19,11 @@ from statistics import stdev
 from typing import Any, Final
 
 from lightning.asyncio_utils import outside_of_loops, run_to_end
-from lightning.batch.branches import CHANGES, is_void
 from lightning.cli.locate import load_agent, name_of, with_store
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent
-from lightning.store import exchanges
 from lightning.store.places import store_in
 from lightning.store.protocol import Store
 from lightning.store.url import parse
@@ -38,6 +36,7 @@ from lightning.trainer.stack import Stack, open_stack, why_not_served
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Json, Rollout, Run
+from lightning_record import exchanges
 
 from lightning_branching.branch_live import LiveAgents, open_live
 from lightning_branching.branch_parent import (
@@ -52,7 +51,7 @@ from lightning_branching.branch_parent import (
 )
 from lightning_branching.policies import EvaluatedModel, find_model, model_of_run
 from lightning_branching.prompt_texts import longest_literal, texts_in
-from lightning_branching.recorded import edited
+from lightning_branching.recorded import CHANGES, edited, is_void
 
 SPLIT: Final = "branch"
 """The split of branches: they are neither trained on nor a held-out evaluation."""

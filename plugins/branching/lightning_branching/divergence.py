@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
-from lightning.batch.branches import RecordedCall
-from lightning.store.exchanges import written
 from lightning.types import shared_prefix
+from lightning_record.exchanges import written
+
+from lightning_branching.recorded import RecordedCall
 
 MOST_VALUES: Final = 20_000
 """Values of a request by which it is likened to others."""

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from lightning.asyncio_utils import outside_of_loops
-from lightning.batch.branches import RecordedRollout
 from lightning.errors import DataError
 from lightning.instrument import emit, install_tap
 from lightning.instrument.recorded_tools import RecordedRuns, answer_tools
@@ -25,6 +24,7 @@ from lightning.runner.worker import seed_process
 from lightning.types import Fault, Json, Outcome, ToolEvent
 
 from lightning_branching.divergence import Divergence
+from lightning_branching.recorded import RecordedRollout
 from lightning_branching.replay_server import ReplayServer
 
 

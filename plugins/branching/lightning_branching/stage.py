@@ -6,23 +6,23 @@ the store is told.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 import orjson
-from lightning.batch.branches import RecordedCall
 from lightning.gateway.http import Body, beside, send_bytes, too_deep
 from lightning.gateway.stages import CallStage
-from lightning.store import exchanges
-from lightning.types import CallStatus, Json, Rollout
+from lightning.types import CallStatus, Fault, Json, Outcome, Rollout, Transition
+from lightning_record import exchanges
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning_branching.branched_attempt import BranchedAttempt
 from lightning_branching.branches import Branches, Inherits
+from lightning_branching.recorded import RecordedCall, prefix_of, read_rollout, why_no_branch
 from lightning_branching.streams import answer_of
 from lightning_branching.tools import BRANCHES
 
@@ -49,6 +49,12 @@ class BranchesStage(CallStage):
         """The branches at work. Their texts are told against those of their parents."""
         texts = self._parts.line.named(TEXTS)
         return Branches(self._parts.store, texts if isinstance(texts, Inherits) else None)
+
+    async def planned(self, rollout: Rollout) -> None:
+        """Refuse a branch whose parent cannot be branched there."""
+        if rollout.parent is not None:
+            parent, attempt, seq = rollout.parent
+            prefix_of(await read_rollout(self._parts.store, parent, attempt), seq)
 
     def told(self, rollout: Rollout) -> Json:
         """Whether it is a branch: its tools are answered, too (`lightning_branching.tools`)."""
@@ -89,6 +95,13 @@ class BranchesStage(CallStage):
             branch.check_prompt(call.capture.choice(0).prompt_ids or call.capture.prompt_ids or ())
         if call.capture.choices:
             branch.check_version(call.live.sampled_by)
+
+    async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
+        """Void a branch whose calls do not show that it branched."""
+        if rollout.parent is None or not (outcome.reward is not None or outcome.fault is Fault.POLICY):
+            return outcome
+        why = await why_no_branch(self._parts.store, rollout, calls)
+        return replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=why) if why else outcome
 
 
 class ToolRuns:

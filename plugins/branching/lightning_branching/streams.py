@@ -10,8 +10,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from lightning.batch.branches import RecordedCall
 from lightning.gateway.http import event_of, write_object
+
+from lightning_branching.recorded import RecordedCall
 
 Body = dict[str, Any]
 INVALID: Final = "INVALID_JSON"

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from lightning.cli.locate import with_store
 from lightning.errors import ConfigError
-from lightning.store import exchanges
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.run_server import of_project
@@ -22,6 +21,7 @@ from lightning.trainer.summary import Reporter
 from lightning.types import Fault, Json, Rollout, Task
 from lightning_branching.divergence import first_difference
 from lightning_branching.prompt_texts import longest_literal, texts_in
+from lightning_record import exchanges
 from lightning_resources.nouns import Resource, ResourceKind
 from lightning_resources.operations import put_resource, set_alias
 from lightning_resources.weights import WEIGHTS_NAME, weights_content

@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 from lightning.instrument.marking import framework_without_adapter
 from lightning.runner.attempt_completion import UNCALLED
-from lightning.store.exchanges import packed_in, why_not_replayable
 from lightning.trainer.metrics import MOST_NAMES, names_of, unmatched
 from lightning.trainer.training_data import NOT, OF_MODEL, is_trainable
 from lightning.types import TOO_LONG, UNNAMED, Caller, CallStatus, TokenIds, ToolEvent, Transition
+from lightning_record.exchanges import packed_in, why_not_replayable
 
 from lightning_debug.course_rules import COURSE_RULES
 from lightning_debug.diagnosis import Attempted, Course, Diagnosis, Evidence

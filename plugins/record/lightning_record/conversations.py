@@ -35,10 +35,11 @@ from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.gateway.stages import CallStage
 from lightning.memory_budget import compact
 from lightning.redaction import redacted_json, storable
-from lightning.store.conversation import CONVERSATION, conversation_in, pack
 from lightning.store.protocol import Store
 from lightning.types import CONVERSATION_ID, SERVED, CallStatus, Conversation, Json, Rollout, Status, Task, Transition
 from starlette.types import Scope
+
+from lightning_record.conversation import CONVERSATION, conversation_in, pack
 
 if TYPE_CHECKING:
     from lightning.gateway.call import Answer, Call, Request

@@ -22,9 +22,10 @@ from lightning.gateway.call import well_shaped
 from lightning.gateway.http import Body, beside, write_object
 from lightning.gateway.stages import CallStage
 from lightning.redaction import has_many_texts, may_be_redacted, redacted_json
-from lightning.store import exchanges
-from lightning.store.exchanges import NOBODY, TEXTS, WHOLE, Flag, Said, canonical, written
 from lightning.types import CallStatus, Transition, shared_prefix
+
+from lightning_record import exchanges
+from lightning_record.exchanges import NOBODY, TEXTS, WHOLE, Flag, Said, canonical, written
 
 if TYPE_CHECKING:
     from lightning.gateway.call import Answer, Call, Request

@@ -20,7 +20,7 @@ from lightning.config import GatewayConfig
 from lightning.gateway import Upstream, http, upstream
 from lightning.gateway import call as gateway_call
 from lightning.gateway.call import SHAPE_ERRORS
-from lightning.gateway.dialects import Capture
+from lightning.gateway.dialects import Capture, has_negative
 from lightning.gateway.gateway import spoken
 from lightning.gateway.http import EventCutter, UpstreamError, data_of
 from lightning.policy_server.packed_logprobs import FIELD, pack
@@ -304,3 +304,8 @@ async def test_bodies_that_are_no_requests_are_refused(house, body):
     http = await house.http()
     reply = await http.post("/chat/completions", content=body)
     assert reply.status_code == 422
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(0, 150_000)))
+def test_a_negative_id_is_seen_wherever_it_stands(ids):
+    assert has_negative(array("i", ids)) == any(each < 0 for each in ids)

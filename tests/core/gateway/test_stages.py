@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.config.sections import ProviderConfig
-from lightning.errors import ConfigError, GatewayError, StoreError
+from lightning.errors import ConfigError, DataError, GatewayError, StoreError
 from lightning.gateway.stages import API, CONTRACT, POINTS, CallStage, Line, NamedStage
 from lightning.plugins import Plugins
 from lightning.plugins import stages as named
@@ -483,6 +483,25 @@ async def test_extras_that_are_too_large_fail_the_call_by_the_plugins_name_and_n
     assert "plugin 'stranger' gives 10485760 bytes, and a plugin may keep 8912896" in call.error
     assert (call.status, call.finish_reason, {**call.extras}.keys()) == (CallStatus.ERROR, UNSERVED, {"texts"})
     assert len(call.response_ids) > 0
+
+
+async def test_a_stage_refuses_what_cannot_begin_as_another_rollout_did() -> None:
+    def planner(raised: Exception) -> Line:
+        async def planned(self: object, rollout: Rollout) -> None:
+            raise raised
+
+        return Line(
+            [NamedStage("planner", type("Planner", (CallStage,), {"api": API, "planned": planned})(), "1", "p")]
+        )
+
+    one = Rollout("r", "run", Task("q"), "g", parent=("t", 1, 0))
+    await Line(()).planned(one)
+    with pytest.raises(DataError, match="no such call"):
+        await planner(DataError("no such call")).planned(one)
+    with pytest.raises(
+        StageError, match=r"the stage 'planner' of the plugin 'p' failed on the rollout r \(planned: Key"
+    ):
+        await planner(KeyError("t")).planned(one)
 
 
 def teller(told: Callable[..., object]) -> NamedStage:

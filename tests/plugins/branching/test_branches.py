@@ -15,11 +15,8 @@ from typing import Any
 import httpx
 import lightning
 import pytest
-from lightning.batch.branches import recorded_rollout
 from lightning.errors import StoreError
 from lightning.gateway import call as gateway_call
-from lightning.store import exchanges
-from lightning.store.exchanges import Parent
 from lightning.testing import Reply, vllm_replies
 from lightning.trainer.how_to_call import HowToCall
 from lightning.types import LLM, CallStatus, Fault, Rollout, Status, Task, Transition
@@ -27,7 +24,10 @@ from lightning_branching import branched_attempt
 from lightning_branching.branched_attempt import BranchedAttempt
 from lightning_branching.branches import Branches
 from lightning_branching.divergence import diverged
+from lightning_branching.recorded import recorded_rollout
 from lightning_branching.stage import BranchesStage
+from lightning_record import exchanges
+from lightning_record.exchanges import Parent
 
 from tests.plugins.branching.branching import Brancher, brancher, numbered
 

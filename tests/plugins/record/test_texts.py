@@ -14,11 +14,11 @@ from lightning import redaction
 from lightning.config import GatewayConfig
 from lightning.gateway import calls
 from lightning.gateway.gateway import spoken
-from lightning.store import exchanges
-from lightning.store.exchanges import TEXTS
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus, Transition, logprobs, token_ids
+from lightning_record import exchanges
 from lightning_record import texts as recorded
+from lightning_record.exchanges import TEXTS
 
 BODIES = {
     "chat/completions": {"messages": [{"role": "user", "content": "hi there"}]},

@@ -14,12 +14,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from lightning.batch.branches import is_void
 from lightning.errors import DataError
-from lightning.store.exchanges import parents_of
 from lightning.store.protocol import Attempt
 from lightning.trainer.reasons import reason
 from lightning.types import Rollout, Transition
+from lightning_branching.recorded import is_void
+from lightning_record.exchanges import parents_of
 
 from lightning_console.blocks import (
     Block,

@@ -12,13 +12,13 @@ from typing import Any, Final
 
 import numpy as np
 from lightning.errors import LightningError
-from lightning.store.exchanges import parents_of
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Rollout, Run, Status
 from lightning_debug.regrade import BESIDES, STRONG, Regraded, explained_by, rank_correlation
 from lightning_debug.transcript import transcript_of
+from lightning_record.exchanges import parents_of
 
 from lightning_console.blocks import (
     Block,

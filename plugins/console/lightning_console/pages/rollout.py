@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from lightning.batch.branches import is_void
 from lightning.errors import DataError
 from lightning.trainer.reasons import reason
 from lightning.types import Json, Status
+from lightning_branching.recorded import is_void
 
 from lightning_console.blocks import (
     Action,

@@ -13,10 +13,10 @@ from typing import Final, Literal
 
 import numpy as np
 from lightning.errors import DataError
-from lightning.store.exchanges import parents_of
 from lightning.store.protocol import Attempt
 from lightning.trainer.runs import agent_of
 from lightning.types import UNNAMED, Rollout, StepReward, StepState, ToolEvent, Transition
+from lightning_record.exchanges import parents_of
 
 from lightning_console.places import Located, at_attempt, group_of, may_change, rollout_of, why_no_calls
 from lightning_console.queries.branches import (
