@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
     from lightning.cli.app import Command
     from lightning.cli.check import Check
-    from lightning.config import Config, RunnerConfig
+    from lightning.config import Config, GatewayConfig, RunnerConfig
     from lightning.config.sections import TrainerConfig
     from lightning.credit import Credit
     from lightning.demos import Demo
@@ -225,11 +225,12 @@ def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Che
 
 
 @hookspec
-def register_dialects(register: Callable[[str, Callable[[], Dialect]], None]) -> None:
-    """APIs that the gateway speaks besides OpenAI's chat and completions, by their path: `register("responses", Responses)`
+def register_dialects(register: Callable[[str, Callable[[GatewayConfig], Dialect]], None]) -> None:
+    """APIs that the gateway speaks besides OpenAI's chat, by their path: `register("responses", Responses)`
     makes it answer POSTs to `/v1/responses`.
 
-    The factory makes a `lightning.gateway.dialects.Dialect`, one for each gateway. Two of one path are an error at the start.
+    The factory makes a `lightning.gateway.dialects.Dialect` of `lightning.config.GatewayConfig`, one for each gateway. Two of
+    one path are an error at the start.
     """
 
 

@@ -48,7 +48,6 @@ from lightning.gateway.dialects import (
     is_constrained,
     offered_tools,
     temperature_of,
-    why_no_ids,
     without_limit,
 )
 from lightning.gateway.http import (
@@ -183,23 +182,9 @@ class CallEndpoint:
         await beside(request.scope, partial(_note_sampling, plan, capture))
 
     def _translate(self, call: Call, body: Body, answer_id: str) -> tuple[Plan, Translator | None]:
-        if self._config.hosted_tools == "drop":
-            body = self._without_hosted_tools(body)
         body, translator = self._dialect.translate(body, call.before, answer_id)
         apply_sampling(body, self._config.override_sampling, call.claims.sampling)
         return self._dialect.plan(body), translator
-
-    def _without_hosted_tools(self, body: Body) -> Body:
-        """The request without tools that nobody here can run; each type of them is said once."""
-        if not (types := self._dialect.hosted_tools(body)):
-            return body
-        for kind in filter(self._said.first, sorted(types)):
-            log.warning(
-                "agents ask for the tool %r, which runs on a provider's servers: it is left out (gateway.hosted_tools), and "
-                "the model never hears of it. Said once",
-                kind,
-            )
-        return self._dialect.without_hosted_tools(body)
 
     async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
         call.policy.calls.add(call.live)
@@ -322,7 +307,8 @@ class CallEndpoint:
             raise self._identity.over(call.claims, error) from error
         except StoreError as error:
             raise refuse_unstored(error) from error
-        if status is CallStatus.OK and (why := why_no_ids(call.plan, call.capture)) and self._said.first(why):
+        why = self._dialect.why_no_ids(call.plan, call.capture) if status is CallStatus.OK else ""
+        if why and self._said.first(why):
             log.warning("call %s is not trained on: %s (said once for each API)", call.capture.id, why)
         as_text = any(choice.logprobs and not choice.packed for choice in call.capture.choices.values())
         if as_text and call.wants_packed and self._said.first(LOGPROBS_ARE_JSON):

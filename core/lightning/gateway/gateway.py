@@ -30,7 +30,7 @@ from lightning.errors import GatewayError
 from lightning.gateway.call import Recorder
 from lightning.gateway.calls import CallEndpoint, Parts
 from lightning.gateway.connections import Front, Serving, bind
-from lightning.gateway.dialects import Chat, Completions, Dialect
+from lightning.gateway.dialects import Chat, Dialect
 from lightning.gateway.http import ClientGoneError, RefusalError, beside, read_body
 from lightning.gateway.identity import MODEL, Identity, TokenSigner
 from lightning.gateway.policy import Policies, Policy
@@ -272,7 +272,7 @@ def _model_in(payload: bytes, scope: Scope) -> object:
 def build_front(parts: Parts) -> Front:
     """The routes, tied to the parts that serve them."""
     info = Info(parts.identity, parts.policies, parts.forwarder)
-    endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect, parts) for dialect in spoken()}
+    endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect, parts) for dialect in spoken(parts.config)}
     gets: dict[str, ASGIApp] = {}
     for name in plugins().names("routes"):
         method, _, route = name.rpartition(" ")
@@ -336,12 +336,12 @@ def line_of(parts: Parts) -> Line:
     return Line(CONTRACT.made(parts, parts.config), parts.config.stage_order)
 
 
-def spoken() -> list[Dialect]:
-    """OpenAI's chat and completions, and one dialect of each kind that plugins register. Raises `GatewayError` for one whose
-    path is another than it is registered with, or is spoken already."""
-    found: list[Dialect] = [Chat(), Completions()]
+def spoken(config: GatewayConfig) -> list[Dialect]:
+    """OpenAI's chat, and one dialect of each kind that plugins register, for a gateway with these settings. Raises
+    `GatewayError` for one whose path is another than it is registered with, or is spoken already."""
+    found: list[Dialect] = [Chat()]
     for name in plugins().names("dialects"):
-        dialect = plugins().dialect(name)()
+        dialect = plugins().dialect(name)(config)
         if dialect.path != f"/{name}" or any(dialect.path == other.path for other in found):
             raise GatewayError(
                 f"a plugin registers the dialect {name!r} for {dialect.path}: each has its own path, /{name}"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
     from lightning.cli.app import Command
     from lightning.cli.check import Check
-    from lightning.config import Config
+    from lightning.config import Config, GatewayConfig
     from lightning.credit import Credit
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
@@ -260,9 +260,9 @@ class Plugins:
         """The factory of a demonstration."""
         return cast("Callable[[], Demo]", self.get("demos", name))
 
-    def dialect(self, name: str) -> Callable[[], Dialect]:
+    def dialect(self, name: str) -> Callable[[GatewayConfig], Dialect]:
         """The factory of an API that gateways speak at `/v1/NAME`."""
-        return cast("Callable[[], Dialect]", self.get("dialects", name))
+        return cast("Callable[[GatewayConfig], Dialect]", self.get("dialects", name))
 
     def route(self, name: str) -> Callable[[Parts], ASGIApp]:
         """The factory of what answers a POST to `/v1/NAME` on gateways."""

@@ -42,7 +42,7 @@ class CountTokens:
     def __init__(self, parts: Parts) -> None:
         self._config, self._identity, self._policies = parts.config, parts.identity, parts.policies
         self._forwarder, self._parts = parts.forwarder, parts
-        self._dialect = Messages()
+        self._dialect = Messages(parts.config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Never raises for what is the agent's or vLLM's fault."""

@@ -26,9 +26,11 @@ from lightning.addresses import is_loopback
 from lightning.bounded import Bounded
 from lightning.config import LimitsConfig
 from lightning.gateway.connections import CLIENT
-from lightning.gateway.http import JSON_TYPE, KEY, RefusalError, send_bytes
+from lightning.gateway.http import JSON_TYPE, KEY, RefusalError, packed_with, send_bytes
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lightning_server.content_encoding import unpacking
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +106,8 @@ class Guard:
             scope[KEY].is_no_call()
         try:
             judged = send if token.good else self._judging(scope, send, scope[CLIENT], token, address)
+            if packed := packed_with(scope):
+                receive = unpacking(scope, receive, packed)
             await self._app(scope, receive, judged)
         finally:
             token.in_flight -= 1

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.config import GatewayConfig
 from lightning.gateway import Upstream, http, upstream
 from lightning.gateway import call as gateway_call
 from lightning.gateway.call import SHAPE_ERRORS
@@ -100,7 +101,7 @@ ANSWER = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("dialect", spoken(), ids=lambda dialect: dialect.path)
+@pytest.mark.parametrize("dialect", spoken(GatewayConfig()), ids=lambda dialect: dialect.path)
 @settings(max_examples=60)
 @given(said=st.lists(ANSWER | JSON, max_size=3), stream=st.booleans())
 def test_answers_of_any_shape_are_read_or_called_misshapen(dialect, said, stream):

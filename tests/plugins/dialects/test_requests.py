@@ -7,6 +7,7 @@ import json
 import time
 
 import pytest
+from lightning.config import GatewayConfig
 from lightning.gateway.dialects import IGNORED, Chat, prompt_of
 from lightning.gateway.http import RefusalError
 from lightning.testing.fake_vllm import Reply, ToolCall
@@ -36,14 +37,14 @@ def extras(body: dict) -> dict:
 
 def responses(**asked) -> dict:
     """What vLLM is asked for a Responses request."""
-    dialect = Responses()
+    dialect = Responses(GatewayConfig())
     chat, _ = dialect.translate({"input": "hi", **asked}, (), "resp_1")
     return dialect.plan(chat).body
 
 
 def messages(**asked) -> dict:
     """What vLLM is asked for a Messages request."""
-    dialect = Messages()
+    dialect = Messages(GatewayConfig())
     chat, _ = dialect.translate({"messages": [HI], "max_tokens": 5, **asked}, (), "msg_1")
     return dialect.plan(chat).body
 
@@ -495,7 +496,7 @@ def test_what_messages_refuses(asked, param):
     with pytest.raises(RefusalError) as caught:
         messages(**asked)
     assert repr(param) in str(caught.value)
-    said = json.loads(Messages().refusal(caught.value))
+    said = json.loads(Messages(GatewayConfig()).refusal(caught.value))
     assert (said["type"], said["error"]["type"]) == ("error", "invalid_request_error")
 
 
