@@ -324,7 +324,7 @@ def packed_ids(values: list[int]) -> TokenIds:
 
 
 def has_negative(ids: TokenIds) -> bool:
-    """Whether an id is below 0. To look at the bytes that have the signs takes a twentieth of the time that `min` takes, or less."""
+    """Whether an id is below 0. To look at the bytes with the signs takes a twentieth of the time that `min` takes, or less."""
     return not ids.tobytes()[SIGN::4].isascii()
 
 
