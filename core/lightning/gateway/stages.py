@@ -14,7 +14,6 @@ depends on what was installed first.
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import secrets
@@ -132,10 +131,15 @@ class Line(named.StageLine[CallStage]):
     """The stages of a gateway in their order. `order` is `gateway.stage_order`. Raises `GatewayError` where that order is not
     said, and for a stage that was written for another contract."""
 
+    contract = CONTRACT
+
     def __init__(self, stages: Sequence[NamedStage], order: Sequence[str] = ()) -> None:
-        super().__init__(CONTRACT, stages, order)
-        for each in stages:
-            _check(each)
+        super().__init__(stages, order)
+        for each in self.stages:
+            if isinstance(each.stage.answers, str):
+                raise GatewayError(
+                    f"`answers` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)"
+                )
         self._standing = {point: [(each, getattr(each.stage, point)) for each in self.at(point)] for point in POINTS}
         self._ended, self._elsewhere = self.at("ended"), self.at("elsewhere")
 
@@ -376,16 +380,3 @@ def _failed(stage: NamedStage, point: str, asked: Call | str, error: Exception) 
         f"reason. Mend the plugin, or start without it: {stage.off}"
     )
     return RefusalError(500, FAILED, message)
-
-
-def _check(each: NamedStage) -> None:
-    """Raise `GatewayError` for a stage whose methods are awaited and should not be, or the other way round."""
-    stage = each.stage
-    if isinstance(stage.answers, str):
-        raise GatewayError(f"`answers` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)")
-    for plain in (stage.told, stage.elsewhere):
-        if inspect.iscoroutinefunction(plain):
-            raise GatewayError(f"{plain.__name__!r} of the stage {each.said} is not awaited: begin it with `def`")
-    for point in filter(each.stands_at, (*POINTS, "ended")):
-        if not inspect.iscoroutinefunction(getattr(stage, point)):
-            raise GatewayError(f"{point!r} of the stage {each.said} is awaited: begin it with `async def`")
