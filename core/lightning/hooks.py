@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+from lightning.errors import import_extra
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
@@ -67,6 +69,20 @@ def later(place: str, text: str = "") -> Callable[[], Any]:
     found = partial(resolve_name, place)
     found.__doc__ = text
     return found
+
+
+def made_later(place: str, extra: str = "") -> Callable[..., Any]:
+    """A factory that imports what is at `MODULE:NAME` when it is called, and calls that with what it was given itself.
+
+    Of a module that needs an `extra` it raises `MissingExtraError` where that is not installed.
+    """
+
+    def make(*given: Any) -> Any:
+        if extra:
+            import_extra(extra, place.partition(":")[0])
+        return resolve_name(place)(*given)
+
+    return make
 
 
 @hookspec
