@@ -14,14 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.config.sections import ProviderConfig
-<<<<<<< HEAD
-from lightning.errors import ConfigError, GatewayError, StoreError
+from lightning.errors import ConfigError, DataError, GatewayError, StoreError
 from lightning.gateway.call import Answer, Call, Request
 from lightning.gateway.dialects import Chat
 from lightning.gateway.identity import Claims
-=======
-from lightning.errors import ConfigError, DataError, GatewayError, StoreError
->>>>>>> main
 from lightning.gateway.stages import API, CONTRACT, POINTS, CallStage, Line, NamedStage
 from lightning.plugins import Plugins
 from lightning.plugins import stages as named
