@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
 
@@ -215,9 +215,17 @@ def register_tasks(register: Callable[[str, Callable[[str], Sequence[Task]]], No
     """Where tasks come from that are no file of JSON lines, for `--tasks NAME:TEXT`: a function from the text to the tasks."""
 
 
+class RegisterTracker(Protocol):
+    """What `register_trackers` is given."""
+
+    def __call__(self, name: str, make: Callable[[Config], Tracker], /, *, usual: bool = False) -> None:
+        """Register a tracker. A `usual` one receives the metrics of runs that name none."""
+
+
 @hookspec
-def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], None]) -> None:
-    """Where metrics go besides the store, for `trackers=["name"]`.
+def register_trackers(register: RegisterTracker) -> None:
+    """Where metrics go besides the store, for `trackers=["name"]`; with `register(name, make, usual=True)` also where a user
+    names none.
 
     One that also has a coroutine `attempt(record, store)` hears of finished rollouts
     (`lightning.tracking.protocol.RolloutTracker`), one with `alert(alert)` of alarms (`AlertTracker`).
