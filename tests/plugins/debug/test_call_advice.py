@@ -10,7 +10,6 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.config import Config
 from lightning.errors import StoreError
 from lightning.gateway import Upstream
-from lightning.gateway.dialects import prompt_of
 from lightning.gateway.http import UpstreamError
 from lightning.gateway.stages import NO_LINE
 from lightning.store.memory import MemoryStore
@@ -19,6 +18,7 @@ from lightning.trainer.stages import StepTaken, step_line
 from lightning.types import Rollout, Run, Task
 from lightning_debug import call_advice
 from lightning_debug.call_advice import ADVICE, ShownTools, hidden_tools
+from lightning_dialects.chat_template import prompt_of
 
 HI = [{"role": "user", "content": "hi there"}]
 BASE = "/models/Qwen/Qwen3-4B"
@@ -108,11 +108,11 @@ async def test_the_metric_of_a_step_counts_calls_whose_tools_are_hidden(house):
     house.fake.shows_tools = False
     line, parts = step_line(Config()), house.gateway.parts
     step = StepTaken(0, [], [], LightningRL("grpo").batch([]), {}, parts=parts)
-    assert (await line.taken(step)).metrics == {}
+    assert "advice/hidden_tools" not in (await line.taken(step)).metrics
     client = await house.client()
     for _ in range(2):
         await client.chat.completions.create(model="policy", messages=HI, tools=TOOLS)
-    assert (await line.taken(step)).metrics == {"advice/hidden_tools": 2.0}
+    assert (await line.taken(step)).metrics["advice/hidden_tools"] == 2.0
 
 
 @pytest.mark.slow
