@@ -46,6 +46,25 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def to_its_end(main: Coroutine[object, object, T]) -> T:
+    """Await it wholly: a cancellation that comes meanwhile is raised when it has ended."""
+    task = asyncio.create_task(main)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
+async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event, so many seconds at most; whether it is set."""
+    # `asyncio.wait_for` may lose a cancellation on Python 3.11.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
+
+
 async def one_by_one(first: Coroutine[object, object, A], second: Coroutine[object, object, B]) -> tuple[A, B]:
     """Do two things one after the other; when the first fails the second is never begun."""
     try:
@@ -160,9 +179,7 @@ def _run_beside(main: Coroutine[object, object, T]) -> T:
 
 def outside_of_loops(function: Callable[[], T]) -> T:
     """Call it where an event loop can be run: here, or in a thread of its own while this one runs a loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not is_inside():
         return function()
     with ThreadPoolExecutor(1, "lightning-agent") as pool:
         return pool.submit(contextvars.copy_context().run, function).result()

@@ -18,7 +18,6 @@ and before there is an attempt:
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import secrets
@@ -32,7 +31,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
-from lightning.errors import DataError, GatewayError, LightningError, StoreError
+from lightning.errors import DataError, GatewayError, StoreError
 from lightning.gateway.call import Answer, Call, Request, refuse_unstored
 from lightning.gateway.http import Body, ClientGoneError, RefusalError, UpstreamError
 from lightning.gateway.identity import NO_RETRY, Claims
@@ -142,10 +141,12 @@ class Line(named.StageLine[CallStage]):
     """The stages of a gateway in their order. `order` is `gateway.stage_order`. Raises `GatewayError` where that order is not
     said, and for a stage that was written for another contract."""
 
+    contract = CONTRACT
+
     def __init__(self, stages: Sequence[NamedStage], order: Sequence[str] = ()) -> None:
-        super().__init__(CONTRACT, stages, order)
-        for each in stages:
-            _check(each)
+        super().__init__(stages, order)
+        for each in self.stages:
+            _check_keys(each)
         self._standing = {point: [(each, getattr(each.stage, point)) for each in self.at(point)] for point in POINTS}
         self._ended, self._elsewhere = self.at("ended"), self.at("elsewhere")
 
@@ -161,12 +162,8 @@ class Line(named.StageLine[CallStage]):
     async def planned(self, rollout: Rollout) -> None:
         """See `CallStage.planned`. Raises `StageError` for a stage that fails."""
         for each in self.at("planned"):
-            try:
+            with CONTRACT.blaming(each, "planned", f"the rollout {rollout.id}"):
                 await each.stage.planned(rollout)
-            except LightningError:
-                raise
-            except Exception as error:
-                raise _failed_on(each, rollout, "planned", error) from error
 
     def told(self, rollout: Rollout) -> dict[str, Json]:
         """See `CallStage.told`: by the names of the stages that say something. Raises `StageError`."""
@@ -176,7 +173,7 @@ class Line(named.StageLine[CallStage]):
                 word = each.stage.told(rollout)
                 json.dumps(word, allow_nan=False)
             except Exception as error:
-                raise _failed_on(each, rollout, "told", error) from error
+                raise StageError(each.failure("told", error, f"the rollout {rollout.id}")) from error
             if word is not None:
                 said[each.name] = word
         return said
@@ -316,13 +313,6 @@ class _StageReader:
             raise _failed(self.stage, "a reader", self.call, error) from error
 
 
-def _failed_on(each: NamedStage, rollout: Rollout, point: str, error: Exception) -> StageError:
-    return StageError(
-        f"the stage {each.said} failed on the rollout {rollout.id} ({point}: {error!r}). Mend the plugin, or start without it: "
-        f"{each.off}"
-    )
-
-
 def _not_storable(call: Call) -> Iterator[tuple[str, DataError]]:
     """Take out the extras that no store takes, each with the reason."""
     for name, kept in [*call.extras.items()]:
@@ -408,11 +398,10 @@ def _failed(stage: NamedStage, point: str, asked: Call | str, error: Exception) 
     return RefusalError(500, FAILED, message)
 
 
-def _check(each: NamedStage) -> None:
-    """Raise `GatewayError` for a stage whose methods are awaited and should not be, or the other way round."""
-    stage = each.stage
+def _check_keys(each: NamedStage) -> None:
+    """Raise `GatewayError` for a stage that names keys which there are none of."""
     for field in ("answers", "only_for"):
-        if isinstance(kinds := getattr(stage, field), str):
+        if isinstance(kinds := getattr(each.stage, field), str):
             raise GatewayError(
                 f"`{field}` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)"
             )
@@ -420,9 +409,3 @@ def _check(each: NamedStage) -> None:
             raise GatewayError(
                 f"`{field}` of the stage {each.said} names keys that there are none of: {unknown}. There are {', '.join(KEYS)}"
             )
-    for plain in (stage.told, stage.elsewhere):
-        if inspect.iscoroutinefunction(plain):
-            raise GatewayError(f"{plain.__name__!r} of the stage {each.said} is not awaited: begin it with `def`")
-    for point in filter(each.stands_at, (*POINTS, "ended")):
-        if not inspect.iscoroutinefunction(getattr(stage, point)):
-            raise GatewayError(f"{point!r} of the stage {each.said} is awaited: begin it with `async def`")

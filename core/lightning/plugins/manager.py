@@ -192,6 +192,11 @@ class Plugins:
         self._register_all(kind)
         return self._names.known(kind)
 
+    def usual(self, kind: str) -> list[str]:
+        """Those of the names of a kind that are meant where a user names none."""
+        self._register_all(kind)
+        return self._names.usual(kind)
+
     def algorithm(self, name: str) -> Callable[..., Algorithm | SearchAlgorithm]:
         """The factory of an algorithm."""
         return cast("Callable[..., Algorithm | SearchAlgorithm]", self.get("algorithms", name))

@@ -28,6 +28,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from lightning.asyncio_utils import to_its_end
 from lightning.config.sections import Config, PolicyServerConfig
 from lightning.errors import DataError, PluginError, PolicyServerError
 from lightning.plugins import plugins
@@ -243,12 +244,7 @@ class VLLMServer(ABC):
         if weights is not None:
             await asyncio.to_thread(check_weights, weights, self._folder)
         started = time.perf_counter()
-        exchange = asyncio.ensure_future(self._exchange(control, weights, version))
-        try:
-            in_flight = await asyncio.shield(exchange)
-        except asyncio.CancelledError:
-            await asyncio.wait([exchange])
-            raise
+        in_flight = await to_its_end(self._exchange(control, weights, version))
         update = Update(version, in_flight, time.perf_counter() - started)
         logger.info("version %d in %.3f s, %d requests counted", version, update.seconds, len(in_flight))
         return update

@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
+from lightning.asyncio_utils import to_its_end
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.instrument import ActiveAttempt, activate, emit, install_tap
@@ -116,7 +117,7 @@ class InlineRunner:
                 return await self._outcome(task, llm, attempt)
             context, contexts = contextvars.copy_context(), contextlib.ExitStack()
             try:
-                await _whole_thread(context.run, enter, contexts, around, llm)
+                await to_its_end(asyncio.to_thread(context.run, enter, contexts, around, llm))
                 return await asyncio.create_task(self._outcome(task, llm, attempt), context=context)
             finally:
                 context.run(contexts.close)
@@ -159,16 +160,6 @@ def run_here(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcom
     with contextlib.ExitStack() as installed:
         installed.callback(line.install())
         return run_agent(agent, task, llm, loop, line)
-
-
-async def _whole_thread(function: Callable[..., None], *arguments: object) -> None:
-    """Call a function in a thread; when this is cancelled, once the thread is through."""
-    running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-    try:
-        await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait({running})
-        raise
 
 
 async def _in_thread(function: Callable[[], Reward | Awaitable[Reward]]) -> Reward | Awaitable[Reward]:

@@ -33,6 +33,12 @@ _Told: TypeAlias = "tuple[int, dict[str, float]] | dict[str, Json] | Rollout"
 """The metrics of a step, an alarm, or a rollout that has ended."""
 
 
+def names_of(config: Config) -> Sequence[str]:
+    """The trackers of a run: those that its settings name, or the usual ones."""
+    named = config.trainer.trackers
+    return plugins().usual("trackers") if named is None else named
+
+
 class Trackers:
     """The trackers of one run, as a context. They are told the settings, without credentials, and what else stands in `about`.
     Raises `PluginError` for a name that no plugin registers."""

@@ -12,6 +12,7 @@ import socket
 from pkgutil import resolve_name
 
 from lightning.addresses import leads_to_itself
+from lightning.asyncio_utils import cancel
 from lightning.config import KubernetesConfig, RunnerConfig
 from lightning.errors import ConfigError, RunnerError
 from lightning.runner.agent_serialization import check_agent, name_of
@@ -76,8 +77,7 @@ class KubernetesRunner:
             await keeper.run(await _own_pod(cluster, self._config.k8s))
         finally:
             if watching is not None:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+                await cancel(watching)
 
     async def close(self) -> None:
         """Disconnect. Idempotent; `start` may follow."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning
 from lightning.addresses import leads_to_itself
+from lightning.asyncio_utils import cancel
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.runner.agent_serialization import pack_agent
@@ -119,9 +120,7 @@ class RayRunner:
     async def close(self) -> None:
         """Kill every actor, and disconnect. Idempotent; `start` may follow."""
         cluster, self._cluster = self._cluster, None
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         if cluster is not None:
             for host in tuple(self._hosts):
                 self._discard(cluster, host)
