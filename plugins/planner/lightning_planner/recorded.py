@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from lightning.algorithms.presets import PRESETS
 from lightning.batch import Trajectory, build_samples
-from lightning.config import Config, settings, with_settings
+from lightning.config import Config
+from lightning.config import recorded_config as settings_of_record
 from lightning.errors import DataError
 from lightning.store.codec import ITEM, pack
 from lightning.store.protocol import Store
@@ -190,18 +191,8 @@ def _step(record: StepRecord, values: Mapping[str, float], rows: int) -> Recorde
 
 
 def recorded_config(config: Mapping[str, Json]) -> Config:
-    """The settings of a run's record; one that is not recorded is at its default, one that this release does not know any more
-    is left out."""
-    known: dict[str, object] = {}
-    keys = [setting.key for setting in settings()]
-    sections = {key.rpartition(".")[0] for key in keys}
-    for key in keys:
-        value: Json = config.get("config")
-        for part in key.split("."):
-            value = _table(value).get(part)
-        if value is not None and key not in sections:
-            known[key] = value
-    return with_settings(Config(), known)
+    """The settings of a run's record; what this release does not have is left out."""
+    return settings_of_record(_table(config.get("config")))[0]
 
 
 def schedule_of(config: Config, *, group_size: int, dynamic_sampling: bool, steps: int = 20) -> Schedule:

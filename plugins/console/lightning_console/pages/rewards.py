@@ -130,11 +130,7 @@ _memo: Memo[Rewards] = Memo(kept=16)
 
 async def read_rewards(store: Store, run: Run) -> Rewards:
     """The rewards of a run's training rollouts. Raises `StoreError`."""
-
-    async def make() -> Rewards:
-        return await _read(store, run)
-
-    return await _memo.get(store, run.id, await stamp_of(store, run.id), lambda: apart(make))
+    return await _memo.get(store, run.id, await stamp_of(store, run.id), lambda: apart(lambda: _read(store, run)))
 
 
 async def _read(store: Store, run: Run) -> Rewards:
@@ -150,7 +146,7 @@ async def _read(store: Store, run: Run) -> Rewards:
     rewards = np.array([each.now for each in looked], dtype=np.float64)
     correlations = []
     for name in (*names, *(BESIDES if not unread else ())):
-        values = [_number(each, name) for each in looked]
+        values = [each.besides.get(name, each.parts.get(name)) for each in looked]
         known = [place for place, value in enumerate(values) if value is not None]
         other = np.array([values[place] for place in known], dtype=np.float64)
         correlations.append(
@@ -167,10 +163,6 @@ async def _read(store: Store, run: Run) -> Rewards:
         equal_groups=_equal(scored),
         unread=unread,
     )
-
-
-def _number(each: Regraded, name: str) -> float | None:
-    return each.besides.get(name) if name in each.besides else each.parts.get(name)
 
 
 async def _regraded(store: Store, rollouts: Sequence[Rollout]) -> tuple[list[Regraded], str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning.errors import DataError
 from lightning.store.url import parse
-from lightning.types import Json
+from lightning.types import Json, StepRecord
 
 from lightning_console.blocks import Block, Link, Notice, Notices, Tone
 from lightning_console.places import SERVER, Located, Places
@@ -59,6 +59,11 @@ def place_of(found: Located) -> str:
 def trail(found: Located, *more: Link) -> tuple[Link, ...]:
     """The pages above one of a run."""
     return (Link("Runs", "runs"), Link(found.run.id, to("run", found.key)), *more)
+
+
+def step_links(found: Located, record: StepRecord | None) -> list[Link]:
+    """Opens the step that looked at a group or a rollout; nothing where none has."""
+    return [] if record is None else [Link(f"step {record.step}", to("step", found.key, record.step))]
 
 
 def cannot_read(unreadable: Mapping[str, str]) -> list[Block]:
