@@ -402,7 +402,7 @@ async def _report(store: Store, plan: _Plan, run: Run) -> BranchReport:
         plan.edit,
         tuple(outcomes),
         mean,
-        _standard_error(rewards),
+        stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else None,
         tuple(warnings),
     )
 
@@ -427,7 +427,3 @@ def _has_prompt(prompts: Mapping[str, str], requests: list[Any]) -> bool:
     """Whether a request has one of the texts."""
     literals = [longest_literal(text) for text in prompts.values()]
     return any(literal in text for request in requests for text in texts_in(request) for literal in literals if literal)
-
-
-def _standard_error(values: list[float]) -> float | None:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

@@ -184,7 +184,7 @@ def _bucket(plan: DeployPlan) -> str:
 
 def _sky_command(plan: DeployPlan, folder: Path, cloud: Cloud) -> str:
     out = f"/runs/{plan.name}" if cloud.spot else f"runs/{plan.name}"
-    _, *rest = plan.alone_command(out)
+    rest = [out, plan.agent, *plan.train, "--out", out]  # it trains with the agents on the same machine
     # By its interpreter: a bucket by which SkyPilot sends the project keeps no permissions.
     line = shlex.join(["sh", f"{folder.as_posix()}/scripts/train-or-resume", *rest])
     return f'{line} --store "$LIGHTNING_STORE"' if cloud.store else line

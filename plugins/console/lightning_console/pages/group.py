@@ -17,7 +17,7 @@ from typing import Final
 from lightning.errors import DataError
 from lightning.store.protocol import Attempt
 from lightning.trainer.reasons import reason
-from lightning.types import Rollout, Transition
+from lightning.types import Rollout, Transition, by_key
 from lightning_branching.recorded import is_void
 from lightning_record.exchanges import parents_of
 
@@ -155,9 +155,7 @@ class _Tree:
             self._nodes[before[-1]] = replace(here, branches=(*here.branches, place))
 
     def _level(self, depth: int, going: Sequence[int]) -> None:
-        found: dict[tuple[int, Hashable], list[int]] = {}
-        for place in going:
-            found.setdefault((self._ways[place][-1], self._action(place, depth).same), []).append(place)
+        found = by_key(going, lambda place: (self._ways[place][-1], self._action(place, depth).same))
         for (parent, _), visitors in found.items():
             if len(self._nodes) >= self._most:
                 self._left_out += sum(self._length(place) - depth for place in visitors)
@@ -181,13 +179,9 @@ class _Tree:
 
     def _whole(self) -> tuple[TreeNode, ...]:
         """The nodes with their values, their children, and what ends at them."""
-        children: dict[int, list[int]] = {}
-        for index, node in enumerate(self._nodes[1:], 1):
-            children.setdefault(node.parent, []).append(index)
-        ends: dict[int, list[int]] = {}
-        for place, way in self._ways.items():
-            if len(way) == self._length(place) + 1:
-                ends.setdefault(way[-1], []).append(place)
+        children = by_key(range(1, len(self._nodes)), lambda index: self._nodes[index].parent)
+        whole = [place for place, way in self._ways.items() if len(way) == self._length(place) + 1]
+        ends = by_key(whole, lambda place: self._ways[place][-1])
         return tuple(self._with(index, node, children, ends) for index, node in enumerate(self._nodes))
 
     def _with(

@@ -15,7 +15,7 @@ from lightning.errors import LightningError
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import Rollout, Run, Status
+from lightning.types import Rollout, Run, Status, by_key
 from lightning_debug.regrade import BESIDES, STRONG, Regraded, explained_by, rank_correlation
 from lightning_debug.transcript import transcript_of
 from lightning_record.exchanges import parents_of
@@ -212,11 +212,9 @@ def _measure(name: str, steps: Sequence[int], rollouts: Sequence[Rollout]) -> Me
 
 def _equal(rollouts: Sequence[Rollout]) -> float | None:
     """The share of groups whose rewards are all equal, of those with two at least."""
-    groups: dict[str, list[float]] = {}
-    for each in rollouts:
-        groups.setdefault(each.group, []).append(each.reward or 0.0)
-    several = [own for own in groups.values() if len(own) > 1]
-    return sum(len(set(own)) == 1 for own in several) / len(several) if several else None
+    several = [own for own in by_key(rollouts, lambda each: each.group).values() if len(own) > 1]
+    equal = sum(len({each.reward or 0.0 for each in own}) == 1 for own in several)
+    return equal / len(several) if several else None
 
 
 def trials_of(found: Located) -> list[Trial]:

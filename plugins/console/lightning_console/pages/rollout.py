@@ -8,7 +8,7 @@ from typing import Final
 
 from lightning.errors import DataError
 from lightning.trainer.reasons import reason
-from lightning.types import Json, Status
+from lightning.types import Json, Status, by_key
 from lightning_branching.recorded import is_void
 
 from lightning_console.blocks import (
@@ -214,7 +214,7 @@ def _rewards(view: RolloutView) -> Table:
 def _calls(address: Address, view: RolloutView) -> list[Block]:
     if not view.calls and view.beginning is None:
         return []
-    branches = by_call(view)
+    branches = by_key(view.branches, lambda line: line.at)
     rows = [
         [
             Cell(str(each.number), _call(address, each.number)),
@@ -427,14 +427,6 @@ def inherited_rows(view: RolloutView, width: int) -> list[list[Cell]]:
         ]
         rows.append([*cells, *(Cell(NONE, tone="muted") for _ in range(width - len(cells)))])
     return rows
-
-
-def by_call(view: RolloutView) -> Mapping[int, Sequence[BranchLine]]:
-    """The branches of a rollout by the numbers of the calls at which they begin."""
-    found: dict[int, list[BranchLine]] = {}
-    for line in view.branches:
-        found.setdefault(line.at, []).append(line)
-    return found
 
 
 def branch_cells(lines: Sequence[BranchLine]) -> list[Cell]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 
+from lightning.cli.output import local_time
 from lightning.errors import DataError
 from lightning.store.url import parse
 from lightning.types import Json, StepRecord
@@ -113,7 +113,7 @@ def seconds(value: float | None) -> str:
 
 def when(at: float | None) -> str:
     """A moment, by the clock of the machine that shows it."""
-    return NONE if not at else f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"
+    return NONE if not at else local_time(at)
 
 
 def change(before: float | None, after: float | None) -> str:
