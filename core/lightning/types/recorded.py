@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from lightning.errors import ConfigError
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 UNSERVED = "unserved"
 """The finish reason of a call that failed because no policy server was there, or the one it was sent to went away."""
@@ -257,6 +260,14 @@ def as_texts(given: Iterable[str], what: str) -> tuple[str, ...]:
         if not isinstance(text, str):
             raise ConfigError(f"{what}[{place}] is {text!r:.200}, not a text: give a list of texts")
     return texts
+
+
+def by_key(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items that have the same key together, by key; keys and items in the order in which they come."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def token_ids(values: Sequence[int] = ()) -> TokenIds:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from lightning.batch import begins_at, is_prefix
 from lightning.errors import DataError
 from lightning.store.protocol import Store
-from lightning.types import CallStatus, Rollout, StepReward, ToolEvent, Transition
+from lightning.types import CallStatus, Rollout, StepReward, ToolEvent, Transition, by_key
 from lightning_record import exchanges
 from lightning_record.exchanges import Exchange, Parent, parents_of
 
@@ -221,9 +221,7 @@ class RecordedCalls:
     """The recorded calls that have not been asked for yet: each is given once, equal ones in their order."""
 
     def __init__(self, calls: Iterable[RecordedCall]) -> None:
-        self._left: dict[tuple[str, bytes], list[RecordedCall]] = {}
-        for call in calls:
-            self._left.setdefault(call.key, []).append(call)
+        self._left = by_key(calls, lambda call: call.key)
 
     def take(self, caller: str, path: str, request: bytes) -> RecordedCall | None:
         """The recorded call of this request: of the same caller if there is one, else the first; None without one."""

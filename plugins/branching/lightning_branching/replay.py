@@ -55,7 +55,8 @@ class ReplayResult:
     def __str__(self) -> str:
         lines = [f"{self.answered} of {self.calls} recorded calls were asked for and answered; 0 calls of a model"]
         if self.missing and not self.stopped:
-            lines.append(f"{len(self.missing)} recorded calls were not asked for: {_counted(self.missing)}")
+            counted = ", ".join(f"{caller} ({count})" for caller, count in Counter(self.missing).items())
+            lines.append(f"{len(self.missing)} recorded calls were not asked for: {counted}")
         lines += [str(each) for each in self.divergences]
         lines += self.changes
         if not self.has_outcome:
@@ -210,7 +211,3 @@ class _Tools(RecordedRuns):
                 "(run_unrecorded) runs it"
             )
         return found
-
-
-def _counted(callers: Sequence[str]) -> str:
-    return ", ".join(f"{caller} ({count})" for caller, count in Counter(callers).items())

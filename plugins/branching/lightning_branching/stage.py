@@ -20,8 +20,7 @@ from lightning_record import exchanges
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lightning_branching.branched_attempt import BranchedAttempt
-from lightning_branching.branches import Branches, Inherits
+from lightning_branching.branches import BranchedAttempt, Branches, Inherits
 from lightning_branching.recorded import RecordedCall, prefix_of, read_rollout, why_no_branch
 from lightning_branching.streams import answer_of
 from lightning_branching.tools import BRANCHES

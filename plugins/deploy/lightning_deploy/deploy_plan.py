@@ -193,10 +193,6 @@ class DeployPlan:
         own += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         return ["train-or-resume", self.out(places), *self.train, *own, *more]
 
-    def alone_command(self, out: str, *more: str) -> list[str]:
-        """Trains with the agents on the same machine."""
-        return ["train-or-resume", out, self.agent, *self.train, "--out", out, *more]
-
     def server_command(self, places: Places) -> list[str]:
         """Serves people: the console, and the control API. It has nothing of its own, so there may be several."""
         address = ["--host", places.host, "--port", str(places.server_port)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_prompts.algorithm import PromptAlgorithm
-from lightning_prompts.protocol import Bench, BudgetSpentError, OptimizerModel, Trial
+from lightning_prompts.protocol import Bench, BudgetSpentError, OptimizerModel, PromptAlgorithm, Trial
 
 __all__ = ["Bench", "BudgetSpentError", "OptimizerModel", "PromptAlgorithm", "Trial"]

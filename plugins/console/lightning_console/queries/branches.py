@@ -14,6 +14,7 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from lightning.batch import is_prefix
+from lightning.config import recorded_config
 from lightning.errors import ConfigError, DataError, LightningError, StoreError, UnavailableError
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Attempt, Store
@@ -21,7 +22,6 @@ from lightning.trainer.epochs import is_over
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.stack import why_not_served
 from lightning.types import BRANCH_VOID, Json, Rollout, Run, Transition
-from lightning_branching.branch_parent import recorded_config
 from lightning_branching.recorded import CHANGES, live_tools, prefix_of, recorded_rollout
 from lightning_record.exchanges import packed_in
 

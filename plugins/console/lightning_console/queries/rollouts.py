@@ -123,11 +123,6 @@ class RolloutView:
         inherited = 0 if first is None else len(first.calls) + (first.branch.edit is not None)
         return max(0, own) + inherited
 
-    @property
-    def step_rewards(self) -> tuple[StepReward, ...]:
-        """The rewards that were given inside of it."""
-        return self.ended.step_rewards
-
 
 async def rollout_view(
     located: Located,
