@@ -92,7 +92,7 @@ class BranchesStage(CallStage):
         if is_branching and answer.outcome is CallStatus.OK:
             branch.check_prompt(call.capture.choice(0).prompt_ids or call.capture.prompt_ids or ())
         if call.capture.choices:
-            branch.check_version(sampled_by(call.live))
+            branch.check_version(sampled_by(call.sent.live))
 
     async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
         """Void a branch whose calls do not show that it branched."""

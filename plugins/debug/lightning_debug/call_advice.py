@@ -60,14 +60,14 @@ class CallAdvice(CallStage):
     async def sending(self, call: Call, body: Body) -> None:
         """Look at the model's name."""
         with _only_logged(call):
-            await self._asked.look(call.claims.run, call.policy, call.plan.requested_model)
+            await self._asked.look(call.claims.run, call.policy, call.sent.plan.requested_model)
 
     async def kept(self, call: Call, transitions: Sequence[Transition]) -> None:
         """Look at the tools of a call that was answered."""
         with _only_logged(call):
             if all(each.status.answered for each in transitions):
                 tokenize = partial(self._parts.forwarder.tokenize, call.policy, call.claims.rollout)
-                self._tools.setdefault(call.policy, ShownTools()).look(call.plan.body, tokenize)
+                self._tools.setdefault(call.policy, ShownTools()).look(call.sent.plan.body, tokenize)
 
     async def hidden_tools(self) -> int:
         """How many calls had tools that the chat template of the gateway's own policy does not show the model, as far as that

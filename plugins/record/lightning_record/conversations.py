@@ -355,7 +355,9 @@ class HistoryStage(CallStage):
         """What later requests may go on with is stored with the call."""
         self._entries.pop(call, None)
         is_answered = answer.status and answer.outcome is CallStatus.OK
-        said = well_shaped(call.translator.conversation) if call.translator is not None and is_answered else None
+        said = (
+            well_shaped(call.sent.translator.conversation) if call.sent.translator is not None and is_answered else None
+        )
         if said is not None:
             self._entries[call] = entry = await self._history.entry(call.attempt, call.capture.id, said)
             if entry.stored is not None:

@@ -340,7 +340,7 @@ class TextsStage(CallStage):
 
     async def sending(self, call: Call, body: Body) -> None:
         """Read the stream that the agent gets."""
-        if call.plan.stream and call.translator is None and (asked := self._asked.get(call)) is not None:
+        if call.sent.plan.stream and call.sent.translator is None and (asked := self._asked.get(call)) is not None:
             call.readers.append(asked[1].add)
 
     async def settled(self, call: Call, answer: Answer) -> None:
@@ -375,13 +375,13 @@ def _shown(call: Call, answer: Answer, streamed: WholeReply) -> Shown:
     """What the agent is shown of its call. Raises `UpstreamError`."""
     if not answer.status:
         return Shown()
-    has_ids = call.plan.keep_ids
+    has_ids = call.sent.plan.keep_ids
     if not call.started:
         body = answer.body if answer.outcome is CallStatus.OK else as_json(answer.body)
         return Shown(answer.status, body, has_ids)
     if answer.outcome is not CallStatus.OK:
         return Shown()
-    whole = well_shaped(streamed.whole if call.translator is None else call.translator.answer)
+    whole = well_shaped(streamed.whole if call.sent.translator is None else call.sent.translator.answer)
     return Shown(answer.status, write_object(whole), has_ids)
 
 

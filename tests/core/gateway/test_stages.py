@@ -53,7 +53,7 @@ class Stage(CallStage):
 
     async def settled(self, call, answer):
         self.seen.append(("settled", answer.status, answer.outcome.value))
-        if call.plan.requested_model == "void":
+        if call.sent.plan.requested_model == "void":
             raise RefusalError(409, "void", "Not this one.")
 
     async def kept(self, call, transitions):

@@ -10,7 +10,6 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.config import Config
 from lightning.errors import StoreError
 from lightning.gateway import Upstream
-from lightning.gateway.dialects import prompt_of
 from lightning.gateway.http import UpstreamError
 from lightning.gateway.stages import NO_LINE
 from lightning.store.memory import MemoryStore
@@ -19,6 +18,7 @@ from lightning.trainer.stages import StepTaken, step_line
 from lightning.types import Rollout, Run, Task
 from lightning_debug import call_advice
 from lightning_debug.call_advice import ADVICE, ShownTools, hidden_tools
+from lightning_dialects.chat_template import prompt_of
 
 HI = [{"role": "user", "content": "hi there"}]
 BASE = "/models/Qwen/Qwen3-4B"
