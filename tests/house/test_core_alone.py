@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+from lightning.errors import SchemaError
 from lightning.store.sqlite import SqliteStore
 from lightning.types import StepRecord
 
@@ -138,7 +139,10 @@ def committed(folder: Path) -> list[StepRecord]:
 
     async def read() -> list[StepRecord]:
         store = SqliteStore(file)
-        await store.open(make=False)
+        try:
+            await store.open(make=False)
+        except SchemaError:  # the run is making it at this moment
+            return []
         try:
             runs = await store.list_runs()
             return await store.steps(runs[0].id) if runs else []

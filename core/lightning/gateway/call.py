@@ -22,7 +22,6 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import aiohttp
 import orjson
@@ -55,7 +54,6 @@ from lightning.types import EXPIRED, UNSERVED, Caller, CallStatus, Transition, l
 
 log = logging.getLogger(__name__)
 
-Made = TypeVar("Made")
 LONGEST_STREAM = 256 << 20
 """Bytes of a stream."""
 SHAPE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
@@ -323,14 +321,6 @@ def forget_unsound(call: Call) -> str:
         capture.prompt_ids = None
         capture.choices.clear()
     return wrong
-
-
-def well_shaped(make: Callable[[], Made]) -> Made:
-    """What is made of an answer that was read. Raises `UpstreamError` where it was not shaped like vLLM's."""
-    try:
-        return make()
-    except SHAPE_ERRORS as error:
-        raise UpstreamError(f"its answer is not shaped like vLLM's ({error!r})") from error
 
 
 def _id_header(call: Call) -> Header:

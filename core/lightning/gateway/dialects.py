@@ -29,20 +29,6 @@ if TYPE_CHECKING:
 
 Tokenize = Callable[[Body], Awaitable[tuple[int, bytes]]]
 """Status and body of `/tokenize` for a chat prompt."""
-IN_THE_PROMPT = (
-    "messages",
-    "tools",
-    "chat_template",
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-    "media_io_kwargs",
-    "mm_processor_kwargs",
-)
-"""What of a chat request makes its prompt, under the names that `/tokenize` takes."""
-FOR_THE_TEMPLATE = ("reasoning_effort", "documents")
-"""What vLLM's chat gives the template as well, and `/tokenize` takes among the template's own parameters."""
 LONGEST_TOOL, LONGEST_ARGUMENTS = 256, 4096
 """Characters kept of the name and the arguments of a tool that the model has invented."""
 MOST_INVENTED = 64
@@ -470,21 +456,6 @@ def _is_strict(tool: object) -> bool:
         return False
     function = tool.get("function")
     return isinstance(function, dict) and bool(function.get("strict"))
-
-
-def effort_in_template(effort: object) -> dict[str, object]:
-    """What vLLM's chat gives a template for `reasoning_effort`."""
-    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-
-
-def prompt_of(chat: Body) -> Body:
-    """What vLLM's `/tokenize` needs to make the prompt that a chat request has."""
-    prompt = {name: chat[name] for name in IN_THE_PROMPT if name in chat}
-    given = {name: chat[name] for name in FOR_THE_TEMPLATE if chat.get(name) is not None}
-    if given:
-        thinking = effort_in_template(given["reasoning_effort"]) if "reasoning_effort" in given else {}
-        prompt["chat_template_kwargs"] = thinking | (chat.get("chat_template_kwargs") or {}) | given
-    return prompt
 
 
 class Chat(Dialect):

@@ -160,12 +160,6 @@ async def send_bytes(send: Send, status: int, body: bytes, headers: Sequence[Hea
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def client_left(receive: Receive) -> None:
-    """Return when the client has closed its connection; what is left of the request's body is thrown away."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 class ClientGoneError(Exception):
     """The agent's connection closed before its answer was complete."""
 

@@ -161,13 +161,6 @@ class LiveCall:
             return (VersionRun(0, self.base),)
         return (runs[0], *(run for run in runs[1:] if run.start < length))
 
-    @property
-    def sampled_by(self) -> set[int] | None:
-        """The versions that have sampled its tokens; None where that is not known."""
-        shown = self.capture.choices.items()
-        runs = (run for index, choice in shown for run in self.versions(index, len(choice.response_ids)))
-        return None if self.unsure else {run.version for run in runs}
-
     def key(self, index: int) -> str:
         """How `Update.in_flight` names a choice (the inverse of `policy_server.control.client_key`)."""
         prompt, choice = divmod(index, self.n)
@@ -230,8 +223,11 @@ class Policy:
             call.seen = {index: len(choice.response_ids) for index, choice in call.capture.choices.items()}
 
     def update(self, update: Update, server: Upstream | None = None) -> None:
-        """A server, or each, has new weights: split its calls in flight at the tokens the old weights had sampled.
+        """A server, or each, has new weights: split its calls in flight at the tokens the old weights had sampled. Call it
+        inside a hold, after the update.
 
+        Several servers may be updated one after another, each in a hold of its own: name the `server` then. Whoever updates all
+        of them in one hold passes one `Update` with their `in_flight` merged.
         A choice that is missing from `in_flight` was never scheduled before the update and is wholly the new version's;
         unless tokens of it had been seen by then, which a server that does not report finished requests leaves out.
         Raises `GatewayError` for a server that is none of the policy's.

@@ -28,6 +28,7 @@ from lightning_branching.tools import BRANCHES
 if TYPE_CHECKING:
     from lightning.gateway.call import Answer, Call, Request
     from lightning.gateway.calls import Parts
+    from lightning.gateway.policy import LiveCall
 
 TEXTS: Final = "texts"
 """The name of the stage that keeps the texts of calls."""
@@ -91,7 +92,7 @@ class BranchesStage(CallStage):
         if is_branching and answer.outcome is CallStatus.OK:
             branch.check_prompt(call.capture.choice(0).prompt_ids or call.capture.prompt_ids or ())
         if call.capture.choices:
-            branch.check_version(call.live.sampled_by)
+            branch.check_version(sampled_by(call.live))
 
     async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
         """Void a branch whose calls do not show that it branched."""
@@ -99,6 +100,13 @@ class BranchesStage(CallStage):
             return outcome
         why = await why_no_branch(self._parts.store, rollout, calls)
         return replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=why) if why else outcome
+
+
+def sampled_by(live: LiveCall) -> set[int] | None:
+    """The versions that have sampled a call's tokens; None where that is not known."""
+    shown = live.capture.choices.items()
+    runs = (run for index, choice in shown for run in live.versions(index, len(choice.response_ids)))
+    return None if live.unsure else {run.version for run in runs}
 
 
 class ToolRuns:

@@ -20,7 +20,7 @@ from lightning.bounded import Once
 from lightning.errors import StoreError
 from lightning.gateway.call import Call
 from lightning.gateway.calls import Parts
-from lightning.gateway.dialects import Tokenize, prompt_of
+from lightning.gateway.dialects import Tokenize
 from lightning.gateway.http import Body
 from lightning.gateway.identity import ALIAS, MODEL
 from lightning.gateway.policy import Policy
@@ -28,6 +28,7 @@ from lightning.gateway.stages import CallStage
 from lightning.policy_server.model_facts import CURE_OF_TEMPLATE
 from lightning.store.protocol import Store
 from lightning.types import Transition
+from lightning_dialects.chat_template import prompt_of
 
 log = logging.getLogger(__name__)
 

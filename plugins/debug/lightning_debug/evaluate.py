@@ -227,7 +227,7 @@ class Evaluator:
         stack, before = self._stacks[run]
         (now,) = stack.upstreams()
         if now != before and stack is not self._supervised:
-            stack.gateway.replace_upstream(before, now)
+            stack.gateway.own.pool.replace(before, now)
         self._stacks[run] = stack, now
 
     @property

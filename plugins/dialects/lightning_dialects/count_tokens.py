@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import orjson
-from lightning.gateway.dialects import prompt_of
 from lightning.gateway.http import (
     JSON_TYPE,
     Body,
@@ -24,6 +23,7 @@ from lightning.gateway.http import (
 from lightning.gateway.stages import recording_refusals
 from lightning.gateway.upstream import UNANSWERED
 
+from lightning_dialects.chat_template import prompt_of
 from lightning_dialects.messages import Messages, chat_request
 from lightning_dialects.translated import readable
 

@@ -29,7 +29,6 @@ from weakref import WeakKeyDictionary
 
 import orjson
 from lightning.errors import DataError, StoreError
-from lightning.gateway.call import well_shaped
 from lightning.gateway.http import Body, RefusalError, read_object, write_object
 from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.gateway.stages import CallStage
@@ -40,6 +39,7 @@ from lightning.types import CONVERSATION_ID, SERVED, CallStatus, Conversation, J
 from starlette.types import Scope
 
 from lightning_record.conversation import CONVERSATION, conversation_in, pack
+from lightning_record.texts import well_shaped
 
 if TYPE_CHECKING:
     from lightning.gateway.call import Answer, Call, Request

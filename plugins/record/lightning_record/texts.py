@@ -11,15 +11,15 @@ import asyncio
 import json
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from lightning.gateway.call import well_shaped
-from lightning.gateway.http import Body, beside, write_object
+from lightning.gateway.call import SHAPE_ERRORS
+from lightning.gateway.http import Body, UpstreamError, beside, write_object
 from lightning.gateway.stages import CallStage
 from lightning.redaction import has_many_texts, may_be_redacted, redacted_json
 from lightning.types import CallStatus, Transition, shared_prefix
@@ -303,6 +303,17 @@ class WholeReply:
         """All of it so far."""
         kind = str(self._head.get("object", "")).removesuffix(".chunk")
         return {**self._head, "object": kind, "choices": [_joined(self._choices[at]) for at in sorted(self._choices)]}
+
+
+Made = TypeVar("Made")
+
+
+def well_shaped(make: Callable[[], Made]) -> Made:
+    """What is made of an answer that was read. Raises `UpstreamError` where it was not shaped like vLLM's."""
+    try:
+        return make()
+    except SHAPE_ERRORS as error:
+        raise UpstreamError(f"its answer is not shaped like vLLM's ({error!r})") from error
 
 
 class TextsStage(CallStage):

@@ -195,7 +195,7 @@ async def test_an_update_inside_a_call_splits_its_tokens(real, served):
                 if begun == {0, 1} and update is None:
                     async with real.gateway.hold():
                         update = await vllm.update(served.second / "model.safetensors", old + 1)
-                        real.gateway.policy_updated(update)
+                        real.gateway.own.update(update)
         assert update is not None
         steps = (await real.transitions())[-2:]
         request_id = steps[0].id.removeprefix("chatcmpl-")

@@ -8,12 +8,12 @@ import time
 
 import pytest
 from lightning.config import GatewayConfig
-from lightning.gateway.dialects import IGNORED, Chat, prompt_of
+from lightning.gateway.dialects import IGNORED, Chat
 from lightning.gateway.http import RefusalError
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus
 from lightning_dialects import chat_template
-from lightning_dialects.chat_template import ChatTemplate
+from lightning_dialects.chat_template import ChatTemplate, prompt_of
 from lightning_dialects.messages import Messages
 from lightning_dialects.responses import Responses
 

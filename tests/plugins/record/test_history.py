@@ -151,7 +151,7 @@ async def test_an_answer_whose_policy_version_is_not_known_can_be_continued(hous
     house.fake.queue(Reply("one two three", token_delay=0.02))
     asking = asyncio.create_task((await house.client(llm)).responses.create(model="policy", input="a"))
     await house.until(lambda: house.fake.requests)
-    house.gateway.policy_lost()
+    house.gateway.own.lose()
     said = await asking
     await (await another(house, llm)).responses.create(model="policy", input="b", previous_response_id=said.id)
     assert [message["content"] for message in house.fake.requests[1].body["messages"]] == ["a", "one two three", "b"]
