@@ -1,5 +1,5 @@
-"""What asyncio lacks: ending tasks, the main one by a signal; doing two things of which one may fail; one kind of event loop, with
-as many open files as it may have.
+"""What asyncio lacks: ending tasks, the main one by a signal; doing two things of which one may fail; one kind of event loop,
+with as many open files as it may have.
 
 The invariant: when a function that ends tasks returns, they have ended; what those raised that it was told to end is not looked
 at. Servers, trainers, clients and what measures them run on the fastest loop there is. An agent's own process has asyncio's:

@@ -21,7 +21,7 @@ from lightning.trainer.plan import TRAIN
 from lightning.trainer.replay import MACHINE_SETTINGS
 from lightning.types import Rollout, Run
 
-from lightning_branching.recorded import Prefix, RecordedCall, live_tools, prefix_of
+from lightning_branching.recorded import Prefix, RecordedCall, prefix_of
 from lightning_branching.replay_command import Found, found_at
 
 SAMPLING: Final = ("temperature", *NEUTRAL, *TOKEN_LIMITS, "seed")
@@ -98,11 +98,6 @@ class Parent:
         """The version of the policy that answered the call."""
         versions = self.at.transition.versions
         return versions[0].version if versions else self.rollout.step
-
-    @property
-    def live_tools(self) -> list[str]:
-        """The tools of the rollout that run again in a branch."""
-        return live_tools(self.found.recorded, self.prefix)
 
     def first_call_of(self, component: str) -> RecordedCall | None:
         """The first call that a component made."""

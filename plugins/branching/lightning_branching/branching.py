@@ -51,7 +51,7 @@ from lightning_branching.branch_parent import (
 )
 from lightning_branching.policies import EvaluatedModel, find_model, model_of_run
 from lightning_branching.prompt_texts import longest_literal, texts_in
-from lightning_branching.recorded import CHANGES, edited, is_void
+from lightning_branching.recorded import CHANGES, edited, is_void, live_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def _with(settings: Mapping[str, object]) -> Callable[[Config], Config]:
 
 def _check_tools(parent: Parent, n: int, *, run_tools: bool) -> None:
     """Raises `ConfigError` where tools would run whose run may change something, and nobody has said that they may."""
-    if (live := parent.live_tools) and not run_tools:
+    if (live := live_tools(parent.found.recorded, parent.prefix)) and not run_tools:
         raise ConfigError(
             f"these tools of the rollout run again in {n} branches: {', '.join(live)}. If that does no harm, say --yes "
             "(run_tools=True). From the call on all tools run; before it those of frameworks do, while a run of "

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, get_args
 from lightning.errors import ConfigError, OptimizerError, RunnerError
 from lightning.types import Fault, Json, Rollout, Task
 
+from lightning_prompts.algorithm import PromptAlgorithm
 from lightning_prompts.critique import Example, ask_for_criticism, ask_for_edit, shown
-from lightning_prompts.protocol import Bench, BudgetSpentError, OptimizerModel, PromptAlgorithm, Trial
+from lightning_prompts.protocol import Bench, BudgetSpentError, OptimizerModel, Trial
 from lightning_prompts.selection import Method, Scores, Selection
 from lightning_prompts.templates import edited_prompt, refusal
 

@@ -38,7 +38,7 @@ from lightning_prompts.protocol import (
 from lightning_prompts.transcripts import Transcripts
 
 if TYPE_CHECKING:
-    from lightning_prompts.protocol import PromptAlgorithm
+    from lightning_prompts.algorithm import PromptAlgorithm
 
 logger = logging.getLogger(__name__)
 

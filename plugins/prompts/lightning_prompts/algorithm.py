@@ -1,0 +1,78 @@
+"""What a prompt algorithm is: the fields that its loop reads, and the search that it brings.
+
+The invariant: an algorithm never sees weights, and what it learns from the world comes through the bench.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from lightning.errors import ConfigError, DataError
+from lightning.types import Task
+
+from lightning_prompts.protocol import Bench, OptimizerModel
+
+if TYPE_CHECKING:
+    from lightning.tracking.trackers import Trackers
+    from lightning.trainer.stack import Stack
+    from lightning.trainer.summary import Reporter
+    from lightning_resources.nouns import Resource
+
+
+@runtime_checkable
+class PromptAlgorithm(Protocol):
+    """Finds a better prompt template for one component of an agent. Derive from it: it brings the loop (`search`)."""
+
+    @property
+    def name(self) -> str:
+        """The registered name whose factory makes this algorithm again from its fields."""
+
+    @property
+    def component(self) -> str:
+        """The component whose prompt is tuned; empty means the only one that has a prompt."""
+
+    @property
+    def prompt(self) -> str | None:
+        """The template to start from; None means what the component has now: by `runner.prompts`, or its own."""
+
+    @property
+    def alias(self) -> str:
+        """The alias that makes a prompt live."""
+
+    @property
+    def max_rollouts(self) -> int | None:
+        """Rollouts that the whole run may make."""
+
+    @property
+    def optimizer_model(self) -> OptimizerModel | None:
+        """The model that writes; None means that of the settings (`optimizer_model`), or else the policy."""
+
+    async def tune(self, bench: Bench) -> Resource:
+        """The best prompt that was found, which may be the one it started from."""
+
+    def check(self, val: Sequence[Task]) -> None:
+        """Raise `DataError` without held-out tasks, `ConfigError` when the budget is too small for anything but them."""
+        if not val:
+            raise DataError(
+                "prompts are chosen by their reward on held-out tasks, and there are none: give fit() some in `val`"
+            )
+        if self.max_rollouts is not None and self.max_rollouts <= 2 * len(val):
+            raise ConfigError(
+                f"max_rollouts={self.max_rollouts} is spent by running {len(val)} held-out tasks before and after: "
+                f"allow more than {2 * len(val)}, or give fewer tasks in `val`"
+            )
+
+    async def search(
+        self,
+        stack: Stack,
+        train: Sequence[Task],
+        val: Sequence[Task],
+        reporter: Reporter,
+        trackers: Trackers,
+        began: float,
+    ) -> None:
+        """See `lightning_prompts.loop.tune`."""
+        from lightning_prompts.loop import tune
+
+        await tune(stack, self, train, val, reporter, trackers, began)
