@@ -1,4 +1,5 @@
-"""What asyncio lacks: ending tasks, the main one by a signal; doing two things of which one may fail; one kind of event loop.
+"""What asyncio lacks: ending tasks, the main one by a signal; doing two things of which one may fail; one kind of event loop,
+with as many open files as it may have.
 
 The invariant: when a function that ends tasks returns, they have ended; what those raised that it was told to end is not looked
 at. Servers, trainers, clients and what measures them run on the fastest loop there is. An agent's own process has asyncio's:
@@ -10,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import logging
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -22,6 +26,8 @@ B = TypeVar("B")
 
 AGAIN = 0.1
 """Seconds until a task that has not ended is cancelled once more."""
+FILES = 65536
+"""Open files, sockets among them, that a process is allowed where the system lets it."""
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:
@@ -223,3 +229,17 @@ async def end_process(process: asyncio.subprocess.Process) -> None:
             pipe.close()
     await process.wait()
     transport.close()  # not before: it asks the system for the exit code, which asyncio then misses and takes for 255
+
+
+def allow_many_files() -> None:
+    """Raise the soft limit of open files: a thousand calls in flight are two thousand sockets."""
+    try:
+        import resource
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            log.debug("raised the limit of open files from %d to %d", soft, wanted)

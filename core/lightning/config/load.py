@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -63,6 +64,32 @@ def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
         config.model_dump(mode="json", exclude_unset=True),
         [Given(key, value, "settings") for key, value in settings.items()],
     )
+
+
+def recorded_config(said: Mapping[str, object]) -> tuple[Config, list[str]]:
+    """The settings of a run's record, and the names of those that this release does not have, which are left out. One that is
+    not recorded is at its default. Raises `ConfigError` for a value that this release does not take."""
+    tree = _copied(said)
+    try:
+        return Config.model_validate(tree), []
+    except ValidationError as error:
+        places = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
+    for place in places:
+        holder = tree
+        for name in place[:-1]:
+            holder = holder[name]
+        del holder[place[-1]]
+    try:
+        return Config.model_validate(tree), [".".join(map(str, place)) for place in places]
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            f"the recorded settings of the run are not this release's: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from error
+
+
+def _copied(value: Any) -> Any:
+    return {name: _copied(item) for name, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _build(base: dict[str, object], given: Sequence[Given]) -> Config:

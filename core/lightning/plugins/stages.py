@@ -1,15 +1,18 @@
 """The stages of plugins in a line of the core's: what is said of one, and the order of several.
 
 The invariant: the order of two stages that stand at the same point is said by one of them, or by a setting; it never depends on
-what was installed first. A stage that cannot stand where it means to is refused at the start, with its plugin's name.
+what was installed first. A stage that cannot stand where it means to is refused at the start, with its plugin's name; so is
+named, with the cure, the plugin of a stage that fails.
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any, ClassVar, Generic, TypeVar, cast
@@ -58,6 +61,12 @@ class NamedStage(Generic[Kind]):
         """What starts a process without it."""
         return f"LIGHTNING_DISABLE_PLUGINS={self.plugin or self.name}"
 
+    def failure(self, point: str, error: BaseException, on: str = "", cure: str = "", secret: str = "") -> str:
+        """What is said of its failure at a point, `on` what, with the cure; `secret` is left out of it."""
+        told = f"{type(error).__name__}: {error}".replace(secret or "\0", "<api key>")
+        cure = cure or "Mend the plugin, or start without it"
+        return f"the stage {self.said} failed{on and f' on {on}'} ({point}: {told}). {cure}: {self.off}"
+
     def stands_at(self, point: str) -> bool:
         """Whether it overrides this method of its line's kind of stages."""
         kind = type(self.stage)
@@ -70,7 +79,9 @@ class Contract:
     """What a line asks of its stages: their `kind`, under which name plugins are `asked` for them, the number of its `api`, its
     `points`, those that are `ordered`, those where one stage may stand and what it does there (`alone`), the `setting` that
     says an order, the `settings` that a stage may carry out, and those that nothing but a stage carries out (`of_stages`). It
-    raises `error`; `of` is what goes through it, and `where` who has it, for people."""
+    raises `error` for a stage that cannot stand in it, and what `failed` makes of the message where one fails; errors that
+    `passes` names are raised as they are. `of` is what goes through it, `where` who has it, `called` what its stages
+    are (`stages of` what goes through it), and `cure` what helps where one failed, for people."""
 
     kind: type[Stage]
     asked: str
@@ -83,33 +94,56 @@ class Contract:
     error: type[LightningError]
     of: str
     where: str
+    called: str = ""
+    failed: Callable[[str], LightningError] = StageError
+    passes: tuple[type[Exception], ...] = (LightningError,)
+    cure: str = ""
     alone: tuple[tuple[str, str], ...] = ()
 
     def made(self, given: object, config: object) -> list[NamedStage[Any]]:
         """One stage of each kind that plugins register for this line, of what its factory makes of `given`. `config` is the
         line's section. Raises the line's error for a stage that cannot be made, and `ConfigError` for a setting that is no
         default and that no stage carries out."""
-        named: list[NamedStage[Any]] = []
-        for name in plugins().names(self.asked):
-            owner, make = plugins().owner(self.asked, name), cast("Any", plugins().get(self.asked, name))
-            try:
-                stage = make(given)
-            except LightningError:
-                raise
-            except Exception as error:
-                raise self.error(
-                    f"the stage {name!r} of the plugin {owner} cannot be made ({type(error).__name__}: {error}). Mend the "
-                    f"plugin, or start without it: {DISABLE}={owner.name}"
-                ) from error
-            if stage is not None:
-                named.append(NamedStage(name, stage, owner.version, owner.name))
-        for each in named:
-            self.check(each)
+        made = [self.make(name, given) for name in plugins().names(self.asked)]
+        named = [each for each in made if each is not None]
         for setting in self.of_stages:
             if getattr(config, setting) != _default(config, setting) and (why := self.why_idle(named, config, setting)):
                 raise ConfigError(why)
         _warn_of_order(named, plugins().names(self.asked))
         return named
+
+    def make(self, name: str, *given: object) -> NamedStage[Any] | None:
+        """The stage that a plugin registers under a name, of what its factory makes of `given`; None where it makes none.
+
+        Raises the line's error for one that cannot be made, or cannot stand here.
+        """
+        owner, factory = plugins().owner(self.asked, name), cast("Any", plugins().get(self.asked, name))
+        try:
+            stage = factory(*given)
+        except LightningError:
+            raise
+        except Exception as error:
+            raise self.error(
+                f"the stage {name!r} of the plugin {owner} cannot be made ({type(error).__name__}: {error}). Mend the "
+                f"plugin, or start without it: {DISABLE}={owner.name}"
+            ) from error
+        if stage is None:
+            return None
+        each = NamedStage(name, stage, owner.version, owner.name)
+        self.check(each)
+        return each
+
+    @contextmanager
+    def blaming(self, each: NamedStage[Any], point: str, on: str = "") -> Iterator[None]:
+        """What a stage raises in the block is its failure, and is raised with its name and the cure; `on` says what it failed
+        on. Errors that say their own cause are raised as they are."""
+        try:
+            yield
+        except self.passes:
+            raise
+        except Exception as error:
+            log.exception("the stage %s failed (%s)", each.said, point)
+            raise self.failed(each.failure(point, error, on, self.cure)) from error
 
     def why_idle(self, stages: Sequence[NamedStage[Kind]], config: object, setting: str) -> str:
         """Why a setting does nothing, and the cure: none of the stages carries it out. Empty where one does, or where the
@@ -118,10 +152,20 @@ class Contract:
         off = False if isinstance(default, bool) else default
         if getattr(config, setting) == off or any(setting in each.stage.carries_out for each in stages):
             return ""
+        return self.not_carried_out(
+            f"{self.where}.{setting} is set",
+            setting,
+            [each.name for each in stages],
+            f"set {self.where}.{setting} = {json.dumps(off)}",
+        )
+
+    def not_carried_out(self, said: str, wanted: str, known: Collection[str], cure: str) -> str:
+        """That what was `said` is carried out by no plugin, where these are `known`, and what helps: the extra that brings what
+        is `wanted`, or the `cure`."""
+        called = self.called or f"stages of {self.of}"
         return (
-            f"{self.where}.{setting} is set, and no plugin is there that carries it out: the stages of {self.of} here are "
-            f"{', '.join(each.name for each in stages) or 'none'}.{plugins().cures(self.asked, setting)} Bring the plugin "
-            f"back, or set {self.where}.{setting} = {json.dumps(off)} to go on without it"
+            f"{said}, and no plugin is there that carries it out: the {called} here are {', '.join(known) or 'none'}."
+            f"{plugins().cures(self.asked, wanted)} Bring the plugin back, or {cure} to go on without it"
         )
 
     def check(self, each: NamedStage[Kind]) -> None:
@@ -153,6 +197,11 @@ class Contract:
             raise self.error(
                 f"`carries_out` of the stage {each.said} has {name!r}, which is no setting of the {self.where}"
             )
+        for point in self.points:
+            awaited = inspect.iscoroutinefunction(getattr(self.kind, point))
+            if awaited != inspect.iscoroutinefunction(getattr(stage, point)):
+                cure = "is awaited: begin it with `async def`" if awaited else "is not awaited: begin it with `def`"
+                raise self.error(f"{point!r} of the stage {each.said} {cure}")
         for name in (name for name in vars(kind) if not name.startswith("_") and not hasattr(self.kind, name)):
             if meant := difflib.get_close_matches(name, self.points, 1, 0.8):
                 raise self.error(
@@ -192,16 +241,18 @@ class Contract:
 
 
 class StageLine(Generic[Kind]):
-    """The stages of a line in their order. Raises the line's error where that order is not said, for a stage that was written
-    for another contract, and for two that stand where one may."""
+    """The stages of a line in their order, as its `contract` has it. Raises the contract's error where that order is not said,
+    for a stage that was written for another contract, and for two that stand where one may."""
 
-    def __init__(self, contract: Contract, stages: Sequence[NamedStage[Kind]], order: Sequence[str]) -> None:
-        self.stages = contract.in_order(stages, order)
-        for point, done in contract.alone:
+    contract: ClassVar[Contract]
+
+    def __init__(self, stages: Sequence[NamedStage[Kind]] = (), order: Sequence[str] = ()) -> None:
+        self.stages = self.contract.in_order(stages, order)
+        for point, done in self.contract.alone:
             if len(standing := self.at(point)) > 1:
                 both = " and ".join(each.said for each in standing)
                 offs = ", or ".join(each.off for each in standing)
-                raise contract.error(f"the stages {both} both {done}: set {offs}")
+                raise self.contract.error(f"the stages {both} both {done}: set {offs}")
 
     @property
     def versions(self) -> Mapping[str, str]:

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning.batch.branches import why_no_branch
 from lightning.errors import DataError, StaleAttemptError
 from lightning.gateway.stages import NO_LINE, Line
 from lightning.instrument.texts import number
@@ -65,11 +64,7 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome, lin
         kept = replace(kept, attempt=attempt)
         _check_labels(kept, outcome, calls)
         if outcome.fault is not Fault.INFRASTRUCTURE:
-            branch = kept.parent is not None
-            outcome = judge(outcome, calls, branch=branch)
-            if branch and (outcome.reward is not None or outcome.fault is Fault.POLICY):
-                why = await why_no_branch(store, kept, calls)
-                outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=why) if why else outcome
+            outcome = judge(outcome, calls, branch=kept.parent is not None)
             spend = not (outcome.fault is Fault.INFRASTRUCTURE and any(map(is_unserved, calls)))
         outcome = await line.ended(kept, outcome, calls)
     if outcome.error or outcome.tool_events or outcome.step_states:  # in a thread, since tools may say a lot
@@ -98,8 +93,9 @@ def judge(outcome: Outcome, calls: Sequence[Transition], *, branch: bool = False
     or ran out of time, after the policy server had failed under it is not at fault: the attempt counts as an infrastructure
     failure and may be retried. So does one that made a reward of it (`except Exception: return 0.0`), its last call unserved,
     and one that outlived its API key and called the model after that. What the model did wrong itself is a fault of the
-    policy's (`lightning.runner.outcomes`). A branch that does not begin as its parent did has no reward, whatever it came to.
-    A `branch` may have a reward without a call of its own, after an edited answer; `why_no_branch` looks at that.
+    policy's (`lightning.runner.outcomes`). A branch whose calls were refused as void has no reward, whatever it came to.
+    A `branch` may have a reward without a call of its own, after an edited answer: the stage that answers branches looks at
+    that.
     """
     if why := next((call.error for call in calls if call.finish_reason == BRANCH_VOID), ""):
         return replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=why)

@@ -15,7 +15,6 @@ and a setting that a stage carries out is refused where that stage is not.
 
 from __future__ import annotations
 
-import logging
 import socket
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,8 +28,6 @@ from lightning.types import LLM, Fault, Json, Outcome, Task
 
 if TYPE_CHECKING:
     from lightning.config import RunnerConfig
-
-log = logging.getLogger(__name__)
 
 API: Final = 1
 """The number of this file's contract. A minor release raises it when a stage that was written for it would not do any more what
@@ -111,22 +108,6 @@ class AttemptStage(Stage):
         """The runner ends."""
 
 
-CONTRACT: Final = Contract(
-    kind=AttemptStage,
-    asked="attempt_stages",
-    api=API,
-    points=("begun", "enclosure", "installed", "around", "noted", "heard", "closed"),
-    ordered=("around",),
-    setting="runner.stage_order",
-    settings=OF_STAGES,
-    of_stages=OF_STAGES,
-    error=RunnerError,
-    of="attempts",
-    where="runner",
-    alone=(("enclosure", "enclose the processes of agents, which begin in one thing"),),
-)
-
-
 class AttemptRefusedError(RunnerError):
     """A stage ends an attempt before its agent is called. `fault` is whose that is."""
 
@@ -141,19 +122,35 @@ class AttemptRefusedError(RunnerError):
 class FailedStageError(AttemptRefusedError):
     """A stage failed, and with it the attempt."""
 
-    @classmethod
-    def at(cls, each: NamedStage[AttemptStage], point: str, error: BaseException, secret: str = "") -> FailedStageError:
-        """The failure of a stage at a point; `secret` is left out of what it says."""
-        told = f"{type(error).__name__}: {error}".replace(secret or "\0", "<api key>")
-        message = f"the stage {each.said} failed ({point}: {told}). Mend the plugin, or start without it: {each.off}"
-        return cls(message, Fault.INFRASTRUCTURE)
+    def __init__(self, message: str, fault: Fault = Fault.INFRASTRUCTURE) -> None:
+        super().__init__(message, fault)
+
+
+CONTRACT: Final = Contract(
+    kind=AttemptStage,
+    asked="attempt_stages",
+    api=API,
+    points=("begun", "enclosure", "installed", "around", "noted", "heard", "closed"),
+    ordered=("around",),
+    setting="runner.stage_order",
+    settings=OF_STAGES,
+    of_stages=OF_STAGES,
+    error=RunnerError,
+    of="attempts",
+    where="runner",
+    failed=FailedStageError,
+    passes=(ConfigError, RunnerError),
+    alone=(("enclosure", "enclose the processes of agents, which begin in one thing"),),
+)
 
 
 class AttemptLine(StageLine[AttemptStage]):
     """The stages of a runner (`runner.stage_order`). Raises `RunnerError`, as a `StageLine` does."""
 
+    contract = CONTRACT
+
     def __init__(self, stages: Sequence[NamedStage[AttemptStage]] = (), order: Sequence[str] = ()) -> None:
-        super().__init__(CONTRACT, stages, order)
+        super().__init__(stages, order)
         self._enclosing = next(iter(self.at("enclosure")), None)
         self._around = self.at("around")
 
@@ -177,7 +174,7 @@ class AttemptLine(StageLine[AttemptStage]):
     async def begin(self) -> None:
         """See `AttemptStage.begun`. Raises `ConfigError` and `RunnerError`."""
         for each in self.at("begun"):
-            with _blamed(each, "begun"):
+            with CONTRACT.blaming(each, "begun"):
                 await each.stage.begun()
 
     def enclosure(self, base_url: str) -> Enclosure | None:
@@ -185,7 +182,7 @@ class AttemptLine(StageLine[AttemptStage]):
         if self._enclosing is None:
             return None
         files = [file for each in self.stages for file in each.stage.files]
-        with _blamed(self._enclosing, "enclosure"):
+        with CONTRACT.blaming(self._enclosing, "enclosure"):
             return _Blamed(self._enclosing, self._enclosing.stage.enclosure(base_url, files))
 
     def check_packing(self) -> None:
@@ -202,7 +199,7 @@ class AttemptLine(StageLine[AttemptStage]):
         """See `AttemptStage.installed`: all of them, or none. Raises what the first one raises that fails."""
         with ExitStack() as installing:
             for each in self.at("installed"):
-                with _blamed(each, "installed"):
+                with CONTRACT.blaming(each, "installed"):
                     if not callable(undo := each.stage.installed()):
                         raise TypeError(f"it returned {undo!r} and not what undoes it")
                 installing.callback(_undo, each, undo)
@@ -244,7 +241,7 @@ class AttemptLine(StageLine[AttemptStage]):
     def close(self) -> None:
         """See `AttemptStage.closed`. Raises what the first one raises that fails."""
         for each in self.at("closed"):
-            with _blamed(each, "closed"):
+            with CONTRACT.blaming(each, "closed"):
                 each.stage.closed()
 
 
@@ -271,51 +268,40 @@ class _Blamed:
     @property
     def environment(self) -> Mapping[str, str]:
         """See `Enclosure`."""
-        with _blamed(self._each, "enclosure"):
+        with CONTRACT.blaming(self._each, "enclosure"):
             return self._enclosure.environment
 
     @property
     def inside(self) -> Callable[[socket.socket], None] | None:
         """See `Enclosure`."""
-        with _blamed(self._each, "enclosure"):
+        with CONTRACT.blaming(self._each, "enclosure"):
             return self._enclosure.inside
 
     def start(
         self, command: Sequence[str], pass_fds: Sequence[int], environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         """See `Enclosure`."""
-        with _blamed(self._each, "enclosure"):
+        with CONTRACT.blaming(self._each, "enclosure"):
             return self._enclosure.start(command, pass_fds, environment)
 
     def reaches(self, base_url: str) -> bool:
         """See `Enclosure`."""
-        with _blamed(self._each, "enclosure"):
+        with CONTRACT.blaming(self._each, "enclosure"):
             return self._enclosure.reaches(base_url)
 
     def url(self, base_url: str) -> str:
         """See `Enclosure`."""
-        with _blamed(self._each, "enclosure"):
+        with CONTRACT.blaming(self._each, "enclosure"):
             return self._enclosure.url(base_url)
 
     async def attend(self, control: socket.socket) -> Callable[[], None]:
         """See `Enclosure`."""
-        with _blamed(self._each, "enclosure"):
+        with CONTRACT.blaming(self._each, "enclosure"):
             return await self._enclosure.attend(control)
 
 
-@contextmanager
-def _blamed(each: NamedStage[AttemptStage], point: str) -> Iterator[None]:
-    try:
-        yield
-    except (ConfigError, RunnerError):
-        raise
-    except Exception as error:
-        log.exception("the stage %s failed (%s)", each.said, point)
-        raise FailedStageError.at(each, point, error) from error
-
-
 def _undo(each: NamedStage[AttemptStage], undo: Callable[[], None]) -> None:
-    with _blamed(each, "installed"):
+    with CONTRACT.blaming(each, "installed"):
         undo()
 
 
@@ -332,7 +318,7 @@ def _failing(each: NamedStage[AttemptStage], point: str, secret: str = "") -> It
     except AttemptRefusedError:
         raise
     except BaseException as error:
-        raise FailedStageError.at(each, point, error, secret) from error
+        raise FailedStageError(each.failure(point, error, secret=secret)) from error
 
 
 def attempt_line(config: RunnerConfig) -> AttemptLine:

@@ -9,22 +9,18 @@ a stage can find is refused before anything starts where no stage is there.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from lightning.config import Config
-from lightning.errors import ConfigError, LightningError, PluginError
+from lightning.errors import ConfigError, PluginError
 from lightning.plugins import plugins
-from lightning.plugins.stages import Contract, NamedStage, Stage, StageLine
+from lightning.plugins.stages import Contract, Stage, StageLine
 from lightning.store.protocol import Store
 from lightning.trainer.run_server import of_project
 from lightning.types import Json, Rollout, Run
-
-log = logging.getLogger(__name__)
 
 API: Final = 1
 """The number of this file's contract, as that of `lightning.runner.stages`."""
@@ -84,6 +80,7 @@ CONTRACT: Final = Contract(
     error=PluginError,
     of="runs",
     where="trainer",
+    failed=PluginError,
     alone=(("prompts", "find the prompts of runs"),),
 )
 
@@ -91,8 +88,7 @@ CONTRACT: Final = Contract(
 class RunLine(StageLine[RunStage]):
     """The stages of a run. Raises `PluginError`, as a `StageLine` does."""
 
-    def __init__(self, stages: Sequence[NamedStage[RunStage]] = ()) -> None:
-        super().__init__(CONTRACT, stages, ())
+    contract = CONTRACT
 
     def check_prompts(self, given: Mapping[str, str]) -> None:
         """Raise `ConfigError` for a prompt that only a stage can find, where none is there."""
@@ -107,31 +103,17 @@ class RunLine(StageLine[RunStage]):
         """The prompts of a run, see `RunStage.prompts`. Raises `ConfigError` where no stage finds what is named."""
         self.check_prompts(given)
         for each in self.at("prompts"):
-            with _blamed(each, "prompts"):
+            with CONTRACT.blaming(each, "prompts"):
                 return await each.stage.prompts(of_project(store, run.project), run, given, home)
         return Prompts(given)
 
     async def exported(self, store: Store, run: Run, folder: Path, about: Mapping[str, Json]) -> None:
         """See `RunStage.exported`."""
         for each in self.at("exported"):
-            with _blamed(each, "exported"):
+            with CONTRACT.blaming(each, "exported"):
                 await each.stage.exported(of_project(store, run.project), run, folder, about)
 
 
 def run_line(config: Config) -> RunLine:
     """The stages that plugins register, for a run with these settings. Raises what `Contract.made` and `RunLine` raise."""
     return RunLine(CONTRACT.made(config, config.runner))
-
-
-@contextmanager
-def _blamed(each: NamedStage[RunStage], point: str) -> Iterator[None]:
-    try:
-        yield
-    except LightningError:
-        raise
-    except Exception as error:
-        log.exception("the stage %s failed (%s)", each.said, point)
-        told = f"{type(error).__name__}: {error}"
-        raise PluginError(
-            f"the stage {each.said} failed ({point}: {told}). Mend the plugin, or start without it: {each.off}"
-        ) from error

@@ -12,20 +12,19 @@ import functools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, Final, Self, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from lightning.batch.trajectory import Group
 from lightning.config.sections import TrainerConfig
-from lightning.errors import ConfigError, LightningError, PluginError, RunnerError
+from lightning.errors import ConfigError, PluginError, RunnerError
 from lightning.plugins import plugins
-from lightning.plugins.discovery import DISABLE
-from lightning.plugins.stages import Contract, NamedStage, Stage, StageError
+from lightning.plugins.stages import Contract, NamedStage, Stage
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule, samples_dynamically
@@ -51,7 +50,6 @@ RECORDED: Final = "recorded"
 """What names the record that a run is trained on: an argument of `Trainer`, and a key of the run's configuration."""
 MOST_REASONS = 3
 """Reasons that a warning names at most."""
-Kind = TypeVar("Kind", bound=Stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +180,16 @@ class Sampler(Stage, ABC):
 
     async def __aenter__(self) -> Self:
         if self.order is not None:
-            with _failing(self.order, "recall"):
+            with ORDER.blaming(self.order, "recall"):
                 await self.order.stage.recall(self.stack.store, self.stack.run)
-        with _failing(self.named, "start"):
+        with self._blamed("start"):
             await self.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with _failing(self.named, "close"):
+        with self._blamed("close"):
             await self.close()
 
     @property
@@ -200,14 +198,18 @@ class Sampler(Stage, ABC):
         found = {} if self.named is None else {self.named.name: self.named.version}
         return found | ({} if self.order is None else {f"order {self.order.name}": self.order.version})
 
+    def _blamed(self, point: str) -> AbstractContextManager[None]:
+        """What a plugin's sampler raises in the block ends the step with the plugin's name."""
+        return nullcontext() if self.named is None else SAMPLER.blaming(self.named, point)
+
     async def opened(self, resources: AsyncExitStack, known: Json, out: Path, project: str) -> Brought:
         """See `record`."""
-        with _failing(self.named, "record"):
+        with self._blamed("record"):
             return await self.record(resources, known, out, project)
 
     async def sample(self, step: int) -> Sampled:
         """See `step`."""
-        with _failing(self.named, f"step {step + 1}"):
+        with self._blamed(f"step {step + 1}"):
             if not isinstance(found := await self.step(step), Sampled):
                 raise TypeError(f"it returned {found!r:.80} and no Sampled")
             return found
@@ -218,9 +220,9 @@ class Sampler(Stage, ABC):
             begun = [
                 rollout for rollout in rollouts if rollout.parent is None
             ]  # branches begin in states that were chosen
-            with _failing(self.order, "learn"):
+            with ORDER.blaming(self.order, "learn"):
                 await self.order.stage.learn(self.stack.store, version - 1, begun)
-        with _failing(self.named, "served"):
+        with self._blamed("served"):
             await self.served(version)
 
     async def execute(self, plan: Callable[[int], list[Rollout]], what: str) -> list[Rollout]:
@@ -238,7 +240,7 @@ class Sampler(Stage, ABC):
     def ordered(self, ask: Callable[[TaskOrder], Sequence[Task]]) -> list[Task]:
         """The tasks that the order of a plugin says."""
         assert self.order is not None, "the run has an order of the core's"
-        with _failing(self.order, "ranked"):
+        with ORDER.blaming(self.order, "ranked"):
             found = list(ask(self.order.stage))
             known = {task.id for task in self.tasks}
             if not found or not all(isinstance(task, Task) and task.id in known for task in found):
@@ -248,7 +250,7 @@ class Sampler(Stage, ABC):
     async def ended(self, planned: list[Rollout], what: str) -> list[Rollout]:
         """Run planned rollouts of one step and split to their end."""
         self.reporter.phase(what, len(planned))
-        with _failing(self.named, what):
+        with self._blamed(what):
             await self.finish(planned)
         one = planned[0]
         known = await all_rollouts(self.stack.store, one.run, split=one.split, step=one.step)
@@ -359,6 +361,7 @@ SAMPLER: Final = Contract(
     error=ConfigError,
     of="groups",
     where="trainer",
+    called="samplers",
 )
 ORDER: Final = Contract(
     kind=TaskOrder,
@@ -390,14 +393,11 @@ def sampler_of(asked: Asked) -> Sampler:
     wanted["recorded (--recorded)"] = RECORDED, asked.recorded and redacted(asked.recorded), None
     for said, (name, value, off) in wanted.items():
         if value != off and name not in sampler.carries_out:
-            cures = plugins().cures("samplers", str(value) if name == "sampling" else name)
-            known = ", ".join(plugins().names("samplers")) or "none"
-            raise ConfigError(
-                f"{said} is {value!r}, and no plugin is there that carries it out: the samplers here are {known}.{cures} Bring "
-                "the plugin back, or leave the setting out to go on without it"
-            )
+            brings = str(value) if name == "sampling" else name
+            known = plugins().names(SAMPLER.asked)
+            raise ConfigError(SAMPLER.not_carried_out(f"{said} is {value!r}", brings, known, "leave the setting out"))
     if fixed_order(config.order) is None:
-        _make_order(config.order)
+        _check_order(config.order)
         if "order" not in sampler.carries_out:
             raise ConfigError(
                 f"trainer.order is {config.order!r}, and the sampler {named[0].said} takes no order of a plugin: set it to "
@@ -406,9 +406,10 @@ def sampler_of(asked: Asked) -> Sampler:
     return sampler
 
 
-def _make_order(name: str) -> Callable[[Sequence[Task], TrainerConfig], TaskOrder]:
+def _check_order(name: str) -> None:
+    """Raise `ConfigError` for an order that no plugin has."""
     try:
-        return cast("Callable[[Sequence[Task], TrainerConfig], TaskOrder]", plugins().get("orders", name))
+        plugins().get(ORDER.asked, name)
     except PluginError as error:
         raise ConfigError(f"trainer.order = {name!r} is neither 'shuffled' nor 'given', and {error}") from error
 
@@ -417,32 +418,9 @@ def _order_of(config: TrainerConfig, tasks: Sequence[Task]) -> NamedStage[TaskOr
     """The order of a plugin that the settings ask for."""
     if fixed_order(config.order) is not None:
         return None
-    make, owner = _make_order(config.order), plugins().owner("orders", config.order)
-    try:
-        order = make(tasks, config)
-    except LightningError:
-        raise
-    except Exception as error:
+    _check_order(config.order)
+    if (order := ORDER.make(config.order, tasks, config)) is None:
         raise ConfigError(
-            f"the order {config.order!r} of the plugin {owner} cannot be made ({type(error).__name__}: {error}). Mend the "
-            f"plugin, or start without it: {DISABLE}={owner.name}"
-        ) from error
-    each = NamedStage(config.order, order, owner.version, owner.name)
-    ORDER.check(each)
-    return each
-
-
-@contextmanager
-def _failing(each: NamedStage[Kind] | None, point: str) -> Iterator[None]:
-    """What a plugin raises in the block ends the step with its name, but for errors that say their own cause."""
-    try:
-        yield
-    except LightningError:
-        raise
-    except Exception as error:
-        if each is None:
-            raise
-        raise StageError(
-            f"the stage {each.said} failed ({point}: {type(error).__name__}: {error}). Mend the plugin, or start without it: "
-            f"{each.off}"
-        ) from error
+            f"the plugin {plugins().owner(ORDER.asked, config.order)} makes no order {config.order!r}: mend it"
+        )
+    return order

@@ -14,7 +14,6 @@ something is logged and passed over when it fails.
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import math
@@ -27,13 +26,14 @@ from typing import TYPE_CHECKING, Final, Protocol, Self, TypeAlias
 from lightning.bounded import Once
 from lightning.errors import ConfigError, PluginError, StoreError
 from lightning.plugins import plugins
-from lightning.plugins.stages import Contract, NamedStage, Stage, StageError, StageLine
+from lightning.plugins.stages import Contract, NamedStage, Stage, StageLine
 from lightning.types import Json
 
 if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, Batch, SearchAlgorithm
     from lightning.batch.trajectory import Group
     from lightning.config import Config
+    from lightning.gateway.calls import Parts
     from lightning.trainer.stack import Stack
     from lightning.trainer.summary import Evaluation, Reporter
     from lightning.types import Rollout, Task
@@ -77,7 +77,8 @@ class Alarm:
 @dataclass(frozen=True, slots=True)
 class StepTaken:
     """A step that the engine has taken. `rollouts` are all that were sampled for it, failed ones included, `groups` what the
-    `batch` was made of, and `metrics` its numbers so far. A stage reads these and changes none."""
+    `batch` was made of, and `metrics` its numbers so far. `parts` are those of the run's gateway, whose `line` has the plugin's
+    own stage of calls (`Line.named`); None where a stage is tried without a run. A stage reads these and changes none."""
 
     step: int
     rollouts: Sequence[Rollout]
@@ -85,6 +86,7 @@ class StepTaken:
     batch: Batch
     metrics: Mapping[str, float]
     train_agents: Sequence[str] = ()
+    parts: Parts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,8 @@ CONTRACT: Final = Contract(
     error=PluginError,
     of="steps",
     where="trainer",
+    passes=(StoreError,),
+    cure="Mend the plugin and resume the run, or resume it without the stage",
     alone=(("rehearsed", "make dry runs"),),
 )
 
@@ -174,20 +178,16 @@ class StepLine(StageLine[StepStage]):
     """The stages of a run (`trainer.stage_order`); use it with `async with`, which tells them of the end. Raises `PluginError`,
     as a `StageLine` does, and for a stage that is named as the trainer's own metrics are."""
 
+    contract = CONTRACT
+
     def __init__(self, stages: Sequence[NamedStage[StepStage]] = (), order: Sequence[str] = ()) -> None:
-        for each in stages:
-            CONTRACT.check(each)
-            for point in CONTRACT.points:
-                awaited = inspect.iscoroutinefunction(getattr(StepStage, point))
-                if awaited != inspect.iscoroutinefunction(getattr(each.stage, point)):
-                    cure = "is awaited: begin it with `async def`" if awaited else "is not awaited: begin it with `def`"
-                    raise PluginError(f"{point!r} of the stage {each.said} {cure}")
+        super().__init__(stages, order)
+        for each in self.stages:
             if each.name in NOT_NAMES:
                 raise PluginError(
                     f"the stage {each.said} has the name with which the trainer's own metrics begin ({each.name}/...): its "
                     f"author registers it under another one; until then set {each.off}"
                 )
-        super().__init__(CONTRACT, stages, order)
         self._said = Once()
 
     async def __aenter__(self) -> Self:
@@ -203,7 +203,7 @@ class StepLine(StageLine[StepStage]):
     async def begin(self, steps: Sequence[Mapping[str, float]], evaluations: Sequence[Evaluation]) -> None:
         """See `StepStage.begun`. Raises `StageError`."""
         for each in self.at("begun"):
-            with _failing(each, "begun", "the begin of the run"):
+            with CONTRACT.blaming(each, "begun", "the begin of the run"):
                 self._new(each, await each.stage.begun(steps, evaluations))
 
     async def taken(self, step: StepTaken) -> Added:
@@ -214,7 +214,7 @@ class StepLine(StageLine[StepStage]):
         alarms: list[Alarm] = []
         for each in self.at("taken"):
             seen = MappingProxyType({**step.metrics, **metrics})
-            with _failing(each, "taken", f"step {step.step + 1}, which is not committed"):
+            with CONTRACT.blaming(each, "taken", f"step {step.step + 1}, which is not committed"):
                 added = await each.stage.taken(replace(step, metrics=seen)) or Added()
                 metrics |= {f"{each.name}/{name}": _number(name, value) for name, value in added.metrics.items()}
                 json.dumps(added.context, allow_nan=False)
@@ -226,7 +226,7 @@ class StepLine(StageLine[StepStage]):
         """See `StepStage.evaluated`: alarms that were not said before. Raises `StageError`."""
         alarms: list[Alarm] = []
         for each in self.at("evaluated"):
-            with _failing(each, "evaluated", "an evaluation"):
+            with CONTRACT.blaming(each, "evaluated", "an evaluation"):
                 alarms += self._new(each, await each.stage.evaluated(evaluations))
         return alarms
 
@@ -253,20 +253,6 @@ def _number(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise TypeError(f"the metric {name!r} is {value!r} and no number: leave out what was not measured")
     return float(value)
-
-
-@contextmanager
-def _failing(each: NamedStage[StepStage], point: str, what: str) -> Iterator[None]:
-    """What a stage raises in the block is its failure, and ends the run; a store that fails it is the store's."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except Exception as error:
-        raise StageError(
-            f"the stage {each.said} failed on {what} ({point}: {type(error).__name__}: {error}). Mend the plugin and resume "
-            f"the run, or resume it without the stage: {each.off}"
-        ) from error
 
 
 @contextmanager

@@ -16,9 +16,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, TypeAlias, get_args
 
 from lightning.errors import ParentGoneError, StoreError
-from lightning.store import exchanges, rows
-from lightning.store.conversation import CONVERSATION, conversation_in
-from lightning.store.exchanges import TEXTS, Exchange, Parent, packed_in, parents_of
+from lightning.store import rows
 from lightning.store.pages import batched, each_rollout, each_step
 from lightning.store.protocol import Attempt, Store
 from lightning.trainer.epochs import read_epochs
@@ -33,6 +31,9 @@ from lightning.types import (
     Transition,
 )
 from lightning_otel.traces.store import spans
+from lightning_record import exchanges
+from lightning_record.conversation import CONVERSATION, conversation_in
+from lightning_record.exchanges import TEXTS, Exchange, Parent, packed_in, parents_of
 
 BATCH: Final = 32
 """Attempts whose calls are read together."""

@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any, Final
 
 import asyncpg
-from lightning.store.codec import ParentsView
 from lightning.store.rows import Row, Value
+from lightning_db.parents_view import ParentsView
 
 from lightning_postgres.settings import Settings
 

@@ -17,8 +17,9 @@ from typing import Final
 
 from lightning.errors import StoreError, UnavailableError
 from lightning.store import codec, rollout_state, rows
-from lightning.store.codec import LOADED_CALLS, Fingerprint, KnownTransition, ParentsView, Prompt, choose
+from lightning.store.codec import LOADED_CALLS, Fingerprint, KnownTransition, Prompt, choose
 from lightning.types import Caller, Transition
+from lightning_db.parents_view import ParentsView
 
 from lightning_redis import calls, lua_scripts
 from lightning_redis.calls import CallKey, Decoder, Stored

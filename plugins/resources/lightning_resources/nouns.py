@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Final
 
 from lightning.errors import DataError, StoreError
-from lightning.store.rows import Row, versions_from_resources
+from lightning.store.rows import Row, as_mapping
 from lightning.types import Json, not_json
 
 LATEST: Final = "latest"
@@ -111,7 +111,7 @@ def uses_of_versions(name: str, counted: Iterable[Row]) -> list[ResourceUse]:
     """
     totals: dict[tuple[int, str, str], tuple[int, int, int, float]] = {}
     for run, split, text, rollouts, scored, failed, reward in counted:
-        version = versions_from_resources(text, f"a rollout of run {run!r}").get(name)
+        version = as_mapping(text, f"the resources of a rollout of run {run!r}").get(name)
         if version is not None:
             before = totals.get((version, run, split), (0, 0, 0, 0.0))
             totals[version, run, split] = (

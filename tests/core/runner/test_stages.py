@@ -361,7 +361,7 @@ def test_a_class_for_two_lines_is_refused_by_name() -> None:
 
 
 def test_failures_of_stages_can_be_sent_to_another_process() -> None:
-    failed = stages.FailedStageError.at(NamedStage("s", AttemptStage(), "1", "p"), "around", KeyError("x"))
+    failed = stages.FailedStageError(NamedStage("s", AttemptStage(), "1", "p").failure("around", KeyError("x")))
     again = pickle.loads(pickle.dumps(failed))
     assert (type(again), str(again), again.fault) == (type(failed), str(failed), Fault.INFRASTRUCTURE)
 

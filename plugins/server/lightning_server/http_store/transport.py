@@ -32,7 +32,8 @@ from lightning.errors import (
     UnavailableError,
 )
 from lightning.memory_budget import bounded
-from lightning.store.threads import LoopThread, check_process, closed_error
+from lightning.store.threads import check_process, closed_error
+from lightning_db.loop_thread import LoopThread
 from yarl import URL
 
 from lightning_server import json_codec
