@@ -129,7 +129,7 @@ def _flatten(given: Given) -> Iterator[Given]:
 
 
 def _from_env(env: Mapping[str, str]) -> Iterator[Given]:
-    known = {_variable(setting.key): setting.key for setting in settings()}
+    known = {ENV_PREFIX + setting.key.upper().replace(".", "__"): setting.key for setting in settings()}
     squeezed = {name.replace("__", "_"): name for name in known}
     for name, text in sorted(env.items()):
         if not name.startswith(ENV_PREFIX) or name in NOT_SETTINGS:
@@ -142,10 +142,6 @@ def _from_env(env: Mapping[str, str]) -> Iterator[Given]:
             raise ConfigError(
                 f"the environment variable {name} sets nothing: write {squeezed[name]} (two underscores after the section)"
             )
-
-
-def _variable(key: str) -> str:
-    return ENV_PREFIX + key.upper().replace(".", "__")
 
 
 def _from_override(text: str) -> Given:

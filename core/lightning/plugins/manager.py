@@ -7,8 +7,8 @@ import inspect
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -307,6 +307,16 @@ class Plugins:
     def store(self, url: str) -> Store:
         """A store, not yet opened, for a URL such as `sqlite:///runs/a/lightning.db`; its scheme names the factory."""
         return cast("Callable[[str], Store]", self._by_scheme("stores", url))(url)
+
+    @asynccontextmanager
+    async def opened_store(self, url: str, *, make: bool = True) -> AsyncIterator[Store]:
+        """The store at a URL, open for the block. See `Store.open` for what it raises and `make`."""
+        store = self.store(url)
+        await store.open(make=make)
+        try:
+            yield store
+        finally:
+            await store.close()
 
     def policy_server(self, url: str) -> Callable[[Path, Config, WeightTransfer, bool], PolicyServer]:
         """The factory of what serves the policy at a URL; its scheme names the factory."""

@@ -13,7 +13,7 @@ import inspect
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from lightning.asyncio_utils import to_its_end
@@ -50,17 +50,9 @@ class InlineRunner:
         self._slots = asyncio.Semaphore(config.concurrency)
         self._installed: contextlib.ExitStack | None = None
         self._line = attempt_line(config)
+        self.concurrency = config.concurrency
+        self.stages = self._line.versions
         self._line.refuse_enclosing(config)
-
-    @property
-    def concurrency(self) -> int:
-        """Rollouts at once."""
-        return self._config.concurrency
-
-    @property
-    def stages(self) -> Mapping[str, str]:
-        """See `StagedRunner`."""
-        return self._line.versions
 
     async def start(self) -> None:
         """Install the tap, the stages of plugins and the adapters. Raises `RunnerError` or `ConfigError` when such a stage

@@ -168,7 +168,7 @@ def encode_packed(packed: Packed, shared: int) -> bytes:
     planes = _to_planes(rest + packed.response, packed.logprobs)
     low, high = (_local.compressor.compress(plane) if plane else b"" for plane in planes)
     lengths = (len(part) // ITEM for part in (rest, packed.response, packed.logprobs))
-    return b"".join((bytes((VERSION,)), packed.digest, *map(_to_varint, (shared, *lengths, len(low))), low, high))
+    return b"".join((bytes((VERSION,)), packed.digest, *map(to_varint, (shared, *lengths, len(low))), low, high))
 
 
 def decode(blob: bytes, parent: bytes = b"") -> CallTokens:
@@ -204,7 +204,7 @@ def _check_version(blob: bytes) -> None:
         raise StoreError(other_format(f"token blob is corrupt, or of codec {blob[0]}", f"codec {VERSION}"))
 
 
-def _to_varint(value: int) -> bytes:
+def to_varint(value: int) -> bytes:
     """LEB128: seven bits a byte, lowest first, the top bit says that more follow."""
     parts = bytearray()
     while value > 0x7F:

@@ -31,17 +31,15 @@ class KubernetesRunner:
     Raises `ConfigError` for settings that make no pod, `RunnerError` for an agent that a pod could not import or call.
     """
 
+    concurrency = 0
+    """No agent runs in this process."""
+
     def __init__(self, agent: Agent, config: RunnerConfig, pace: Pace | None = None) -> None:
         self._config, self._pace = config, pace or Pace()
         if not config.k8s.agent:
             check_agent(agent)
         self._agent = config.k8s.agent or reference_to(agent)
         self._cluster: Cluster | None = None
-
-    @property
-    def concurrency(self) -> int:
-        """0: no agent runs in this process."""
-        return 0
 
     async def start(self) -> None:
         """Read the template and connect. Raises `ConfigError` or `MissingExtraError`. Idempotent."""

@@ -55,6 +55,7 @@ class RayRunner:
 
     def __init__(self, agent: Agent, config: RunnerConfig) -> None:
         self._config = config
+        self.concurrency = config.concurrency
         self._shipped = pack_agent(agent)
         self._cluster: RayCluster | None = None
         self._places: asyncio.Queue[_Host | None] = asyncio.Queue()
@@ -63,11 +64,6 @@ class RayRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed_starts = 0
         self._many_machines = False
-
-    @property
-    def concurrency(self) -> int:
-        """Rollouts at once."""
-        return self._config.concurrency
 
     async def start(self) -> None:
         """Connect, ask for all actors, and wait for the first one. Raises `RunnerError` when there is none. Idempotent."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from lightning.errors import DataError
+from lightning.errors import DataError, StoreError
 from lightning.store.rows import Row, as_mapping
 from lightning.types import Json, not_json
 
@@ -95,6 +95,12 @@ def check_alias(alias: str) -> None:
         raise DataError("the alias latest is always the newest version and cannot be set: choose another name")
     if not alias or alias.isdecimal() or any(not c.isprintable() or c.isspace() or c in "@#" for c in alias):
         raise DataError(f"{alias!r} cannot name an alias: use a word such as production, no number and without @ and #")
+
+
+def no_version(version: int, name: object, there: Iterable[Resource]) -> StoreError:
+    """The error for a version of a resource that is not one of those there are."""
+    known = ", ".join(str(resource.version) for resource in there) or "none"
+    return StoreError(f"there is no version {version} of the resource {name!r}; there are: {known}")
 
 
 def uses_of_versions(name: str, counted: Iterable[Row]) -> list[ResourceUse]:
