@@ -36,6 +36,15 @@ def leads_to_itself(url: str) -> bool:
         return not host or host.endswith(".localhost")
 
 
+def reachable(host: str) -> str:
+    """An address at which a client of this machine reaches a server bound to `host`."""
+    if host in {"0.0.0.0", ""}:  # noqa: S104 — compared, not bound
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host
+
+
 LOOPBACK, PRIVATE = "loopback", "private"
 ALLOWED = (LOOPBACK, PRIVATE)
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network

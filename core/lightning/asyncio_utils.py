@@ -1,4 +1,5 @@
-"""What asyncio lacks: ending tasks, the main one by a signal; doing two things of which one may fail; one kind of event loop.
+"""What asyncio lacks: ending tasks, the main one by a signal; doing two things of which one may fail; one kind of event loop,
+with as many open files as it may have.
 
 The invariant: when a function that ends tasks returns, they have ended; what those raised that it was told to end is not looked
 at. Servers, trainers, clients and what measures them run on the fastest loop there is. An agent's own process has asyncio's:
@@ -10,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import logging
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -22,6 +26,8 @@ B = TypeVar("B")
 
 AGAIN = 0.1
 """Seconds until a task that has not ended is cancelled once more."""
+FILES = 65536
+"""Open files, sockets among them, that a process is allowed where the system lets it."""
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:
@@ -44,6 +50,25 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def to_its_end(main: Coroutine[object, object, T]) -> T:
+    """Await it wholly: a cancellation that comes meanwhile is raised when it has ended."""
+    task = asyncio.create_task(main)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
+async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event, so many seconds at most; whether it is set."""
+    # `asyncio.wait_for` may lose a cancellation on Python 3.11.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
 
 
 async def one_by_one(first: Coroutine[object, object, A], second: Coroutine[object, object, B]) -> tuple[A, B]:
@@ -160,9 +185,7 @@ def _run_beside(main: Coroutine[object, object, T]) -> T:
 
 def outside_of_loops(function: Callable[[], T]) -> T:
     """Call it where an event loop can be run: here, or in a thread of its own while this one runs a loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not is_inside():
         return function()
     with ThreadPoolExecutor(1, "lightning-agent") as pool:
         return pool.submit(contextvars.copy_context().run, function).result()
@@ -206,3 +229,17 @@ async def end_process(process: asyncio.subprocess.Process) -> None:
             pipe.close()
     await process.wait()
     transport.close()  # not before: it asks the system for the exit code, which asyncio then misses and takes for 255
+
+
+def allow_many_files() -> None:
+    """Raise the soft limit of open files: a thousand calls in flight are two thousand sockets."""
+    try:
+        import resource
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            log.debug("raised the limit of open files from %d to %d", soft, wanted)

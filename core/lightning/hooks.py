@@ -22,9 +22,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
+
+from lightning.errors import import_extra
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
     from lightning.cli.app import Command
     from lightning.cli.check import Check
-    from lightning.config import Config, RunnerConfig
+    from lightning.config import Config, GatewayConfig, RunnerConfig
     from lightning.config.sections import TrainerConfig
     from lightning.credit import Credit
     from lightning.demos import Demo
@@ -67,6 +69,20 @@ def later(place: str, text: str = "") -> Callable[[], Any]:
     found = partial(resolve_name, place)
     found.__doc__ = text
     return found
+
+
+def made_later(place: str, extra: str = "") -> Callable[..., Any]:
+    """A factory that imports what is at `MODULE:NAME` when it is called, and calls that with what it was given itself.
+
+    Of a module that needs an `extra` it raises `MissingExtraError` where that is not installed.
+    """
+
+    def make(*given: Any) -> Any:
+        if extra:
+            import_extra(extra, place.partition(":")[0])
+        return resolve_name(place)(*given)
+
+    return make
 
 
 @hookspec
@@ -199,9 +215,17 @@ def register_tasks(register: Callable[[str, Callable[[str], Sequence[Task]]], No
     """Where tasks come from that are no file of JSON lines, for `--tasks NAME:TEXT`: a function from the text to the tasks."""
 
 
+class RegisterTracker(Protocol):
+    """What `register_trackers` is given."""
+
+    def __call__(self, name: str, make: Callable[[Config], Tracker], /, *, usual: bool = False) -> None:
+        """Register a tracker. A `usual` one receives the metrics of runs that name none."""
+
+
 @hookspec
-def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], None]) -> None:
-    """Where metrics go besides the store, for `trackers=["name"]`.
+def register_trackers(register: RegisterTracker) -> None:
+    """Where metrics go besides the store, for `trackers=["name"]`; with `register(name, make, usual=True)` also where a user
+    names none.
 
     One that also has a coroutine `attempt(record, store)` hears of finished rollouts
     (`lightning.tracking.protocol.RolloutTracker`), one with `alert(alert)` of alarms (`AlertTracker`).
@@ -225,11 +249,12 @@ def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Che
 
 
 @hookspec
-def register_dialects(register: Callable[[str, Callable[[], Dialect]], None]) -> None:
-    """APIs that the gateway speaks besides OpenAI's chat and completions, by their path: `register("responses", Responses)`
+def register_dialects(register: Callable[[str, Callable[[GatewayConfig], Dialect]], None]) -> None:
+    """APIs that the gateway speaks besides OpenAI's chat, by their path: `register("responses", Responses)`
     makes it answer POSTs to `/v1/responses`.
 
-    The factory makes a `lightning.gateway.dialects.Dialect`, one for each gateway. Two of one path are an error at the start.
+    The factory makes a `lightning.gateway.dialects.Dialect` of `lightning.config.GatewayConfig`, one for each gateway. Two of
+    one path are an error at the start.
     """
 
 

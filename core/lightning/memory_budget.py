@@ -61,12 +61,16 @@ def json_values(data: bytes) -> int:
 async def bounded(parts: AsyncIterable[bytes], most: int) -> bytes | None:
     """All that comes, joined; None as soon as that is more than so many bytes, or would be parsed into values
     of more than `MEMORY_OF_BYTE` times the memory."""
-    found, size, values = list[bytes](), 0, 0
+    found, size, values, counted = list[bytes](), 0, 0, 0
+    most_values = MEMORY_OF_BYTE * most // VALUE_BYTES
     async for part in parts:
-        size, values = size + len(part), values + json_values(part)
-        if size > most or VALUE_BYTES * values > MEMORY_OF_BYTE * most:
-            return None
         found.append(part)
+        size += len(part)
+        if size > most_values:  # shorter ones cannot have as many, and need no count
+            values += sum(map(json_values, found[counted:]))
+            counted = len(found)
+        if size > most or values > most_values:
+            return None
     return b"".join(found)
 
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
+
+from pluggy import HookImpl
 
 from lightning.plugins import plugins
 from lightning.printable import printable
@@ -130,9 +133,19 @@ SIGNS = tuple(map(re.compile, _SIGNS))
 def may_be_redacted(text: bytes) -> bool:
     """Whether anything may be left out of JSON (UTF-8); false where surely nothing is. Much faster than to look."""
     lowered = text.lower()
-    if plugins().hook.lightning_redact.get_hookimpls():
+    if _redactors():
         return True
     return any(sign.search(lowered) is not None for sign in SIGNS)
+
+
+def _redactors() -> list[HookImpl]:
+    """What plugins redact texts with, the last to be asked first. Those that can be loaded by now are waited for."""
+    known = plugins()
+    awaited = known.awaited  # of the moment: another thread may be loading some
+    all_loaded = awaited is not None and not any(module in sys.modules for module in awaited)
+    relay = known.relay if all_loaded else known.hook
+    found: list[HookImpl] = relay.lightning_redact.get_hookimpls()
+    return found
 
 
 def has_many_texts(value: Json) -> bool:
@@ -160,7 +173,7 @@ def redacted(text: str, where: str) -> str:
             changed = _substituted(rule, text, lowered)
             if changed is not text:
                 text, lowered = changed, changed.lower()
-    for implementation in reversed(plugins().hook.lightning_redact.get_hookimpls()):
+    for implementation in reversed(_redactors()):
         given = {"text": text, "where": where}
         try:
             said = implementation.function(*(given[name] for name in implementation.argnames))

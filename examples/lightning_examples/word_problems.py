@@ -8,9 +8,12 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TypeVar
 
 from lightning.types import Task
 
+T = TypeVar("T")
 NAMES = ("Mia", "Tom", "Ann", "Leo", "Eva", "Max", "Zoe", "Ben", "Ida", "Sam")
 THINGS = ("pens", "coins", "books", "cards", "shells", "stamps", "apples", "beads")
 EVENTS = {
@@ -84,14 +87,15 @@ def make_task(rng: random.Random) -> Task:
 def take(make: Callable[[random.Random], Task], n: int, seed: str, *, held_out: bool) -> list[Task]:
     """`n` tasks of `make` with different questions, all of them held out or none."""
     rng = random.Random(seed)  # noqa: S311 — reproducible, not secret
-    return [task for _, task in zip(range(n), _distinct(make, rng, held_out=held_out), strict=False)]
+    made = distinct(lambda: make(rng), lambda task: str(task.input))
+    return list(islice((task for task in made if is_held_out(str(task.input)) == held_out), n))
 
 
-def _distinct(make: Callable[[random.Random], Task], rng: random.Random, *, held_out: bool) -> Iterator[Task]:
+def distinct(make: Callable[[], T], asked: Callable[[T], str]) -> Iterator[T]:
+    """What `make` makes, again and again, each question once; `asked` is its question."""
     seen: set[str] = set()
     while True:
-        task = make(rng)
-        question = str(task.input)
-        if question not in seen and is_held_out(question) == held_out:
-            seen.add(question)
-            yield task
+        made = make()
+        if asked(made) not in seen:
+            seen.add(asked(made))
+            yield made

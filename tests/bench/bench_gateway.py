@@ -21,24 +21,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import psutil
 from aiohttp import web
 from lightning import asyncio_utils
 
-PROMPT, RESPONSE, BODIES = 1000, 212, 64
+if TYPE_CHECKING:
+    from lightning.gateway import Gateway
+    from lightning.store.protocol import Store
+    from lightning.types import Rollout
+
+PROMPT, RESPONSE, BODIES = int(os.environ.get("BENCH_PROMPT", "1000")), 212, 64
+"""Ids of a prompt and of an answer, and different answers of the backend."""
 ROLLOUTS = 512
 CALLS, CONCURRENCIES = 1000, (16, 64)
 STREAMS, TOKENS = 300, 32
 MANY, BACKEND_SECONDS = 1000, float(os.environ.get("BENCH_SECONDS", "1"))
 WARM, ALONE = 100, 30
 """Calls that warm a server up, and streams that are measured one at a time."""
+TURNS, BRANCHES = 8, 96
+"""Calls of a parent, and its branches at the last of them."""
 MESSAGES = [{"role": "system", "content": "You are terse."}, {"role": "user", "content": "word " * 700}]
 
 
@@ -84,7 +92,9 @@ async def backend(announce: Callable[[object], None]) -> None:
             counter["peak"] = max(counter["peak"], counter["in_flight"])
             await asyncio.sleep(BACKEND_SECONDS)
             counter["in_flight"] -= 1
-        return web.Response(body=bodies[counter["served"] % BODIES], content_type="application/json")
+        said = len(asked["messages"])  # a conversation that comes again has the same prompt again
+        number = said if said > len(MESSAGES) else counter["served"]
+        return web.Response(body=bodies[number % BODIES], content_type="application/json")
 
     async def stream(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -118,22 +128,54 @@ async def backend(announce: Callable[[object], None]) -> None:
 
 async def ours(announce: Callable[[object], None], upstream: str) -> None:
     """The gateway over a SQLite file."""
+    from lightning.types import Rollout, Task
+
+    rollouts = [Rollout(id=f"r{i}", run="run", task=Task(input=i), group=f"g{i // 8}") for i in range(ROLLOUTS)]
+    async with gateway_over_sqlite(upstream) as (gateway, store):
+        announce({"url": gateway.url, "tokens": await keys(gateway, store, rollouts)})
+        await asyncio.Event().wait()
+
+
+async def branches(announce: Callable[[object], None], upstream: str) -> None:
+    """The same with branches of one rollout at its last call."""
+    from lightning.types import Outcome, Rollout, Task
+
+    async with gateway_over_sqlite(upstream) as (gateway, store):
+        (key,) = await keys(gateway, store, [Rollout(id="parent", run="run", task=Task(input=0), group="g")])
+        server = Server(psutil.Process(), gateway.url, [key])
+        async with session() as http:
+            await conversation(http, server, 0)
+        calls = await store.transitions("parent")
+        await store.complete("parent", 1, Outcome(reward=1.0))
+        made = [
+            Rollout(id=f"b{i}", run="run", task=Task(input=0), group="g", parent=calls[-1].key) for i in range(BRANCHES)
+        ]
+        announce({"url": gateway.url, "tokens": await keys(gateway, store, made)})
+        await asyncio.Event().wait()
+
+
+@contextlib.asynccontextmanager
+async def gateway_over_sqlite(upstream: str) -> AsyncIterator[tuple[Gateway, Store]]:
+    """A gateway that is served, and its store with a run."""
     from lightning.config.sections import GatewayConfig
     from lightning.gateway import Gateway, Upstream
     from lightning.store.sqlite import SqliteStore
-    from lightning.types import Rollout, Run, Task
+    from lightning.types import Run
 
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore(Path(folder) / "bench.db")
         await store.open()
         await store.put_run(Run("run", "run"))
-        rollouts = [Rollout(id=f"r{i}", run="run", task=Task(input=i), group=f"g{i // 8}") for i in range(ROLLOUTS)]
-        await store.create_rollouts(rollouts)
-        leases = await store.lease("run", "bench", limit=ROLLOUTS, ttl=3600)
         gateway = Gateway(store, [Upstream(upstream, "tiny")], GatewayConfig(), secret=b"s" * 32)
         await gateway.start()
-        announce({"url": gateway.url, "tokens": [gateway.llm(lease).api_key for lease in leases]})
-        await asyncio.Event().wait()
+        yield gateway, store
+
+
+async def keys(gateway: Gateway, store: Store, rollouts: list[Rollout]) -> list[str]:
+    """Create rollouts, lease them, and return the API keys of their agents."""
+    await store.create_rollouts(rollouts)
+    leases = await store.lease("run", "bench", limit=len(rollouts), ttl=3600)
+    return [gateway.llm(lease).api_key for lease in leases]
 
 
 async def naive(announce: Callable[[object], None], upstream: str) -> None:
@@ -216,6 +258,14 @@ async def call(http: aiohttp.ClientSession, server: Server, number: int, **asked
         return await answer.read()
 
 
+async def conversation(http: aiohttp.ClientSession, server: Server, number: int) -> None:
+    """The calls of one rollout, each of which goes on with the answer before it."""
+    said = [*MESSAGES]
+    for _ in range(TURNS):
+        answer = json.loads(await call(http, server, number, messages=said))
+        said = [*said, {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}, MESSAGES[1]]
+
+
 async def first_byte(http: aiohttp.ClientSession, server: Server, number: int) -> float:
     """Seconds until a stream's first byte; the rest is read too."""
     token = server.tokens[number % len(server.tokens)]
@@ -239,15 +289,30 @@ async def spread(concurrency: int, count: int, one: Callable[[int], Any]) -> lis
     return [item for items in await asyncio.gather(*(worker() for _ in range(concurrency))) for item in items]
 
 
+async def cpu_of_a_call(
+    http: aiohttp.ClientSession, server: Server, concurrency: int, calls: int, **asked: Any
+) -> float:
+    """Milliseconds of the server's CPU."""
+    before = server.cpu()
+    await spread(concurrency, calls, lambda number: call(http, server, number, **asked))
+    return (server.cpu() - before) / calls * 1e3
+
+
+async def cpu_of_a_branch_call(http: aiohttp.ClientSession, server: Server) -> float:
+    """Milliseconds of the server's CPU, of which all calls but each branch's last are answered from the record."""
+    before = server.cpu()
+    await spread(16, BRANCHES, lambda number: conversation(http, server, number))
+    return (server.cpu() - before) / (BRANCHES * TURNS) * 1e3
+
+
 async def measure(server: Server, calls: int) -> dict[str, float]:
     """CPU and latency of plain calls, first bytes of streams, and many calls at once."""
     async with session() as http:
         measured: dict[str, float] = {}
         for concurrency in CONCURRENCIES:
             await spread(concurrency, WARM, lambda number: call(http, server, number))
-            before, started = server.cpu(), time.perf_counter()
-            await spread(concurrency, calls, lambda number: call(http, server, number))
-            measured[f"cpu_ms_{concurrency}"] = (server.cpu() - before) / calls * 1e3
+            started = time.perf_counter()
+            measured[f"cpu_ms_{concurrency}"] = await cpu_of_a_call(http, server, concurrency, calls)
             measured[f"calls_per_second_{concurrency}"] = calls / (time.perf_counter() - started)
         alone = await spread(1, ALONE, lambda number: first_byte(http, server, number))
         before = server.cpu()
@@ -322,7 +387,11 @@ def serve(role: str, upstream: str) -> None:
         sys.stdout.write(json.dumps(said) + "\n")
         sys.stdout.flush()
 
-    roles = {"backend": lambda: backend(announce), "ours": lambda: ours(announce, upstream)}
+    roles = {
+        "backend": lambda: backend(announce),
+        "ours": lambda: ours(announce, upstream),
+        "branches": lambda: branches(announce, upstream),
+    }
     asyncio_utils.run(roles[role]() if role in roles else naive(announce, upstream))
 
 

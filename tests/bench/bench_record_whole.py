@@ -29,10 +29,10 @@ import psutil
 from lightning.config.sections import GatewayConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.redaction import redacted
-from lightning.store import exchanges
 from lightning.store.sqlite import SqliteStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.types import Rollout, Run, Task
+from lightning_record import exchanges
 
 PARAGRAPHS = [
     " ".join(part.split())

@@ -1,4 +1,8 @@
-"""Two checkouts beside each other: what each store takes a second, and how long a command and an agent's process take to begin.
+"""Two checkouts beside each other: what a call costs, what each store takes a second, and how long a command and an agent's
+process take to begin.
+
+Of a gateway over SQLite it measures the CPU of a chat call with an answer of about 28 KB, of one with a prompt of 65,536
+tokens, and of a branch's call (`bench_gateway.py` has the servers and the load).
 
 On SQLite, PostgreSQL and Redis (real servers, with their usual durability) it measures durable appends, leases with completes,
 and whole rollouts a second; then the time until `lightning runs` has listed one run, until a runner is ready, and from an
@@ -25,6 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import bench_gateway
 from bench_store import appending, conversations, leases, opened, whole_rollouts
 from lightning.config import RunnerConfig
 from lightning.plugins import plugins
@@ -40,7 +45,9 @@ CALLERS = 64
 CALLED, LEASED, WHOLE = 256, 1000, 400
 """Rollouts whose four calls are appended, that are leased and completed, and that are made whole."""
 ATTEMPTS = 20
-KINDS = ("sqlite", "postgres", "redis", "start")
+CALLS, LONG_CALLS, LONG_PROMPT = 600, 40, 65_536
+"""Calls of a gateway, those of them with a long prompt, and its tokens."""
+KINDS = ("gateway", "sqlite", "postgres", "redis", "start")
 NAME = "NAME"
 """What stands in a store's URL for a name that nothing else has."""
 
@@ -59,6 +66,37 @@ async def stored(url: str) -> dict[str, float]:
     leased = await leases(store("leases"), LEASED, CALLERS)
     rollouts, _ = await whole_rollouts(store("rollouts"), WHOLE, CALLERS)
     return {"appends a second": appends, "leases a second": leased, "rollouts a second": rollouts}
+
+
+def called() -> dict[str, float]:
+    """Figures of a gateway."""
+    found: dict[str, float] = {}
+    with bench_gateway.running("backend") as (backend, _):
+        for role in ("ours", "branches"):
+            with bench_gateway.running(role, backend.url) as (server, _):
+                found |= asyncio.run(_cpu_of(role, server))
+    os.environ["BENCH_PROMPT"] = str(LONG_PROMPT)
+    with bench_gateway.running("backend") as (backend, _), bench_gateway.running("ours", backend.url) as (server, _):
+        found |= asyncio.run(_cpu_of("long", server))
+    return found
+
+
+async def _cpu_of(role: str, server: bench_gateway.Server) -> dict[str, float]:
+    """Milliseconds of the server's CPU for a call."""
+    async with bench_gateway.session() as http:
+        if role == "branches":
+            return {"CPU of a branch's call, ms": await bench_gateway.cpu_of_a_branch_call(http, server)}
+        if role == "long":
+            said = [{"role": "user", "content": "word " * LONG_PROMPT}]
+            await bench_gateway.cpu_of_a_call(http, server, 4, 8, messages=said)
+            cpu = await bench_gateway.cpu_of_a_call(http, server, 4, LONG_CALLS, messages=said)
+            return {"CPU of a call with a long prompt, ms": cpu}
+        found = {}
+        for concurrency in bench_gateway.CONCURRENCIES:
+            await bench_gateway.cpu_of_a_call(http, server, concurrency, bench_gateway.WARM)
+            cpu = await bench_gateway.cpu_of_a_call(http, server, concurrency, CALLS)
+            found[f"CPU of a call, {concurrency} at a time, ms"] = cpu
+        return found
 
 
 async def started(folder: Path) -> dict[str, float]:
@@ -109,7 +147,7 @@ def place(kind: str, root: Path) -> Iterator[str]:
         with RedisServer(folder, appendfsync="always") as redis:
             yield redis.url(f"prefix={NAME}")
     else:
-        yield ""
+        yield "gateway" if kind == "gateway" else ""
 
 
 def measured(tree: Path, url: str, compiled: Path) -> dict[str, float]:
@@ -156,7 +194,10 @@ if __name__ == "__main__":
     given = parser.parse_args()
     if given.here is not None:
         with tempfile.TemporaryDirectory(prefix="lightning-bench-") as made:
-            numbers = asyncio.run(stored(given.here) if given.here else started(Path(made)))
+            if given.here == "gateway":
+                numbers = called()
+            else:
+                numbers = asyncio.run(stored(given.here) if given.here else started(Path(made)))
         sys.stdout.write(json.dumps(numbers))
     else:
         result = main([HERE, *([given.tree.resolve()] if given.tree else [])], given.only or list(KINDS), given.rounds)

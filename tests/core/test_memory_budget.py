@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import orjson
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning import memory_budget
-from lightning.memory_budget import Budget, Holder, Holders, json_values, memory
+from lightning.memory_budget import Budget, Holder, Holders, bounded, json_values, memory
 
 MOST = 1000
 
@@ -148,3 +149,17 @@ async def test_a_holder_that_has_rested_is_forgotten(monkeypatch: pytest.MonkeyP
     del holder
     assert len(holders) == 0
     budget.close()
+
+
+@given(st.lists(st.binary(max_size=40) | st.sampled_from([b"[" * 40, b"," * 40, b"word " * 8]), max_size=40))
+async def test_what_comes_in_parts_is_taken_up_to_its_bytes_and_its_values(parts: list[bytes]) -> None:
+    """However it is cut, and whether or not the values had to be counted from its beginning."""
+    most = 20 * memory_budget.VALUE_BYTES // memory_budget.MEMORY_OF_BYTE  # 320 bytes or 20 values
+
+    async def come() -> AsyncIterator[bytes]:
+        for part in parts:
+            yield part
+
+    whole = b"".join(parts)
+    fits = len(whole) <= most and json_values(whole) <= 20
+    assert await bounded(come(), most) == (whole if fits else None)

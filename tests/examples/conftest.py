@@ -18,7 +18,7 @@ from tests.core.cli.conftest import lightning  # noqa: F401 — a fixture
 @pytest.fixture(scope="session")
 def conversations() -> list[Conversation]:
     rng = random.Random(3)
-    return [demonstrate(task, NOISY, rng) for task in tasks(200, seed=3)]
+    return [demonstrate(task, rng, NOISY) for task in tasks(200, seed=3)]
 
 
 @pytest.fixture(scope="session")

@@ -113,7 +113,7 @@ async def test_bad_calls_are_answered_with_an_error_the_model_can_read() -> None
 @pytest.mark.parametrize("seed", range(6))
 async def test_the_model_was_taught_what_autogen_sends(seed: int) -> None:
     (task,) = tasks(1, seed)
-    taught = demonstrate(task, NOISY, random.Random(seed))
+    taught = demonstrate(task, random.Random(seed), NOISY)
     said = [message for message in taught.messages if message["role"] == "assistant"]
     played = await play(*(as_reply(message) for message in said), task=task)
     turns = [index for index, message in enumerate(taught.messages) if message["role"] == "assistant"]

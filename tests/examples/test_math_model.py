@@ -16,11 +16,12 @@ from lightning.config.sections import PolicyServerConfig
 from lightning.policy_server.vllm_server import OwnedVLLM
 from lightning.types import LLM, Task
 from lightning_examples.math_autogen import MODEL, train
-from lightning_examples.math_autogen.agent import _http, agent
+from lightning_examples.math_autogen.agent import _http, agent, grade
 from lightning_examples.math_autogen.demo import demo
-from lightning_examples.math_autogen.make_model import CLEANER, NOISY, demonstrate, success
+from lightning_examples.math_autogen.make_model import CLEANER, NOISY, demonstrate
 from lightning_examples.math_autogen.tasks import tasks, val_tasks
 from lightning_examples.recipe.chatml import chat_template, encode
+from lightning_examples.recipe.make import success
 from lightning_examples.recipe.pretrain import batch_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -40,7 +41,7 @@ def test_it_loads_in_float32_and_knows_the_demonstrations() -> None:
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
     assert tokenizer.chat_template.strip() == chat_template().strip()
     rng = random.Random(7)
-    rows = [encode(tokenizer, demonstrate(task, NOISY, rng)) for task in tasks(32, seed=7)]
+    rows = [encode(tokenizer, demonstrate(task, rng, NOISY)) for task in tasks(32, seed=7)]
     with torch.no_grad():
         assert float(batch_loss(model, rows)) < 0.6
 
@@ -49,7 +50,9 @@ def test_demonstrators_are_right_as_often_as_the_card_says() -> None:
     rng = random.Random(7)
     problems = tasks(1000, seed=7)
     for who, share in ((CLEANER, 0.74), (NOISY, 0.38)):
-        assert success([demonstrate(task, who, rng) for task in problems], problems) == pytest.approx(share, abs=0.06)
+        assert success([demonstrate(task, rng, who) for task in problems], problems, grade) == pytest.approx(
+            share, abs=0.06
+        )
 
 
 def test_the_demo_s_settings_are_settings() -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from lightning_examples.recipe.chatml import END, START, Conversation, Row, build_tokenizer, encode, render, tool_call
 from lightning_examples.recipe.model import build, save, tiny_config
-from lightning_examples.recipe.muon import Muon, orthogonalize
-from lightning_examples.recipe.pretrain import Plan, Stage, batch_loss, pretrain
+from lightning_examples.recipe.pretrain import Muon, Plan, Stage, batch_loss, orthogonalize, pretrain
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 

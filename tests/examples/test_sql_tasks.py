@@ -17,7 +17,8 @@ from lightning_examples.sql_langchain.domain import TABLES
 from lightning_examples.sql_langchain.execution import execute, matches
 from lightning_examples.sql_langchain.make_databases import make
 from lightning_examples.sql_langchain.spider import read_spider
-from lightning_examples.sql_langchain.tasks import describe, is_held_out, make_task, tasks, training_pairs, val_tasks
+from lightning_examples.sql_langchain.tasks import describe, make_task, tasks, training_pairs, val_tasks
+from lightning_examples.word_problems import is_held_out
 
 seeds = st.integers(0, 2**32)
 

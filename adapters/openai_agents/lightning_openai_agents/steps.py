@@ -191,7 +191,7 @@ class ToolRun:
         self._around, self._caller = around, around.caller()
         self._call_id = str(said("call_id", None) or "")
         self._texts: bool = config.trace_include_sensitive_data
-        self._arguments = _plain(asked) if self._texts else None
+        self._arguments = to_jsonable_python(asked, exclude_none=True, serialize_unknown=True) if self._texts else None
 
     def takes(self, step: Step) -> bool:
         """Whether this is its own span, which the SDK begins before all others; a tool that runs inside has another parent."""
@@ -230,10 +230,6 @@ class ToolRun:
             at=time.time(),
         )
         self._around.report(event)
-
-
-def _plain(asked: Any) -> Any:
-    return to_jsonable_python(asked, exclude_none=True, serialize_unknown=True)
 
 
 def _watch_outcomes() -> Callable[[], None]:

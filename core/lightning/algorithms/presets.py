@@ -71,7 +71,7 @@ PRESETS: Mapping[LowLevel, Preset] = {
 def estimator_of(preset: Preset, eps: float) -> GroupAdvantage:
     """The function from a group's returns to their advantages; `eps` is added to GRPO's deviation."""
     functions: dict[Estimator, GroupAdvantage] = {
-        "grpo": partial(grpo, eps=eps), "centre": centre, "rloo": rloo, "none": _as_they_are,
+        "grpo": partial(grpo, eps=eps), "centre": centre, "rloo": rloo, "none": partial(np.asarray, dtype=np.float64),
     }  # fmt: skip
     return functions[preset.estimator]
 
@@ -84,10 +84,6 @@ def unrounded(estimator: GroupAdvantage, scale: float) -> GroupAdvantage:
         return np.zeros(len(returns)) if all_equal(returns, beside=scale) else estimator(returns)
 
     return compare
-
-
-def _as_they_are(returns: Returns) -> Returns:
-    return np.asarray(returns, dtype=np.float64)
 
 
 def whiten(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning.store.exchanges import Parent
 from lightning.types import CallStatus, Rollout, StepReward, ToolEvent, Transition
 
 
@@ -21,9 +20,10 @@ class Trajectory:
     """One succeeded rollout with everything recorded about it. `transitions` are its answered calls in `seq` order;
     `trainable[i]` says whether call i belongs to the component of interest. With a critic, `values[i]` is its value of call
     i's state before the step (NaN for calls that are not trained); without one `values` is empty. `refused` are the
-    calls of which the gateway or vLLM did not take the request, `lost` those whose answer the agent did not get whole: others
-    may be packed against them, and those of a branch against the calls of the rollout that it is `branch_of`. A masked rollout
-    has no trainable call; `of_interest` then says which would be."""
+    calls of which the gateway or vLLM did not take the request, `lost` those whose answer the agent did not get whole: what
+    plugins keep with others may be told against them, and in a branch against `parent_calls`: all calls of the attempt that it
+    begins as, none where they are not in the store. A masked rollout has no trainable call; `of_interest` then says which would
+    be."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
@@ -33,7 +33,7 @@ class Trajectory:
     values: tuple[float, ...] = ()
     refused: tuple[Transition, ...] = ()
     lost: tuple[Transition, ...] = ()
-    branch_of: Parent | None = None
+    parent_calls: Sequence[Transition] = ()
     of_interest: tuple[bool, ...] = ()
 
     @property

@@ -9,13 +9,12 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lightning.cli.output import stoppable
+from lightning.cli.output import stoppable, timestamp
 from lightning.config import Config, load_config, with_settings
 from lightning.demos import Demo
 from lightning.errors import ConfigError, MissingExtraError
@@ -119,7 +118,7 @@ def _default() -> Demo:
 
 def _folder(name: str, *, resume: bool) -> Path:
     if not resume:
-        return Path("runs") / f"demo-{name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+        return Path("runs") / f"demo-{name}-{timestamp()}"
     known = sorted(Path("runs").glob(f"demo-{name}-*"), key=lambda folder: folder.stat().st_mtime)
     if not known:
         raise ConfigError(

@@ -23,11 +23,10 @@ from lightning.config import Config, RunnerConfig, with_settings
 from lightning.engines.plugin import torch_engine
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import LightningError, PluginError
-from lightning.gateway.policy import CURE_OF_TEMPLATE
 from lightning.installation import OWN, conflicts, install_command
 from lightning.plugins import plugins
 from lightning.policy_server.auto_settings import free_memory
-from lightning.policy_server.model_facts import read_facts
+from lightning.policy_server.model_facts import CURE_OF_TEMPLATE, read_facts
 from lightning.runner.stages import attempt_line
 from lightning.trainer.run_stages import run_line
 from lightning.trainer.stack import check_gateway

@@ -97,6 +97,11 @@ def local_time(at: float | None) -> str:
         return "-"
 
 
+def timestamp() -> str:
+    """Now, for a folder's name."""
+    return f"{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+
+
 def _plain(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

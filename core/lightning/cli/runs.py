@@ -70,7 +70,21 @@ def runs(context: typer.Context, where: Location = "runs", as_json: AsJson = Fal
     if as_json:
         print_json(rows)
     elif rows:
-        _show_rows(rows)
+        print_table(
+            ["run", "started", "steps", "rollouts", "failed", "reward", "held-out"],
+            [
+                [
+                    escape(row.id),
+                    local_time(row.created_at),
+                    str(row.steps),
+                    str(row.rollouts_ok),
+                    f"[red]{row.rollouts_failed}" if row.rollouts_failed else "0",
+                    _change(row.rewards, row.rewards_with_failures),
+                    _change((row.before, row.after), (row.before_with_failures, row.after_with_failures)),
+                ]
+                for row in rows
+            ],
+        )
     else:
         say(f"no runs in {escape(redacted(where))} yet; `lightning demo` makes one")
 
@@ -292,24 +306,6 @@ async def _details(store: Store, run: str, step: int | None, failed: bool, limit
         },
         failures=grouped(rollout.error for rollout in rollouts if rollout.status is Status.FAILED),
         summary=await summarize(store, run),
-    )
-
-
-def _show_rows(rows: Sequence[RunRow]) -> None:
-    print_table(
-        ["run", "started", "steps", "rollouts", "failed", "reward", "held-out"],
-        [
-            [
-                escape(row.id),
-                local_time(row.created_at),
-                str(row.steps),
-                str(row.rollouts_ok),
-                f"[red]{row.rollouts_failed}" if row.rollouts_failed else "0",
-                _change(row.rewards, row.rewards_with_failures),
-                _change((row.before, row.after), (row.before_with_failures, row.after_with_failures)),
-            ]
-            for row in rows
-        ],
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning.config.fields import Setting, settings
-from lightning.config.load import load_config, with_settings
+from lightning.config.load import load_config, recorded_config, with_settings
 from lightning.config.sections import (
     BranchBy,
     Config,
@@ -44,6 +44,7 @@ __all__ = [
     "VerlConfig",
     "check_endpoint",
     "load_config",
+    "recorded_config",
     "settings",
     "with_settings",
 ]

@@ -34,7 +34,8 @@ def settings(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[Sett
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
         if section is None or (not field.is_required() and field.default is None):
-            yield Setting(prefix + name, accepts(field), _toml(field), (field.description or "").strip())
+            default = toml_value(field.get_default(call_default_factory=True))
+            yield Setting(prefix + name, accepts(field), default, (field.description or "").strip())
         if section is not None:
             yield from settings(section, f"{prefix}{name}.")
 
@@ -133,11 +134,6 @@ def _plural(annotation: object) -> str:
     if section_of(annotation) is not None:
         return "tables"
     return "numbers" if annotation is float or set(get_args(annotation)) == {int, float} else "values"
-
-
-def _toml(field: FieldInfo) -> str:
-    value: object = field.get_default(call_default_factory=True)
-    return toml_value(value)
 
 
 def toml_value(value: object) -> str:

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -65,6 +66,32 @@ def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
     )
 
 
+def recorded_config(said: Mapping[str, object]) -> tuple[Config, list[str]]:
+    """The settings of a run's record, and the names of those that this release does not have, which are left out. One that is
+    not recorded is at its default. Raises `ConfigError` for a value that this release does not take."""
+    tree = _copied(said)
+    try:
+        return Config.model_validate(tree), []
+    except ValidationError as error:
+        places = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
+    for place in places:
+        holder = tree
+        for name in place[:-1]:
+            holder = holder[name]
+        del holder[place[-1]]
+    try:
+        return Config.model_validate(tree), [".".join(map(str, place)) for place in places]
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            f"the recorded settings of the run are not this release's: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from error
+
+
+def _copied(value: Any) -> Any:
+    return {name: _copied(item) for name, item in value.items()} if isinstance(value, Mapping) else value
+
+
 def _build(base: dict[str, object], given: Sequence[Given]) -> Config:
     given = [part for item in given for part in _flatten(item)]
     problems = [problem for item in given if (problem := _unknown(item) or _not_plain(item))]
@@ -102,7 +129,7 @@ def _flatten(given: Given) -> Iterator[Given]:
 
 
 def _from_env(env: Mapping[str, str]) -> Iterator[Given]:
-    known = {_variable(setting.key): setting.key for setting in settings()}
+    known = {ENV_PREFIX + setting.key.upper().replace(".", "__"): setting.key for setting in settings()}
     squeezed = {name.replace("__", "_"): name for name in known}
     for name, text in sorted(env.items()):
         if not name.startswith(ENV_PREFIX) or name in NOT_SETTINGS:
@@ -115,10 +142,6 @@ def _from_env(env: Mapping[str, str]) -> Iterator[Given]:
             raise ConfigError(
                 f"the environment variable {name} sets nothing: write {squeezed[name]} (two underscores after the section)"
             )
-
-
-def _variable(key: str) -> str:
-    return ENV_PREFIX + key.upper().replace(".", "__")
 
 
 def _from_override(text: str) -> Given:

@@ -261,9 +261,10 @@ class TrainerConfig(Section):
     project: str = DEFAULT_PROJECT
     """Project of a run and of its prompts and weights. A server token is valid for one project; runners with a token of
     this project find the run. `lightning serve --store` makes its first runner token for this project."""
-    trackers: tuple[str, ...] = ("jsonl", "tensorboard")
+    trackers: tuple[str, ...] | None = None
     """Trackers that receive the metrics, in addition to the store: `jsonl`, `tensorboard`, `otel`, `wandb`, `mlflow`,
-    `trackio`, and those of other plugins."""
+    `trackio`, and those of other plugins. None: those that plugins register as usual ones, which are `jsonl` and
+    `tensorboard`."""
     alerts: tuple[str, ...] = ()
     """Who is told of serious findings of the rules, in addition to the log, as JSON (`run`, `step`, `cause`, `text`, `steps`,
     `rollouts`): `webhook:NAME` posts it to the URL in the environment variable NAME, `command:PROGRAM ARGUMENTS` runs a

@@ -119,14 +119,10 @@ def _set_dtype(file: Path, dtype: str) -> None:
         file.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def whole_weights(
     model: nn.Module,
     dtype: torch.dtype,
-    whole: Callable[[torch.Tensor], torch.Tensor] = _itself,
+    whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     *,
     wanted: bool = True,
 ) -> dict[str, torch.Tensor]:

@@ -22,7 +22,6 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import aiohttp
 import orjson
@@ -30,7 +29,7 @@ from starlette.types import Scope, Send
 
 from lightning.bounded import Bounded
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
-from lightning.gateway.dialects import Capture, Choice, Dialect, Plan, Translator, error_text
+from lightning.gateway.dialects import Capture, Choice, Dialect, Plan, Translator, error_text, has_negative
 from lightning.gateway.http import (
     JSON_TYPE,
     LONGEST_EVENT,
@@ -55,7 +54,6 @@ from lightning.types import EXPIRED, UNSERVED, Caller, CallStatus, Transition, l
 
 log = logging.getLogger(__name__)
 
-Made = TypeVar("Made")
 LONGEST_STREAM = 256 << 20
 """Bytes of a stream."""
 SHAPE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
@@ -165,26 +163,6 @@ class Call:
         self._sent = sent
 
     @property
-    def plan(self) -> Plan:
-        """See `Sent`."""
-        return self.sent.plan
-
-    @property
-    def translator(self) -> Translator | None:
-        """See `Sent`."""
-        return self.sent.translator
-
-    @property
-    def ticket(self) -> Ticket:
-        """See `Sent`."""
-        return self.sent.ticket
-
-    @property
-    def live(self) -> LiveCall:
-        """See `Sent`."""
-        return self.sent.live
-
-    @property
     def capture(self) -> Capture:
         """What the answer has shown so far."""
         return self.sent.live.capture
@@ -192,7 +170,7 @@ class Call:
     @property
     def wants_packed(self) -> bool:
         """Whether nobody but the record wants the logprobs, and of the sampled tokens alone: no text has to be made of them."""
-        plan = self.plan
+        plan = self.sent.plan
         body = plan.body
         others = body.get("echo") or body.get("logprob_token_ids") or body.get("prompt_logprobs") is not None
         return not (plan.keep_logprobs or others)
@@ -214,9 +192,9 @@ def read_whole(call: Call, response: aiohttp.ClientResponse, payload: bytes) -> 
     try:
         reply = orjson.loads(payload)
         call.dialect.read(reply, call.capture)
-        stripped = call.dialect.strip(reply, call.plan) | _named(reply, call.capture)
-        if call.translator is not None:
-            return Answer(200, write_object(call.translator.whole(reply)), [JSON_TYPE, _id_header(call)])
+        stripped = call.dialect.strip(reply, call.sent.plan) | _named(reply, call.capture)
+        if call.sent.translator is not None:
+            return Answer(200, write_object(call.sent.translator.whole(reply)), [JSON_TYPE, _id_header(call)])
     except SHAPE_ERRORS as error:
         raise UpstreamError(f"its answer is not shaped like vLLM's ({error!r})") from error
     return Answer(200, write_object(reply) if stripped else payload, [JSON_TYPE, _id_header(call)])
@@ -236,7 +214,7 @@ async def pass_on(call: Call, response: aiohttp.ClientResponse, send: Send) -> b
     holding = bool(call.withheld)
     clock, size = asyncio.get_running_loop().time, 0
     async for data in response.content.iter_any():
-        call.live.heard_at = clock()
+        call.sent.live.heard_at = clock()
         if (size := size + len(data)) > LONGEST_STREAM:
             raise UpstreamError(f"it sent a stream of more than {LONGEST_STREAM} bytes: {SHORTER}")
         now = bytearray()
@@ -250,12 +228,12 @@ async def pass_on(call: Call, response: aiohttp.ClientResponse, send: Send) -> b
                 raise UpstreamError(f"it sent more than {LONGEST_EVENT} bytes{why}")
         if now:
             await send({"type": "http.response.body", "body": bytes(now), "more_body": True})
-    if not holding or not (call.capture.failed or call.capture.finished(call.plan.choices)):
+    if not holding or not (call.capture.failed or call.capture.finished(call.sent.plan.choices)):
         raise UpstreamError("it ended the stream before the answer was complete")
-    if call.translator is None:
+    if call.sent.translator is None:
         return bytes(held + cutter.rest())
     try:
-        return bytes(held) if call.capture.failed else bytes(held + call.translator.end())
+        return bytes(held) if call.capture.failed else bytes(held + call.sent.translator.end())
     except SHAPE_ERRORS as error:
         raise UpstreamError(f"its stream was not shaped like vLLM's ({error!r})") from error
 
@@ -310,11 +288,11 @@ def forget_unsound(call: Call) -> str:
     ids = [capture.prompt_ids, *(each for _, choice in choices for each in (choice.prompt_ids, choice.response_ids))]
     wrong = (
         "a choice has an index that was not asked for"
-        if any(type(index) is not int or not 0 <= index < call.plan.choices for index, _ in choices)
+        if any(type(index) is not int or not 0 <= index < call.sent.plan.choices for index, _ in choices)
         else "a finish reason, or the id of a tool call, is no text"
         if not all(isinstance(text, str) for text in texts)
         else "a token id is negative"
-        if any(each and min(each) < 0 for each in ids)
+        if any(each and has_negative(each) for each in ids)
         else "a logprob is no finite number"
         if not all(math.isfinite(sum(choice.logprobs)) for _, choice in choices)
         else ""
@@ -323,14 +301,6 @@ def forget_unsound(call: Call) -> str:
         capture.prompt_ids = None
         capture.choices.clear()
     return wrong
-
-
-def well_shaped(make: Callable[[], Made]) -> Made:
-    """What is made of an answer that was read. Raises `UpstreamError` where it was not shaped like vLLM's."""
-    try:
-        return make()
-    except SHAPE_ERRORS as error:
-        raise UpstreamError(f"its answer is not shaped like vLLM's ({error!r})") from error
 
 
 def _id_header(call: Call) -> Header:
@@ -394,12 +364,13 @@ class Recorder:
         """Reserve numbers for a call that begins now. Does not wait for the store: `append` does."""
         now = time.monotonic()
         key = (rollout, attempt)
-        counter = self._counters.used(key)
+        counter = self._counters.get(key)
         if counter is None or counter.failed:
             base = asyncio.ensure_future(self._store.next_seq(rollout, attempt))
             base.add_done_callback(_retrieve)
             counter = self._counters.keep(key, Counter(base, 0, now))
         counter.touched = now
+        self._counters.move_to_end(key)
         self._forget_idle(now)
         ticket = Ticket(rollout, attempt, caller, counter, counter.used, time.time())
         counter.used += choices
@@ -412,7 +383,7 @@ class Recorder:
     async def append(self, call: Call, status: CallStatus) -> None:
         """Make a call's transitions durable; its ticket has them then. Raises `StoreError`; a number that was taken meanwhile
         is replaced."""
-        ticket = call.ticket
+        ticket = call.sent.ticket
         await self._append(ticket, build(call, await ticket.counter.first() + ticket.offset, status))
 
     async def take_back(self, ticket: Ticket) -> None:
@@ -467,7 +438,7 @@ class Recorder:
 
 def build(call: Call, first: int, status: CallStatus) -> list[Transition]:
     """One transition per choice, or a single empty one for a call that ended before any choice was seen."""
-    plan, live, ticket = call.plan, call.live, call.ticket
+    plan, live, ticket = call.sent.plan, call.sent.live, call.sent.ticket
     capture = live.capture
     choices: Sequence[tuple[int, Choice]] = sorted(capture.choices.items()) or [(0, Choice())]
     empty = token_ids()

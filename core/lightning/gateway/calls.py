@@ -48,7 +48,6 @@ from lightning.gateway.dialects import (
     is_constrained,
     offered_tools,
     temperature_of,
-    why_no_ids,
     without_limit,
 )
 from lightning.gateway.http import (
@@ -172,7 +171,6 @@ class CallEndpoint:
     # sent ----------------------------------------------------------------------------------------------------------
     async def _plan(self, call: Call, request: Request) -> None:
         """Number the call and make the policy server's request of the agent's. Raises `RefusalError`."""
-        await self._policies.asked.look(call.claims.run, call.policy, request.model)
         request_id = f"{call.id_mark}{PROCESS}{next(NUMBERS):x}"
         capture = Capture(self._dialect.id_prefix + request_id)
         plan, translator = await beside(request.scope, partial(self._translate, call, request.body, capture.id))
@@ -184,56 +182,45 @@ class CallEndpoint:
         await beside(request.scope, partial(_note_sampling, plan, capture))
 
     def _translate(self, call: Call, body: Body, answer_id: str) -> tuple[Plan, Translator | None]:
-        if self._config.hosted_tools == "drop":
-            body = self._without_hosted_tools(body)
         body, translator = self._dialect.translate(body, call.before, answer_id)
         apply_sampling(body, self._config.override_sampling, call.claims.sampling)
         return self._dialect.plan(body), translator
 
-    def _without_hosted_tools(self, body: Body) -> Body:
-        """The request without tools that nobody here can run; each type of them is said once."""
-        if not (types := self._dialect.hosted_tools(body)):
-            return body
-        for kind in filter(self._said.first, sorted(types)):
-            log.warning(
-                "agents ask for the tool %r, which runs on a provider's servers: it is left out (gateway.hosted_tools), and "
-                "the model never hears of it. Said once",
-                kind,
-            )
-        return self._dialect.without_hosted_tools(body)
-
     async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
-        call.policy.calls.add(call.live)
+        call.policy.calls.add(call.sent.live)
         watch = Watch(
-            receive, call.live, self._config.upstream_timeout, partial(self._forwarder.works, call.policy, call.live)
+            receive,
+            call.sent.live,
+            self._config.upstream_timeout,
+            partial(self._forwarder.works, call.policy, call.sent.live),
         )
         try:
             with watch:
-                await call.dialect.fit(call.plan.body, call.policy, self._tokenize(call))
+                await call.dialect.fit(call.sent.plan.body, call.policy, self._tokenize(call))
                 answer = await self._ask(call, send)
                 refuse_unsound(call)
-                await self._forwarder.settle(call.policy, call.live)
-            call.policy.calls.discard(call.live)  # no update concerns it any more
+                await self._forwarder.settle(call.policy, call.sent.live)
+            call.policy.calls.discard(call.sent.live)  # no update concerns it any more
             # A server that answers 500 is there still, but its engine may have died.
             if answer.outcome is CallStatus.ERROR:
-                call.live.unserved = await self._forwarder.is_gone(call.policy, call.live)
+                call.sent.live.unserved = await self._forwarder.is_gone(call.policy, call.sent.live)
             await self._keep(call, answer)
             await self._deliver(call, answer, watch, send)
         except UpstreamError as error:
             log.warning("call %s failed: %s", call.capture.id, error)
             gone = isinstance(error, UpstreamGoneError)
-            call.live.unserved = gone or await self._forwarder.is_gone(call.policy, call.live)
+            call.sent.live.unserved = gone or await self._forwarder.is_gone(call.policy, call.sent.live)
             await self._record_failure(call, CallStatus.ERROR)
             message = f"The policy server broke off: {error}. The call was not trained on; send it again."
             raise RefusalError(502, "upstream_failed", message) from error
         finally:
-            call.policy.calls.discard(call.live)
+            call.policy.calls.discard(call.sent.live)
             watch.close()
 
     # answered ------------------------------------------------------------------------------------------------------
     async def _ask(self, call: Call, send: Send) -> Answer:
         """Send the call to vLLM and read its answer to the end, passing a stream on meanwhile."""
-        plan = call.plan
+        plan = call.sent.plan
         response = await self._send(call)
         try:
             refusal = await read_answer(response) if response.status == 400 else None
@@ -250,17 +237,17 @@ class CallEndpoint:
             call.readers.clear()  # they may hold the call, which is to be gone with its answer
 
     def _tokenize(self, call: Call) -> Tokenize:
-        return partial(self._forwarder.tokenize, call.policy, call.ticket.rollout)
+        return partial(self._forwarder.tokenize, call.policy, call.sent.ticket.rollout)
 
     async def _send(self, call: Call) -> aiohttp.ClientResponse:
         headers = [*call.headers, (HEADER, WANTED)] if call.wants_packed else call.headers
         return await self._forwarder.send(
             call.policy,
-            call.ticket.rollout,
+            call.sent.ticket.rollout,
             call.dialect.upstream,
-            call.plan.body,
+            call.sent.plan.body,
             headers,
-            call.live,
+            call.sent.live,
             partial(_draw_seed, call),
         )
 
@@ -271,26 +258,24 @@ class CallEndpoint:
         have defaults for models with more context. None for another refusal, and where vLLM has a small limit of its own."""
         if call.dialect.upstream != CHAT or told_of_length(refusal) is None:
             return None
-        if not (asked := without_limit(call.plan.body)):
+        if not (asked := without_limit(call.sent.plan.body)):
             return None
         response.close()
-        call.live.retract()
-        call.plan.max_tokens_asked = asked
+        call.sent.live.retract()
+        call.sent.plan.max_tokens_asked = asked
         return await self._send(call)
 
     # kept ----------------------------------------------------------------------------------------------------------
     async def _keep(self, call: Call, answer: Answer) -> None:
         """Make the call durable, as its stages leave it."""
-        if call.live.unsure:
+        if call.sent.live.unsure:
             log.warning("call %s is not trained on: its tokens' policy version is not known", call.capture.id)
-        status = CallStatus.ERROR if call.live.unsure else answer.outcome
-        if status is CallStatus.OK and call.plan.media:
+        status = CallStatus.ERROR if call.sent.live.unsure else answer.outcome
+        if status is CallStatus.OK and call.sent.plan.media:
             status = CallStatus.MEDIA
         await self._line.settled(call, answer)
         await self._record(call, status)
-        await self._line.kept(call, call.ticket.appended)
-        if answer.outcome is CallStatus.OK:
-            call.policy.tools.look(call.plan.body, self._tokenize(call))
+        await self._line.kept(call, call.sent.ticket.appended)
 
     async def _deliver(self, call: Call, answer: Answer, watch: Watch, send: Send) -> None:
         """Let go of the answer's last bytes. An agent that has hung up by then does not get them, and asks again: one answer
@@ -308,7 +293,7 @@ class CallEndpoint:
     async def _take_back(self, call: Call) -> None:
         """The answer to a call that the store has, or may have, did not arrive. Never raises, whatever the store does."""
         try:
-            await self._recorder.take_back(call.ticket)
+            await self._recorder.take_back(call.sent.ticket)
         except StaleAttemptError as error:
             log.info("the answer to call %s did not arrive, and its attempt is over: %s", call.capture.id, error)
         except StoreError as error:
@@ -325,7 +310,8 @@ class CallEndpoint:
             raise self._identity.over(call.claims, error) from error
         except StoreError as error:
             raise refuse_unstored(error) from error
-        if status is CallStatus.OK and (why := why_no_ids(call.plan, call.capture)) and self._said.first(why):
+        why = self._dialect.why_no_ids(call.sent.plan, call.capture) if status is CallStatus.OK else ""
+        if why and self._said.first(why):
             log.warning("call %s is not trained on: %s (said once for each API)", call.capture.id, why)
         as_text = any(choice.logprobs and not choice.packed for choice in call.capture.choices.values())
         if as_text and call.wants_packed and self._said.first(LOGPROBS_ARE_JSON):
@@ -337,7 +323,7 @@ class CallEndpoint:
     ) -> None:
         """Record a call that gets no answer, as what it was, and tell the agent."""
         planned = call if call is not None and call.is_planned else None
-        is_kept = planned is not None and bool(planned.ticket.appended)
+        is_kept = planned is not None and bool(planned.sent.ticket.appended)
         of_stage = call is not None and bool(call.stopped_by)
         failed = refusal.code in (FAILED, NO_STAGE)
         if planned is not None and not is_kept and (of_stage or refusal.code in NO_SERVER):
@@ -355,7 +341,7 @@ class CallEndpoint:
         if call is None or not call.is_planned:
             return
         policy = call.policy
-        if not call.live.sent and (policy.gate.closed or not policy.pool.healthy):
+        if not call.sent.live.sent and (policy.gate.closed or not policy.pool.healthy):
             await self._record_failure(call, CallStatus.ERROR, unserved=True)  # its agent's patience ended first
         else:
             await self._record_failure(call, CallStatus.ABORTED)
@@ -368,10 +354,10 @@ class CallEndpoint:
         `unserved` says that its agent's failure is not its own, and the attempt is made again: no policy server has seen the
         call, or a stage failed on it. `why` is how a stage failed, or refused it, which may be after it was sampled.
         """
-        if call is None or not call.is_planned or not (call.live.sent or unserved or why is not None):
+        if call is None or not call.is_planned or not (call.sent.live.sent or unserved or why is not None):
             return
-        call.live.unserved |= unserved
-        if call.ticket.appended:  # it may be durable already: another row would be another call
+        call.sent.live.unserved |= unserved
+        if call.sent.ticket.appended:  # it may be durable already: another row would be another call
             await self._take_back(call)
             return
         forget_unsound(call)
@@ -393,7 +379,7 @@ class CallEndpoint:
             log.exception("the gateway failed to record call %s", call.capture.id)
             return
         with contextlib.suppress(RefusalError):  # a stage that failed, which is logged; the call is recorded
-            await self._line.kept(call, call.ticket.appended)
+            await self._line.kept(call, call.sent.ticket.appended)
 
     async def _record_refused(self, scope: Scope, claims: Claims, refusal: RefusalError) -> None:
         """Record a request that no policy server is asked."""
@@ -404,7 +390,7 @@ class CallEndpoint:
         if call is not None and call.started and not call.is_planned:
             return  # a stage's own answer broke off: its connection ends without the answer's end
         if call is not None and call.started:
-            event = refusal.event if call.translator is None else call.translator.broken(refusal)
+            event = refusal.event if call.sent.translator is None else call.sent.translator.broken(refusal)
             await send({"type": "http.response.body", "body": event, "more_body": False})
         else:
             body, headers = self._dialect.refusal(refusal), (JSON_TYPE, *refusal.headers)
@@ -421,6 +407,6 @@ def _note_sampling(plan: Plan, capture: Capture) -> None:
 async def _draw_seed(call: Call, seed: int) -> int:
     """The seed of a call in a run with this one. Raises `RefusalError` (503) when the store cannot number the call."""
     try:
-        return call_seed(seed, call.claims, await call.ticket.counter.first() + call.ticket.offset)
+        return call_seed(seed, call.claims, await call.sent.ticket.counter.first() + call.sent.ticket.offset)
     except StoreError as error:
         raise refuse_unstored(error) from error

@@ -21,7 +21,8 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lightning.addresses import is_loopback
+from lightning.addresses import is_loopback, reachable
+from lightning.asyncio_utils import allow_many_files
 from lightning.config import LimitsConfig
 from lightning.errors import GatewayError
 from lightning.gateway.http import JSON_TYPE, KEY, RefusalError, RequestBody, send_bytes
@@ -144,7 +145,6 @@ DRAIN = 30
 """Seconds calls in flight get to end when the gateway stops."""
 LOOK = 0.005
 """Seconds between two looks at whether they have."""
-FILES = 65536
 
 
 class Front:
@@ -271,26 +271,3 @@ def bind(host: str, port: int) -> socket.socket:
             ) from error
         raise GatewayError(f"The gateway cannot bind {host}:{port}: {error}. Check gateway.host.") from error
     return listener
-
-
-def reachable(host: str) -> str:
-    """An address at which a client of this machine reaches a server bound to `host`."""
-    if host in {"0.0.0.0", ""}:  # noqa: S104 — compared, not bound
-        return "127.0.0.1"
-    if host == "::":
-        return "[::1]"
-    return f"[{host}]" if ":" in host else host
-
-
-def allow_many_files() -> None:
-    """Raise the soft limit of open files: a thousand calls in flight are two thousand sockets."""
-    try:
-        import resource
-    except ImportError:
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            log.debug("raised the limit of open files from %d to %d", soft, wanted)

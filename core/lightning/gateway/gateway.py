@@ -12,9 +12,10 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from typing import Any
 
 import orjson
 from starlette.applications import Starlette
@@ -30,20 +31,18 @@ from lightning.errors import GatewayError
 from lightning.gateway.call import Recorder
 from lightning.gateway.calls import CallEndpoint, Parts
 from lightning.gateway.connections import Front, Serving, bind
-from lightning.gateway.dialects import Chat, Completions, Dialect
+from lightning.gateway.dialects import Chat, Dialect
 from lightning.gateway.http import ClientGoneError, RefusalError, beside, read_body
 from lightning.gateway.identity import MODEL, Identity, TokenSigner
 from lightning.gateway.policy import Policies, Policy
 from lightning.gateway.stages import CONTRACT, Line, recording_refusals
 from lightning.gateway.upstream import UNANSWERED, Forwarder, Upstream
 from lightning.plugins import plugins
-from lightning.policy_server.protocol import Update
 from lightning.store.protocol import Store
 from lightning.types import LLM, Lease
 
 log = logging.getLogger(__name__)
 
-DRAIN_LOOK = 0.005
 SURE_SECONDS = 1.5
 """Seconds that `Gateway.served` takes at most: who asks waits for it."""
 VERSIONS = ("/v1/deployments/{deployment}", "/v1", "/openai/v1", "/openai/deployments/{deployment}", "/openai")
@@ -172,48 +171,14 @@ class Gateway:
 
         Gateways elsewhere that serve the run, too, are held by `lightning.gateway.policy.PolicyOwner`.
         """
-        with self._own.gate.hold():
-            self._own.freeze()
+        with self.own.gate.hold():
+            self.own.freeze()
             yield
 
-    async def drain(self, seconds: float) -> bool:
-        """Call it inside the hold: wait until vLLM has answered every call that was sent, so that its tokens are all of the
-        present version. Whether it has in time."""
-        own = self._own
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while own.sampling:  # noqa: ASYNC110 — each call tells by itself, once an update
-                    await asyncio.sleep(DRAIN_LOOK)
-        own.freeze()
-        return not own.sampling
-
-    def policy_updated(self, update: Update, server: Upstream | None = None) -> None:
-        """Call it inside the hold, after the update: calls in flight are split at the tokens of the old version.
-
-        Several policy servers may be updated one after another, each in a hold of its own: name the `server` then. Whoever
-        updates all of them in one hold passes one `Update` with their `in_flight` merged. Raises `GatewayError` for a server
-        that is none of its own.
-        """
-        self._own.update(update, server)
-
-    def policy_lost(self) -> None:
-        """Call it inside the hold when an update broke off, so that nobody knows what sampled the calls in flight."""
-        self._own.lose()
-
-    def expect_restart(self) -> None:
-        """Its policy server has died and is being started again: call `replace_upstream` when it is there."""
-        self._own.pool.vacate()
-
-    def replace_upstream(self, old: Upstream, new: Upstream) -> None:
-        """A policy server was restarted at another address; requests that waited for it go on."""
-        self._own.pool.replace(old, new)
-
-    async def hidden_tools(self) -> int:
-        """How many calls had tools that its own policy's chat template does not show the model, as far as that is known."""
-        return await self._own.tools.hidden()
-
     @property
-    def _own(self) -> Policy:
+    def own(self) -> Policy:
+        """Its own policy: whoever updates the weights or starts a policy server again tells it inside the hold. Raises
+        `GatewayError` where it has none."""
         if self._policies.own is None:
             raise GatewayError(
                 "this gateway has no policy server of its own; make it with at least one Upstream(url, model)"
@@ -231,16 +196,22 @@ class Gateway:
 
 
 class Others:
-    """What stands below a version and is no route of the gateway's: a stage answers it, or nobody does."""
+    """What stands below a version and is no route of the gateway's: a stage answers it, or nobody does. `posts` and `gets` are
+    the paths, below a version, of what the gateway answers."""
 
-    def __init__(self, parts: Parts, directory: Directory) -> None:
-        self._parts, self._line, self._identity, self._directory = parts, parts.line, parts.identity, directory
+    def __init__(self, parts: Parts, posts: Sequence[str], gets: Sequence[str]) -> None:
+        self._parts, self._line, self._identity = parts, parts.line, parts.identity
+        self._routes = {*posts, *gets}
+        listed = ", ".join(
+            [*(f"POST /v1{path}" for path in posts), *(f"GET /v1{path}" for path in gets), "GET /health"]
+        )
+        self._existing = f"These exist: {listed}; and the same below /r/<token>/v1."
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. What is refused is recorded."""
         route = scope["path_params"]["route"]
-        unknown = self._directory.no_such(scope["method"], without_token(scope["path"]))
-        if f"/{route}" in (*self._directory.posts, *self._directory.gets):
+        unknown = self._no_such(scope["method"], without_token(scope["path"]))
+        if f"/{route}" in self._routes:
             raise HTTPException(405)
         try:
             claims = self._identity.claims(scope)
@@ -262,6 +233,26 @@ class Others:
         except ClientGoneError:
             return
 
+    async def http_error(self, request: Request, error: Exception) -> Response:
+        """What Starlette refuses, as the gateway says it."""
+        assert isinstance(error, HTTPException)
+        path = without_token(request.url.path)
+        if error.status_code == 404:
+            return _answer(self._no_such(request.method, path))
+        if error.status_code == 405:
+            message = f"{request.method} is not allowed for {path}. {self._existing}"
+            return _answer(RefusalError(405, "method_not_allowed", message))
+        return _answer(RefusalError(error.status_code, "http_error", error.detail))
+
+    def _no_such(self, method: str, path: str) -> RefusalError:
+        """The refusal (404) of what nobody answers here."""
+        message = f"There is no {method} {path} here. {self._existing}"
+        if "/v1/v1/" in path:
+            message += " Anthropic's clients add /v1 themselves: give them the base URL without it."
+        elif path.removeprefix("/r/<token>").startswith(("/v1/", "/openai/")):
+            message += OTHERS
+        return RefusalError(404, "unknown_route", message)
+
 
 def _model_in(payload: bytes, scope: Scope) -> object:
     """The model that a request names in a JSON body, if it does, or in the path."""
@@ -275,34 +266,31 @@ def _model_in(payload: bytes, scope: Scope) -> object:
 
 def build_front(parts: Parts) -> Front:
     """The routes, tied to the parts that serve them."""
-    info = Info(parts.identity, parts.policies, parts.forwarder)
-    endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect, parts) for dialect in spoken()}
-    gets: dict[str, ASGIApp] = {}
+    info = Info(parts)
+    endpoints: dict[str, ASGIApp] = {dialect.path: CallEndpoint(dialect, parts) for dialect in spoken(parts.config)}
+    gets: dict[str, Callable[..., Any]] = {MODELS: info.models}
     for name in plugins().names("routes"):
         method, _, route = name.rpartition(" ")
         if method not in ("", "GET"):
             raise GatewayError(f"a plugin registers the route {name!r}: name it as its path, or 'GET' and its path")
-        if (path := f"/{route}") in (*endpoints, *gets, MODELS):
+        if (path := f"/{route}") in (*endpoints, *gets):
             raise GatewayError(f"a plugin registers the route {name!r}, which the gateway answers already")
         (gets if method else endpoints)[path] = plugins().route(name)(parts)
-    directory = Directory(tuple(endpoints), (MODELS, *gets))
+    others = Others(parts, tuple(endpoints), tuple(gets))
     routes: list[Route] = [Route("/health", info.health, methods=["GET"])]
     for prefix in PREFIXES:
         routes += [Route(f"{prefix}{path}", endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-        routes.append(Route(f"{prefix}{MODELS}", info.models, methods=["GET"]))
         routes += [Route(f"{prefix}{path}", endpoint, methods=["GET"]) for path, endpoint in gets.items()]
-    others = Others(parts, directory)
     routes += [Route(f"{prefix}/{{route:path}}", others) for prefix in PREFIXES]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: directory.http_error, RefusalError: _refusal})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: others.http_error, RefusalError: _refusal})
     return Front(app, {f"/v1{path}": endpoint for path, endpoint in endpoints.items()})
 
 
 class Info:
     """The two routes that answer questions about the gateway itself."""
 
-    def __init__(self, identity: Identity, policies: Policies, forwarder: Forwarder) -> None:
-        self._identity, self._policies, self._forwarder = identity, policies, forwarder
-        self._server = secrets.token_hex(8)
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._server = parts, secrets.token_hex(8)
 
     async def health(self, request: Request) -> Response:
         """200 while at least one policy server is up, else 503. Needs no token and says nothing of addresses.
@@ -310,11 +298,10 @@ class Info:
         A server without a policy of its own is well while it serves no run, too: it learns of them when they are asked for.
         `server` is another word in each process: clients notice by it that the one they used is gone.
         """
-        policies = self._policies.known
+        policies, own = self._parts.policies.known, self._parts.policies.own
         healthy = sum(policy.pool.healthy for policy in policies)
         total = sum(len(policy.pool.slots) for policy in policies)
         well = bool(healthy or not policies)
-        own = self._policies.own
         said = {
             "status": "ok" if well else "no policy server is up",
             "policy_version": None if own is None else own.version,
@@ -325,10 +312,10 @@ class Info:
 
     async def models(self, request: Request) -> Response:
         """vLLM's own list, with the policy under the name agents use (`max_model_len` and the rest are vLLM's)."""
-        claims = self._identity.claims(request.scope)
+        claims = self._parts.identity.claims(request.scope)
         try:
             return Response(
-                await self._forwarder.models(self._policies.of(claims.run), claims.rollout), media_type=JSON
+                await self._parts.forwarder.models(self._parts.policies.of(claims.run), claims.rollout), media_type=JSON
             )
         except UNANSWERED as error:
             message = f"The policy server did not list its models ({error!r}). Ask again."
@@ -340,50 +327,18 @@ def line_of(parts: Parts) -> Line:
     return Line(CONTRACT.made(parts, parts.config), parts.config.stage_order)
 
 
-def spoken() -> list[Dialect]:
-    """OpenAI's chat and completions, and one dialect of each kind that plugins register. Raises `GatewayError` for one whose
-    path is another than it is registered with, or is spoken already."""
-    found: list[Dialect] = [Chat(), Completions()]
+def spoken(config: GatewayConfig) -> list[Dialect]:
+    """OpenAI's chat, and one dialect of each kind that plugins register, for a gateway with these settings. Raises
+    `GatewayError` for one whose path is another than it is registered with, or is spoken already."""
+    found: list[Dialect] = [Chat()]
     for name in plugins().names("dialects"):
-        dialect = plugins().dialect(name)()
+        dialect = plugins().dialect(name)(config)
         if dialect.path != f"/{name}" or any(dialect.path == other.path for other in found):
             raise GatewayError(
                 f"a plugin registers the dialect {name!r} for {dialect.path}: each has its own path, /{name}"
             )
         found.append(dialect)
     return found
-
-
-class Directory:
-    """What the gateway answers, for whoever asks for something else: the paths, below a version, of what is posted and of what
-    is got."""
-
-    def __init__(self, posts: Sequence[str], gets: Sequence[str]) -> None:
-        self.posts, self.gets = posts, gets
-        listed = ", ".join(
-            [*(f"POST /v1{path}" for path in posts), *(f"GET /v1{path}" for path in gets), "GET /health"]
-        )
-        self._existing = f"These exist: {listed}; and the same below /r/<token>/v1."
-
-    def no_such(self, method: str, path: str) -> RefusalError:
-        """The refusal (404) of what nobody answers here."""
-        message = f"There is no {method} {path} here. {self._existing}"
-        if "/v1/v1/" in path:
-            message += " Anthropic's clients add /v1 themselves: give them the base URL without it."
-        elif path.removeprefix("/r/<token>").startswith(("/v1/", "/openai/")):
-            message += OTHERS
-        return RefusalError(404, "unknown_route", message)
-
-    async def http_error(self, request: Request, error: Exception) -> Response:
-        """What Starlette refuses, as the gateway says it."""
-        assert isinstance(error, HTTPException)
-        path = without_token(request.url.path)
-        if error.status_code == 404:
-            return _answer(self.no_such(request.method, path))
-        if error.status_code == 405:
-            message = f"{request.method} is not allowed for {path}. {self._existing}"
-            return _answer(RefusalError(405, "method_not_allowed", message))
-        return _answer(RefusalError(error.status_code, "http_error", error.detail))
 
 
 async def _refusal(request: Request, error: Exception) -> Response:

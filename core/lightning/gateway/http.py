@@ -1,8 +1,9 @@
-"""What requests and answers are made of: bodies, whatever they were compressed with, JSON, errors, and server-sent events.
+"""What requests and answers are made of: bodies, JSON, errors, and server-sent events.
 
 The invariant of bodies: a body is counted as it arrives and as it is unpacked, by its bytes and by the values that it would be
 parsed into, and nothing of it is parsed before that was granted; what was granted is given back when the request has been
-answered. Every route of every port that takes a body reads it here, behind `connections.Entrance`.
+answered. Every route of every port that takes a body reads it here, behind `connections.Entrance`. The core unpacks none: what
+guards a port may, and counts it here.
 
 The invariant of JSON: what the agent wrote is what goes on. Whole numbers keep every digit, since vLLM takes them; orjson,
 which rounds them, is only the fast road. What JSON has no number for (NaN, infinity) and texts with half of a character (a lone
@@ -18,20 +19,17 @@ it takes time that grows with the bytes alone, and holds one unfinished event of
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import orjson
-import zstandard
 from starlette.types import Message, Receive, Scope, Send
 
 from lightning.memory_budget import LONG, MANY, VALUE_BYTES, Budget, Holder, json_values
+from lightning.plugins import plugins
 from lightning.types import TOO_LONG
 
 Body: TypeAlias = "dict[str, Any]"
@@ -87,17 +85,6 @@ WAIT = 10.0
 LONGEST_LENGTH = 18
 """Digits of a length that is read as one."""
 RAISE_THE_LIMIT = "raise gateway.max_body_bytes"
-PIECE = 64 * 1024
-"""Bytes that are unpacked at a time, so that others have their turn between."""
-PARTS = 1024
-"""Steps of a decoder that have a turn, where they make less than that."""
-GZIP = 31
-"""What zlib calls a body with the header of gzip, and the largest window."""
-ZSTD_STEP = 64
-"""Bytes of zstd that are unpacked at a time: they can become 2 MB, and the library knows no limit of its own."""
-ZSTD_WINDOW = 8 << 20
-"""The memory that a decoder of zstd needs at most; RFC 9659 allows no more for what is sent over HTTP."""
-SENDABLE = "gzip, deflate, zstd"
 
 
 def _head(text: str, most: int) -> str:
@@ -171,12 +158,6 @@ async def send_bytes(send: Send, status: int, body: bytes, headers: Sequence[Hea
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
     await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-async def client_left(receive: Receive) -> None:
-    """Return when the client has closed its connection; what is left of the request's body is thrown away."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class ClientGoneError(Exception):
@@ -315,14 +296,15 @@ def data_of(event: bytes) -> bytes | None:
 
 
 class RequestBody:
-    """What one request holds of its token's share. `most_values` is 0 for no limit."""
+    """What one request holds of its token's share. `most_values` is 0 for no limit. Of a compressed body `packed` are the bytes
+    that have come."""
 
-    __slots__ = ("_budget", "_bytes", "_held", "_holder", "_most_values", "_receive", "_values")
+    __slots__ = ("_budget", "_bytes", "_held", "_holder", "_most_values", "_receive", "_values", "packed")
 
     def __init__(self, budget: Budget, holder: Holder, most_values: int, receive: Receive) -> None:
         self._budget, self._holder, self._receive = budget, holder, receive
         self._most_values = most_values
-        self._held = self._values = self._bytes = 0
+        self._held = self._values = self._bytes = self.packed = 0
 
     @property
     def is_large(self) -> bool:
@@ -344,7 +326,9 @@ class RequestBody:
         """The next message of a request whose body is compressed: what it will be is not known, only its bytes. Raises as
         `receive` does."""
         message = await self._receive()
-        await self.reserve(len(message.get("body", b"")))
+        size = len(message.get("body", b""))
+        self.packed += size
+        await self.reserve(size)
         return message
 
     async def hold(self, data: bytes) -> None:
@@ -397,25 +381,21 @@ async def beside(scope: Scope, do: Callable[[], T]) -> T:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, cure: str = RAISE_THE_LIMIT) -> bytes:
-    """The whole request body, unpacked. Raises `RefusalError` (413, which names the `cure`) above `limit` bytes, 415 for an
-    encoding that is not known and 400 for one that is broken, `ClientGoneError` when it is cut off."""
+    """The whole request body. Raises `RefusalError` (413, which names the `cure`) above `limit` bytes, as it came or as it was
+    unpacked, 415 for one that nothing has unpacked, `ClientGoneError` when it is cut off."""
     for name, value in scope["headers"]:
         if name == b"content-length":
             if not value.isdigit() or len(value) > LONGEST_LENGTH:
                 raise RefusalError(400, "bad_length", "The header content-length is no number of bytes; send one.")
             if int(value) > limit:
                 raise _too_large(int(value), limit, cure)
-    encoding, held = _encoding(scope), scope.get(KEY)
-    if not encoding:
-        return await _received(receive, limit, cure)
-    payload = await _received(receive if held is None else held.receive_packed, limit, cure)
-    data = await _unpacked(encoding, payload, limit, cure, held)
-    if held is not None:
-        held.give(len(payload))
-    return data
-
-
-async def _received(receive: Receive, limit: int, cure: str) -> bytes:
+    if packed := packed_with(scope):
+        why = (
+            f"The body's content-encoding is {', '.join(packed)!r:.80}, and nothing here unpacks it: send it as it is, or to a "
+            f"port that a plugin guards.{plugins().cures('ports')}"
+        )
+        raise RefusalError(415, "unsupported_encoding", why, [(b"accept-encoding", b"identity")])
+    held: RequestBody | None = scope.get(KEY)
     parts: list[bytes] = []
     size = 0
     while True:
@@ -424,96 +404,18 @@ async def _received(receive: Receive, limit: int, cure: str) -> bytes:
             raise ClientGoneError
         part = message.get("body", b"")
         size += len(part)
-        if size > limit:
-            raise _too_large(size, limit, cure)
+        most = size if held is None else max(size, held.packed)
+        if most > limit:
+            raise _too_large(most, limit, cure)
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _encoding(scope: Scope) -> str:
-    """What the body is compressed with; empty for nothing. Raises `RefusalError` (415)."""
+def packed_with(scope: Scope) -> list[str]:
+    """What the body of a request was compressed with, in that order; nothing for one that comes as it is."""
     said = b",".join(value for name, value in scope["headers"] if name == b"content-encoding").decode("latin-1").lower()
-    named = [name for part in said.split(",") if (name := part.strip()) not in ("", "identity")]
-    if not named:
-        return ""
-    if len(named) > 1 or named[0] not in READERS:
-        message = f"The body's content-encoding is {said!r:.80}, which is not read here; send {SENDABLE}, or none."
-        raise RefusalError(415, "unsupported_encoding", message, [(b"accept-encoding", SENDABLE.encode())])
-    return named[0]
-
-
-async def _unpacked(encoding: str, payload: bytes, limit: int, cure: str, held: RequestBody | None) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    try:
-        for part in _pieces(encoding, payload):
-            size += len(part)
-            if size > limit:
-                raise _too_large(size, limit, cure)
-            if held is not None:
-                await held.hold(part)
-            parts.append(part)
-            await asyncio.sleep(0)
-    except (EOFError, zlib.error, zstandard.ZstdError) as error:
-        message = f"The body is not {encoding}, as its header content-encoding says: {error}."
-        raise RefusalError(400, "bad_encoding", message) from error
-    return b"".join(parts)
-
-
-def _pieces(encoding: str, payload: bytes) -> Iterator[bytes]:
-    """What a body holds, a piece at a time. Raises what the decoders raise, `EOFError` for one that is cut off."""
-    parts: list[bytes] = []
-    size = 0
-    for part in READERS[encoding](payload) if payload else ():
-        parts.append(part)
-        size += len(part)
-        if size >= PIECE or len(parts) >= PARTS:
-            yield b"".join(parts)
-            parts, size = [], 0
-    yield b"".join(parts)
-
-
-def _zlib(payload: bytes, wbits: int) -> Iterator[bytes]:
-    stream = zlib.decompressobj(wbits)
-    for start in range(0, len(payload), PIECE):
-        data = payload[start : start + PIECE]
-        while data:
-            if stream.eof:  # several, one after another, are one body
-                stream = zlib.decompressobj(wbits)
-            yield stream.decompress(data, PIECE)
-            data = stream.unused_data or stream.unconsumed_tail
-    while rest := stream.decompress(b"", PIECE):
-        yield rest
-    if not stream.eof:
-        raise EOFError("it is cut off")
-
-
-def _deflate(payload: bytes) -> Iterator[bytes]:
-    """With zlib's header, as the standard has it, or without, as some clients do."""
-    return _zlib(payload, 15 if payload[0] & 0x0F == zlib.DEFLATED else -15)
-
-
-def _zstd(payload: bytes) -> Iterator[bytes]:
-    unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW)
-    frame = unpacker.decompressobj()
-    for start in range(0, len(payload), ZSTD_STEP):
-        data = payload[start : start + ZSTD_STEP]
-        while data:
-            if frame.eof:
-                frame = unpacker.decompressobj()
-            yield frame.decompress(data)
-            data = frame.unused_data
-    if not frame.eof:
-        raise EOFError("it is cut off")
-
-
-READERS: dict[str, Callable[[bytes], Iterator[bytes]]] = {
-    "gzip": partial(_zlib, wbits=GZIP),
-    "x-gzip": partial(_zlib, wbits=GZIP),
-    "deflate": _deflate,
-    "zstd": _zstd,
-}
+    return [name for part in said.split(",") if (name := part.strip()) not in ("", "identity")]
 
 
 def _too_large(size: int, limit: int, cure: str) -> RefusalError:

@@ -96,16 +96,10 @@ class TokenSigner:
     ) -> str:
         """Sign a token that is valid for `ttl` seconds; it contains only letters, digits, `-`, `_` and dots."""
         expires_at = time.time() + ttl
-        claims: dict[str, object] = {"aud": AUDIENCE, "sub": rollout, "att": attempt, "exp": expires_at}
-        if sampling:
-            claims["smp"] = dict(sampling)
-        if run:
-            claims["run"] = run
-        if session:
-            claims["ses"] = session
-        if branch:
-            claims["br"] = True
-        token = jwt.encode(claims, self._key, algorithm=ALGORITHM)
+        said = {"aud": AUDIENCE, "sub": rollout, "att": attempt, "exp": expires_at}
+        more = {"smp": dict(sampling or {}), "run": run, "ses": session, "br": branch}  # what is empty is left out
+        said |= {name: value for name, value in more.items() if value}
+        token = jwt.encode(said, self._key, algorithm=ALGORITHM)
         self._tell(token, Claims(rollout, attempt, expires_at, sampling or AS_ASKED, run, session, branch), issued=True)
         return token
 

@@ -16,49 +16,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Protocol
 
 import aiohttp
-import orjson
 
 from lightning.addresses import Allowed
 from lightning.asyncio_utils import end
-from lightning.bounded import Once
-from lightning.errors import StoreError
-from lightning.gateway.dialects import Capture, Tokenize, prompt_of
-from lightning.gateway.http import Body, RefusalError, UpstreamError
-from lightning.gateway.identity import ALIAS, MODEL, NO_RETRY
+from lightning.gateway.dialects import Capture
+from lightning.gateway.http import RefusalError
+from lightning.gateway.identity import NO_RETRY
 from lightning.gateway.upstream import GRACE, Pool, Slot, Upstream
 from lightning.plugins import plugins
 from lightning.policy_server.protocol import Update
 from lightning.store.protocol import Store
 from lightning.types import VersionRun
 
-log = logging.getLogger(__name__)
-
 UPDATING = "The policy's weights are being updated"
 UNKNOWN = -1
 """The version of weights that nobody can name: an update broke off."""
-NO_ANSWER = (aiohttp.ClientError, OSError, UpstreamError, RefusalError, ValueError, KeyError, TypeError)
-"""What asking raises when there is no answer, or one that is no vLLM's."""
-TRIES = 3
-"""Calls whose prompts are compared at most, where the policy server does not say."""
-CURE_OF_TEMPLATE = (
-    "give vLLM a template that shows tools (policy_server.args: --chat-template FILE), take a model whose template knows them, "
-    "or describe the tools in the agent's own prompt"
-)
-HIDDEN = (
-    "the model's chat template does not show the tools that an agent sent as `tools=`: the model has never heard of them; "
-    f"{CURE_OF_TEMPLATE}"
-)
-NAMES = 256
-"""Names that are looked at in all; agents choose them."""
-LONGEST_NAME = 100
-"""Characters of a name that are looked at."""
 
 
 class Gate:
@@ -184,13 +161,6 @@ class LiveCall:
             return (VersionRun(0, self.base),)
         return (runs[0], *(run for run in runs[1:] if run.start < length))
 
-    @property
-    def sampled_by(self) -> set[int] | None:
-        """The versions that have sampled its tokens; None where that is not known."""
-        shown = self.capture.choices.items()
-        runs = (run for index, choice in shown for run in self.versions(index, len(choice.response_ids)))
-        return None if self.unsure else {run.version for run in runs}
-
     def key(self, index: int) -> str:
         """How `Update.in_flight` names a choice (the inverse of `policy_server.control.client_key`)."""
         prompt, choice = divmod(index, self.n)
@@ -204,57 +174,6 @@ class LiveCall:
         while runs and runs[-1].start >= tokens:
             runs.pop()
         runs.append(VersionRun(tokens if runs else 0, version))
-
-
-class ShownTools:
-    """Whether the policy's chat template shows the model the tools that agents send. `calls` is how many had tools that the
-    model could have used.
-
-    What is found out changes no call, since an agent may describe its tools in its own words as well. A template that knows no
-    tools (plain ChatML, as many small models have) drops `tools` without a word, and the agent then waits for tool calls of a
-    model that has never heard of its tools. The policy server's own tokenizer is asked, with the messages of a call that was
-    answered: a prompt that is the same with and without the tools hides them.
-    """
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self._shown: bool | None = None
-        self._tries = 0
-        self._looking: asyncio.Task[None] | None = None
-
-    def look(self, body: Body, tokenize: Tokenize) -> None:
-        """A call with this chat request was answered; the first that has tools is looked at, without waiting."""
-        if not body.get("tools") or body.get("tool_choice") == "none":
-            return
-        self.calls += 1
-        if self._shown is None and self._tries < TRIES and (self._looking is None or self._looking.done()):
-            self._tries += 1
-            self._looking = asyncio.create_task(self._compare(body, tokenize), name="lightning-gateway-tools")
-
-    async def hidden(self) -> int:
-        """How many calls had tools that the model was not shown, as far as it is known when what is under way has ended."""
-        if self._looking is not None:
-            await asyncio.wait({self._looking})
-        return self.calls if self._shown is False else 0
-
-    async def close(self) -> None:
-        """Find out nothing any more."""
-        if self._looking is not None:
-            await end(self._looking)
-
-    async def _compare(self, body: Body, tokenize: Tokenize) -> None:
-        try:
-            prompt = prompt_of(body)
-            with_tools = await tokenize(prompt)
-            without = await tokenize({name: value for name, value in prompt.items() if name != "tools"})
-            found = [orjson.loads(payload)["tokens"] for status, payload in (with_tools, without) if status == 200]
-        except NO_ANSWER as error:
-            log.debug("whether the chat template shows tools is not known: %r", error)
-            return
-        if len(found) == 2:
-            self._shown = found[0] != found[1]
-            if not self._shown:
-                log.warning("%s (said once for each policy)", HIDDEN)
 
 
 class Policy:
@@ -279,7 +198,6 @@ class Policy:
         self.gate = Gate(hold_timeout)
         self.calls: set[LiveCall] = set()
         self.seed, self.check = seed, check
-        self.tools = ShownTools()
         self.used = 0.0
         self.told = bool(upstreams)
         self._health: asyncio.Task[None] | None = None
@@ -305,8 +223,11 @@ class Policy:
             call.seen = {index: len(choice.response_ids) for index, choice in call.capture.choices.items()}
 
     def update(self, update: Update, server: Upstream | None = None) -> None:
-        """A server, or each, has new weights: split its calls in flight at the tokens the old weights had sampled.
+        """A server, or each, has new weights: split its calls in flight at the tokens the old weights had sampled. Call it
+        inside a hold, after the update.
 
+        Several servers may be updated one after another, each in a hold of its own: name the `server` then. Whoever updates all
+        of them in one hold passes one `Update` with their `in_flight` merged.
         A choice that is missing from `in_flight` was never scheduled before the update and is wholly the new version's;
         unless tokens of it had been seen by then, which a server that does not report finished requests leaves out.
         Raises `GatewayError` for a server that is none of the policy's.
@@ -335,7 +256,6 @@ class Policy:
 
     async def close(self) -> None:
         """Look no longer."""
-        await self.tools.close()
         if self._health is not None:
             await end(self._health)
             self._health = None
@@ -427,8 +347,6 @@ class Policies:
 
     def __init__(self, store: Store, own: Policy | None, run: str, hold_timeout: float, allowed: Allowed) -> None:
         self.own, self._run = own, run
-        self.asked = AskedModels(store)
-        """The models that calls have asked for by name."""
         self.others: OtherPolicies | None = None
         """Those of runs whose trainers are elsewhere, where a plugin knows of them."""
         if plugins().names("fleets"):
@@ -465,49 +383,3 @@ class Policies:
             await self.others.close()
         if self.own is not None:
             await self.own.close()
-
-
-class AskedModels:
-    """The models' names that agents ask for. Whatever the name, the run's policy answers: one that is not the policy's may be
-    meant for another model, such as a judge in the reward, and is said in the log, once. A name changes nothing of its
-    call."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._seen: set[tuple[str, str]] = set()
-        self._limit = Once()
-
-    async def look(self, run: str, policy: Policy, model: object) -> None:
-        """Warn when a call asks for a model that is not called as the run's policy is; once for each run and name."""
-        if not isinstance(model, str) or not model or model == MODEL or model.startswith(ALIAS):
-            return
-        name = model[:LONGEST_NAME]
-        if (run, name) in self._seen:
-            return
-        if len(self._seen) >= NAMES:
-            if self._limit.first():
-                log.warning(
-                    "agents have asked for %d models' names: from here on none is looked at, nor said here", NAMES
-                )
-            return
-        self._seen.add((run, name))
-        if any(slot.upstream.model == model for slot in policy.pool.slots) or await self._is_trained(run, model):
-            return
-        log.warning(
-            "%r was asked for%s, and the policy answers, as it does under any name: such calls are recorded as the agent's "
-            "own, and trained on where a trainer works. A judge or another model that is not to be trained needs a client "
-            "with a base_url and an API key of its own, read before the rollout (in it OPENAI_BASE_URL and OPENAI_API_KEY "
-            "are the policy's), or its name in the models of gateway.providers; or name its calls and leave that name out of "
-            "train_agents (said once for each name)",
-            name,
-            f" in run {run}" if run else "",
-        )
-
-    async def _is_trained(self, run: str, model: str) -> bool:
-        """Whether it is the model that the run was started with, by its whole name or the last part of it."""
-        try:
-            found = await self._store.get_run(run) if run else None
-        except StoreError:
-            return False
-        name = str(found.config.get("model", "")) if found is not None else ""
-        return model in (name, PurePath(name).name)

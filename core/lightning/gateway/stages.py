@@ -10,6 +10,10 @@ depends on what was installed first.
     settled    the answer is read and its tokens' versions are known: refuse it, add extras
     kept       the call is durable: remember it
     ended      an attempt has ended: change its outcome before that is stored, or void it
+
+and before there is an attempt:
+
+    planned    a rollout is about to be made that begins as another one did: refuse what cannot be
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ FAILED: Final = "stage_failed"
 """The code of the refusal of a call on which a stage failed."""
 POINTS: Final = ("admitted", "sending", "settled", "kept")
 KEYS: Final = {"branch": "a branch", "session": "many conversations"}
-"""What a key may be of besides an attempt, for people."""
+"""What a key may be of besides an attempt, by the field of `Claims` that says so, for people."""
 NO_STAGE: Final = "no_stage"
 """The code of the refusal of a key that no stage answers."""
 FIXED: Final = ("n", "stream", "logprobs", "top_logprobs", "return_token_ids", "echo")
@@ -71,6 +75,7 @@ class CallStage(named.Stage):
     stages that it stands before and after, whether or not these are there. What it has to remember of a call it keeps in a
     `weakref.WeakKeyDictionary`; what it opens, it pushes on `Parts.closing`. `answers` says for which keys, besides
     those of an attempt, it knows what their calls are: `branch`, `session`. A gateway without such a stage refuses these keys.
+    With `only_for`, some of the same words, it stands in the calls of such keys alone: other calls pass it by.
     `carries_out` names the settings of the gateway that it carries out: a gateway without such a stage says that they do
     nothing.
 
@@ -80,6 +85,7 @@ class CallStage(named.Stage):
     """
 
     answers: ClassVar[Collection[str]] = ()
+    only_for: ClassVar[Collection[str]] = ()
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
         """The key is good and the body has been read. The answer, an ASGI application (such as Starlette's `JSONResponse`),
@@ -103,6 +109,10 @@ class CallStage(named.Stage):
         fault."""
         return outcome
 
+    async def planned(self, rollout: Rollout) -> None:
+        """A trainer's own loop is about to make this rollout and others that begin as its `parent` did. Raises `DataError`
+        where they cannot."""
+
     def told(self, rollout: Rollout) -> Json:
         """What the plugin's stage of the same name around attempts is told of an attempt at this rollout, in `LLM.extras`; None
         for nothing. A runner without such a stage does not make an attempt that it is told of."""
@@ -116,7 +126,7 @@ CONTRACT: Final = named.Contract(
     kind=CallStage,
     asked="call_stages",
     api=API,
-    points=(*POINTS, "ended", "elsewhere", "told"),
+    points=(*POINTS, "ended", "elsewhere", "planned", "told"),
     ordered=(*POINTS, "ended", "elsewhere"),
     setting="gateway.stage_order",
     settings=GatewayConfig.model_fields,
@@ -136,10 +146,7 @@ class Line(named.StageLine[CallStage]):
     def __init__(self, stages: Sequence[NamedStage], order: Sequence[str] = ()) -> None:
         super().__init__(stages, order)
         for each in self.stages:
-            if isinstance(each.stage.answers, str):
-                raise GatewayError(
-                    f"`answers` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)"
-                )
+            _check_keys(each)
         self._standing = {point: [(each, getattr(each.stage, point)) for each in self.at(point)] for point in POINTS}
         self._ended, self._elsewhere = self.at("ended"), self.at("elsewhere")
 
@@ -152,6 +159,12 @@ class Line(named.StageLine[CallStage]):
             "Start it with the plugin that brings such a stage: install the plugin, or take it out of LIGHTNING_DISABLE_PLUGINS"
         )
 
+    async def planned(self, rollout: Rollout) -> None:
+        """See `CallStage.planned`. Raises `StageError` for a stage that fails."""
+        for each in self.at("planned"):
+            with CONTRACT.blaming(each, "planned", f"the rollout {rollout.id}"):
+                await each.stage.planned(rollout)
+
     def told(self, rollout: Rollout) -> dict[str, Json]:
         """See `CallStage.told`: by the names of the stages that say something. Raises `StageError`."""
         said: dict[str, Json] = {}
@@ -160,10 +173,7 @@ class Line(named.StageLine[CallStage]):
                 word = each.stage.told(rollout)
                 json.dumps(word, allow_nan=False)
             except Exception as error:
-                raise StageError(
-                    f"the stage {each.said} failed on the rollout {rollout.id} (told: {error!r}). Mend the plugin, or start "
-                    f"without it: {each.off}"
-                ) from error
+                raise StageError(each.failure("told", error, f"the rollout {rollout.id}")) from error
             if word is not None:
                 said[each.name] = word
         return said
@@ -175,9 +185,8 @@ class Line(named.StageLine[CallStage]):
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
         """The answer of the first stage that has one; None for a call that is sent. Raises `RefusalError`, also for a key that
         no stage answers."""
-        claims = call.claims
-        for kind, is_of in (("branch", claims.branch), ("session", bool(claims.session))):
-            if is_of and (why := self.why_not(kind)):
+        for kind in KEYS:
+            if getattr(call.claims, kind) and (why := self.why_not(kind)):
                 raise RefusalError(501, NO_STAGE, f"This key is of {KEYS[kind]}, and {why}.", [NO_RETRY])
         return await self._ask("admitted", call, request)
 
@@ -209,7 +218,7 @@ class Line(named.StageLine[CallStage]):
     ) -> ASGIApp | None:
         """Ask the stages that stand at a point, one after the other, at `admitted` until one has an answer of its own. `check`
         raises what a stage has done wrong."""
-        for each, method in self._standing[point]:
+        for each, method in self._of(call, point):
             try:
                 answer = await method(call, given)
                 if check:
@@ -229,6 +238,13 @@ class Line(named.StageLine[CallStage]):
                     for reader in call.readers
                 ]
         return None
+
+    def _of(self, call: Call, point: str) -> Iterator[tuple[NamedStage, Callable[..., Awaitable[ASGIApp | None]]]]:
+        """The stages that stand at a point of this call, in their order, with their methods."""
+        for each, method in self._standing[point]:
+            kinds = each.stage.only_for
+            if not kinds or any(getattr(call.claims, kind) for kind in kinds):
+                yield each, method
 
     async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
         """See `CallStage.ended`. Raises `StoreError`."""
@@ -254,7 +270,7 @@ class Line(named.StageLine[CallStage]):
     async def broken_off(self, call: Call, answer: Answer) -> None:
         """Ask all stages but the one that stopped the call to settle it. It gets no answer, and is stored whatever they say."""
         call.extras.clear()  # those of an answer that nobody gets
-        for each, method in self._standing["settled"]:
+        for each, method in self._of(call, "settled"):
             if each.name != call.stopped_by:
                 try:
                     await method(call, answer)
@@ -380,3 +396,16 @@ def _failed(stage: NamedStage, point: str, asked: Call | str, error: Exception) 
         f"reason. Mend the plugin, or start without it: {stage.off}"
     )
     return RefusalError(500, FAILED, message)
+
+
+def _check_keys(each: NamedStage) -> None:
+    """Raise `GatewayError` for a stage that names keys which there are none of."""
+    for field in ("answers", "only_for"):
+        if isinstance(kinds := getattr(each.stage, field), str):
+            raise GatewayError(
+                f"`{field}` of the stage {each.said} is a text: make it a tuple of names, as in ('texts',)"
+            )
+        if unknown := ", ".join(kind for kind in kinds if kind not in KEYS):
+            raise GatewayError(
+                f"`{field}` of the stage {each.said} names keys that there are none of: {unknown}. There are {', '.join(KEYS)}"
+            )

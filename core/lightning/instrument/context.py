@@ -98,9 +98,11 @@ class ActiveAttempt:
         self._labels: dict[str, Caller] = {}
         self._sizes: dict[str, int] = {}
         self._unasked = set(llm.prompts)
-        self._strangers: dict[int, threading.Thread] = {}
+        self.strangers: dict[int, threading.Thread] = {}
+        """The threads that have been disowned, by ident."""
         self._process = os.getpid()
-        self._open = True
+        self.open = True
+        """Whether it still takes reports."""
 
     @property
     def tool_events(self) -> tuple[ToolEvent, ...]:
@@ -205,14 +207,9 @@ class ActiveAttempt:
         self._unasked.discard(name)
         return self.llm.prompts.get(name, default)
 
-    @property
-    def open(self) -> bool:
-        """Whether it still takes reports."""
-        return self._open
-
     def close(self) -> None:
         """Take no more reports."""
-        self._open = False
+        self.open = False
         for name in sorted(self._unasked):
             log_once(
                 f"prompt {name}",
@@ -224,23 +221,19 @@ class ActiveAttempt:
 
     def knows(self, thread: int) -> bool:
         """Whether a thread without a context, given by its ident, may be the rollout's: it is not one of `disown`."""
-        stranger = self._strangers.get(thread)
+        stranger = self.strangers.get(thread)
         return stranger is None or not stranger.is_alive()  # an ident is given again when its thread has ended
 
     def disown(self, threads: Mapping[int, threading.Thread]) -> None:
         """Take no reports from these threads."""
-        self._strangers.update(threads)
-
-    def not_mine(self) -> Mapping[int, threading.Thread]:
-        """The threads that have been disowned, by ident."""
-        return self._strangers
+        self.strangers.update(threads)
 
     def _takes(self, what: str, count: int, size: int) -> bool:
         """Whether there is room for one more, of `size` characters, beside the `count` that are kept."""
         total = self._sizes.get(what, 0) + size
         if self._process != os.getpid():
             _say_in_fork(what)
-        elif not self._open:
+        elif not self.open:
             log_once(f"late {what}", "%s reported after their rollout had ended were dropped", what)
         elif count >= MAX_REPORTS:
             log_once(f"many {what}", "a rollout reported more than %d %s; the rest were dropped", MAX_REPORTS, what)
@@ -313,7 +306,7 @@ def activate(llm: LLM, *, alone: bool = False) -> Iterator[ActiveAttempt]:
 def _leave_behind(ended: ActiveAttempt) -> None:
     """What a rollout has left running may be anybody's that ran beside it, so it is nobody's."""
     if _active:
-        before = ended.not_mine()
+        before = ended.strangers
         left = {ident: thread for ident, thread in _busy_threads().items() if before.get(ident) is not thread}
         for attempt in _active:
             attempt.disown(left)

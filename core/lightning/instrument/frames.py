@@ -22,6 +22,7 @@ from types import CodeType, FrameType
 from typing import Literal, ParamSpec, TypeVar
 
 import lightning
+from lightning.instrument.last_call import known_as
 
 MAX_DEPTH = 32
 """Names kept of a deep recursion, the innermost ones: the path travels in a header."""
@@ -103,11 +104,8 @@ def user_functions(above: int = 1) -> tuple[str, ...]:
 
 def start_task(start: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Start a task: what runs in it has been started by the user's functions that run now."""
-    token = _started_by.set((threading.get_ident(), user_functions()))
-    try:
+    with known_as(_started_by, (threading.get_ident(), user_functions())):
         return start(*args, **kwargs)
-    finally:
-        _started_by.reset(token)
 
 
 @contextmanager

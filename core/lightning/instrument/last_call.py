@@ -16,13 +16,15 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from lightning.instrument.context import ActiveAttempt
+
+T = TypeVar("T")
 
 
 class Starter(NamedTuple):
@@ -97,13 +99,18 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def started_in(context: Context) -> Iterator[None]:
-    """What the block makes, in another thread, is made by what the flow of `context` has started."""
-    token = _here.set(context.get(_here))
+def known_as(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """In the block, the variable has this value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _here.reset(token)
+        variable.reset(token)
+
+
+def started_in(context: Context) -> AbstractContextManager[None]:
+    """What the block makes, in another thread, is made by what the flow of `context` has started."""
+    return known_as(_here, context.get(_here))
 
 
 class Trail:
@@ -117,14 +124,9 @@ class Trail:
         self._adrift = Flow(self, NOBODY, self._first, 1)  # around all flows that were given no context
         self._answered = 0
 
-    @contextmanager
-    def given(self) -> Iterator[None]:
+    def given(self) -> AbstractContextManager[None]:
         """What is started in this context, inside the block, is told from what is started without."""
-        token = _here.set(self._first)
-        try:
-            yield
-        finally:
-            _here.reset(token)
+        return known_as(_here, self._first)
 
     def begin(self) -> None:
         """This thread or task is the agent's own: whatever the rollout calls is called by it, or by what it started."""

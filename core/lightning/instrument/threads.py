@@ -21,7 +21,7 @@ from lightning.instrument.adapter_tools import ReplacedMethods
 from lightning.instrument.components import component_path, only_around
 from lightning.instrument.context import attempt_in_context
 from lightning.instrument.frames import start_task, thread_started_by, user_functions
-from lightning.instrument.last_call import Starter, started_in, starter
+from lightning.instrument.last_call import Starter, known_as, started_in, starter
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,12 +37,8 @@ def _carried(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function, updated=())
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        token = starter.set(here)
-        try:
-            with started_in(here.context), thread_started_by(functions):
-                return function(*args, **kwargs)
-        finally:
-            starter.reset(token)
+        with known_as(starter, here), started_in(here.context), thread_started_by(functions):
+            return function(*args, **kwargs)
 
     return run
 

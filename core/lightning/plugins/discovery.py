@@ -134,9 +134,10 @@ class RegisteredNames:
     def __init__(self) -> None:
         self._taken: defaultdict[str, dict[str, tuple[str, object]]] = defaultdict(dict)
         self._contested: dict[tuple[str, str], set[str]] = {}
+        self._usual: set[tuple[str, str]] = set()
 
-    def take(self, kind: str, plugin: str, name: str, factory: object) -> None:
-        """Register a name.
+    def take(self, kind: str, plugin: str, name: str, factory: object, *, usual: bool = False) -> None:
+        """Register a name. A `usual` one is meant where a user names none of its kind.
 
         Raises `PluginError` when it is taken, or not a name, or what it stands for cannot be called; a credit function that is
         a class, because credit functions are no factories: what is registered is called with a group.
@@ -153,10 +154,16 @@ class RegisteredNames:
             self._contested.setdefault((kind, name), set()).update({owner, plugin})
             raise PluginError(f"it registers the {one(kind)} {name!r}, which the plugin {owner!r} registers as well")
         self._taken[kind][name] = (plugin, factory)
+        if usual:
+            self._usual.add((kind, name))
 
     def known(self, kind: str) -> list[str]:
         """The names of a kind, sorted."""
         return sorted(self._taken[kind])
+
+    def usual(self, kind: str) -> list[str]:
+        """Those of them that are meant where a user names none."""
+        return [name for name in self.known(kind) if (kind, name) in self._usual]
 
     def claimants(self, kind: str, name: str) -> list[str]:
         """The plugins that quarrel about a name; empty when none do."""

@@ -7,8 +7,8 @@ import inspect
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
     from lightning.cli.app import Command
     from lightning.cli.check import Check
-    from lightning.config import Config
+    from lightning.config import Config, GatewayConfig
     from lightning.credit import Credit
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
@@ -147,13 +147,21 @@ class _Isolating(pluggy.PluginManager):
 
 
 class Plugins:
-    """All plugins of this process. Nothing is looked for before the first question; safe to use from several threads."""
+    """All plugins of this process. Nothing is looked for before the first question; safe to use from several threads.
+
+    `relay` has the hooks of the plugins that are loaded; it is complete as long as no module of `awaited` has been imported.
+    `awaited` are the modules whose import lets plugins be loaded; None before they have been looked for, and while some are
+    loaded, in whatever thread: `hook` waits for those.
+    """
 
     def __init__(self) -> None:
         self._manager = _Isolating(GROUP)
         self._manager.add_hookspecs(hooks)
+        self.relay = self._manager.hook
+        self.awaited: frozenset[str] | None = None
         self._lock = threading.RLock()
         self._found = self._loaded = False
+        self._loading = 0
         self._entries: dict[str, EntryPoint] = {}
         self._infos: dict[str, PluginInfo] = {}
         self._names = RegisteredNames()
@@ -185,6 +193,11 @@ class Plugins:
         """Every registered name of a kind, sorted."""
         self._register_all(kind)
         return self._names.known(kind)
+
+    def usual(self, kind: str) -> list[str]:
+        """Those of the names of a kind that are meant where a user names none."""
+        self._register_all(kind)
+        return self._names.usual(kind)
 
     def algorithm(self, name: str) -> Callable[..., Algorithm | SearchAlgorithm]:
         """The factory of an algorithm."""
@@ -254,9 +267,9 @@ class Plugins:
         """The factory of a demonstration."""
         return cast("Callable[[], Demo]", self.get("demos", name))
 
-    def dialect(self, name: str) -> Callable[[], Dialect]:
+    def dialect(self, name: str) -> Callable[[GatewayConfig], Dialect]:
         """The factory of an API that gateways speak at `/v1/NAME`."""
-        return cast("Callable[[], Dialect]", self.get("dialects", name))
+        return cast("Callable[[GatewayConfig], Dialect]", self.get("dialects", name))
 
     def route(self, name: str) -> Callable[[Parts], ASGIApp]:
         """The factory of what answers a POST to `/v1/NAME` on gateways."""
@@ -296,6 +309,16 @@ class Plugins:
     def store(self, url: str) -> Store:
         """A store, not yet opened, for a URL such as `sqlite:///runs/a/lightning.db`; its scheme names the factory."""
         return cast("Callable[[str], Store]", self._by_scheme("stores", url))(url)
+
+    @asynccontextmanager
+    async def opened_store(self, url: str, *, make: bool = True) -> AsyncIterator[Store]:
+        """The store at a URL, open for the block. See `Store.open` for what it raises and `make`."""
+        store = self.store(url)
+        await store.open(make=make)
+        try:
+            yield store
+        finally:
+            await store.close()
 
     def policy_server(self, url: str) -> Callable[[Path, Config, WeightTransfer, bool], PolicyServer]:
         """The factory of what serves the policy at a URL; its scheme names the factory."""
@@ -412,6 +435,17 @@ class Plugins:
             self._loaded = True
 
     def _load_these(self, names: Iterable[str]) -> None:
+        """Load plugins. Loading may come back here: `awaited` is known once the first of these calls ends."""
+        self.awaited = None
+        self._loading += 1
+        try:
+            self._import_and_register(names)
+        finally:
+            self._loading -= 1
+            if not self._loading:
+                self.awaited = frozenset(self._infos[name].waits_for for name in self._entries)
+
+    def _import_and_register(self, names: Iterable[str]) -> None:
         """Import plugins, with the hooks that they bring, and only then look at what hooks they implement."""
         made: dict[str, object] = {}
         for name in names:

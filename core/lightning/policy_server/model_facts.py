@@ -21,6 +21,10 @@ DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16
 """Of the dtypes of safetensors that have more than one."""
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 """Entries of `layer_types` (`layers_block_type`) that keep keys and values for each token."""
+CURE_OF_TEMPLATE = (
+    "give vLLM a template that shows tools (policy_server.args: --chat-template FILE), take a model whose template knows them, "
+    "or describe the tools in the agent's own prompt"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,7 @@ def register_weight_transfers(
     register: Callable[[str, Callable[[Config, object | None], WeightTransfer]], None],
 ) -> None:
     """`auto` (the default), `shared_memory` and `file`: where the files lie is for `weights.WeightsFolder` to choose."""
-    from lightning.policy_server.weights import FILES
+    from lightning.policy_server.weights import FILES, FromDisk
 
     for name in FILES:
-        register(name, from_disk)
-
-
-def from_disk(config: Config, sender: object | None) -> WeightTransfer:
-    """See `lightning.policy_server.weights.FromDisk`."""
-    from lightning.policy_server.weights import FromDisk
-
-    return FromDisk()
+        register(name, lambda config, sender: FromDisk())

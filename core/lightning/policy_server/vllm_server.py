@@ -28,6 +28,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from lightning.asyncio_utils import to_its_end
 from lightning.config.sections import Config, PolicyServerConfig
 from lightning.errors import DataError, PluginError, PolicyServerError
 from lightning.plugins import plugins
@@ -159,8 +160,12 @@ class VLLMServer(ABC):
 
     def __init__(self, model: Path, version: int, transfer: WeightTransfer) -> None:
         self._folder, self._transfer = model, transfer
-        self._version = version
-        self._name = self._alias = self._claim = ""
+        self.version = version
+        """The weight version it samples from now."""
+        self.model = self._alias = ""
+        """The served model name requests must carry."""
+        self.claim = ""
+        """The word that was left in the server, if it is known by that."""
         self._control: VLLMControl | None = None
         self._serving = False
         self._weights: Sequence[Path] = ()
@@ -173,24 +178,9 @@ class VLLMServer(ABC):
         return self._running().url
 
     @property
-    def model(self) -> str:
-        """The served model name requests must carry."""
-        return self._name
-
-    @property
     def alias(self) -> str:
         """The served model name that the policy's calls carry."""
-        return self._alias or self._name
-
-    @property
-    def claim(self) -> str:
-        """The word that was left in the server, if it is known by that."""
-        return self._claim
-
-    @property
-    def version(self) -> int:
-        """The weight version it samples from now."""
-        return self._version
+        return self._alias or self.model
 
     async def healthy(self) -> bool:
         """Whether it answers now, engine included."""
@@ -201,7 +191,7 @@ class VLLMServer(ABC):
         try:
             return await self._running().usage()
         except PolicyServerError as error:
-            logger.debug("%s does not say what its requests have needed: %s", self._name, error)
+            logger.debug("%s does not say what its requests have needed: %s", self.model, error)
             return None
 
     async def sleep(self) -> None:
@@ -229,7 +219,7 @@ class VLLMServer(ABC):
         control, tries = self._running(), 1
         while True:
             try:
-                return await control.served_logprobs(self._name, probe.ids, PROBE_SECONDS)
+                return await control.served_logprobs(self.model, probe.ids, PROBE_SECONDS)
             except NoAnswerError as error:
                 state = await control.health()
                 if tries == PROBE_TRIES or state in ("dead", "refused"):
@@ -243,12 +233,7 @@ class VLLMServer(ABC):
         if weights is not None:
             await asyncio.to_thread(check_weights, weights, self._folder)
         started = time.perf_counter()
-        exchange = asyncio.ensure_future(self._exchange(control, weights, version))
-        try:
-            in_flight = await asyncio.shield(exchange)
-        except asyncio.CancelledError:
-            await asyncio.wait([exchange])
-            raise
+        in_flight = await to_its_end(self._exchange(control, weights, version))
         update = Update(version, in_flight, time.perf_counter() - started)
         logger.info("version %d in %.3f s, %d requests counted", version, update.seconds, len(in_flight))
         return update
@@ -261,7 +246,7 @@ class VLLMServer(ABC):
             if weights is not None:
                 await self._transfer.ready(control)
         except PolicyServerError as error:
-            raise PolicyServerError(f"{what} was not taken, version {self._version} goes on: {error}") from error
+            raise PolicyServerError(f"{what} was not taken, version {self.version} goes on: {error}") from error
         await control.check_ours()  # a group takes its time to meet
         try:
             await control.pause()
@@ -277,8 +262,8 @@ class VLLMServer(ABC):
             raise
         except PolicyServerError as error:
             await self._put_back(control, error, loading=loading, naming=naming)
-            raise PolicyServerError(f"{what} was not taken, version {self._version} goes on: {error}") from error
-        self._version = version
+            raise PolicyServerError(f"{what} was not taken, version {self.version} goes on: {error}") from error
+        self.version = version
         if weights is not None:
             self._weights = files_of(weights)
         try:
@@ -293,13 +278,13 @@ class VLLMServer(ABC):
             await control.check_ours()
             if loading and not self._weights:
                 raise PolicyServerError(
-                    f"this trainer has not given it version {self._version} and has no weights of it"
+                    f"this trainer has not given it version {self.version} and has no weights of it"
                 )
             if loading:
                 await self._transfer.load(control, self._weights)
                 await control.drop_prefix_cache()
             if loading or naming:
-                await control.set_version(self._version)
+                await control.set_version(self.version)
             await control.resume()
         except NotOursError:
             await self._let_be(control)
@@ -307,7 +292,7 @@ class VLLMServer(ABC):
         except PolicyServerError as error:
             outcome = self._give_up()
             raise PolicyServerError(
-                f"{cause}; then version {self._version} could not be put back either ({error}). {outcome}"
+                f"{cause}; then version {self.version} could not be put back either ({error}). {outcome}"
             ) from cause
 
     async def _let_be(self, control: VLLMControl) -> None:
@@ -378,7 +363,7 @@ class OwnedVLLM(VLLMServer):
         demand: Demand = DEFAULT_DEMAND,
     ) -> None:
         super().__init__(model.resolve(), version, transfer or FromDisk())
-        self._config, self._log, self._name, self._updates = config, log, name, updates
+        self._config, self._log, self.model, self._updates = config, log, name, updates
         self._demand = demand
         self._port = config.port
         self._process: ServerProcess | None = None
@@ -395,7 +380,7 @@ class OwnedVLLM(VLLMServer):
         the model folder is incomplete, the port is taken, or vLLM ends or stays silent (with the last lines of its log).
         """
         async with self._changing:
-            await self._start(self._version)
+            await self._start(self.version)
 
     async def _start(self, version: int) -> None:
         """Start vLLM with the folder's weights as `version`; where anything goes wrong nothing is left of it."""
@@ -416,8 +401,8 @@ class OwnedVLLM(VLLMServer):
             logger.warning("%s: %s", self._folder.name, slow)
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         with reserved_port(self._config.host, self._port) as self._port:
-            self._alias = f"{self._name}-{secrets.token_hex(8)}"
-            names = (self._name, self._alias)
+            self._alias = f"{self.model}-{secrets.token_hex(8)}"
+            names = (self.model, self._alias)
             args = server_args(
                 self._folder, self._config, chosen, device=device, names=names, port=self._port, transfer=self._transfer
             )
@@ -436,7 +421,7 @@ class OwnedVLLM(VLLMServer):
             except BaseException:
                 await self._stop()
                 raise
-        self._version, self._weights, self._serving = version, checkpoint_files(self._folder), True
+        self.version, self._weights, self._serving = version, checkpoint_files(self._folder), True
 
     async def _until_ready(self, process: ServerProcess, control: VLLMControl, seconds: float) -> None:
         """Return when vLLM answers. Raises `PolicyServerError` with its log when it does not in time, or has ended."""

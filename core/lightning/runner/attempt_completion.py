@@ -12,7 +12,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning.batch.branches import why_no_branch
 from lightning.errors import DataError, StaleAttemptError
 from lightning.gateway.stages import NO_LINE, Line
 from lightning.instrument.texts import number
@@ -65,11 +64,7 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome, lin
         kept = replace(kept, attempt=attempt)
         _check_labels(kept, outcome, calls)
         if outcome.fault is not Fault.INFRASTRUCTURE:
-            branch = kept.parent is not None
-            outcome = judge(outcome, calls, branch=branch)
-            if branch and (outcome.reward is not None or outcome.fault is Fault.POLICY):
-                why = await why_no_branch(store, kept, calls)
-                outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=why) if why else outcome
+            outcome = judge(outcome, calls, branch=kept.parent is not None)
             spend = not (outcome.fault is Fault.INFRASTRUCTURE and any(map(is_unserved, calls)))
         outcome = await line.ended(kept, outcome, calls)
     if outcome.error or outcome.tool_events or outcome.step_states:  # in a thread, since tools may say a lot
@@ -98,12 +93,17 @@ def judge(outcome: Outcome, calls: Sequence[Transition], *, branch: bool = False
     or ran out of time, after the policy server had failed under it is not at fault: the attempt counts as an infrastructure
     failure and may be retried. So does one that made a reward of it (`except Exception: return 0.0`), its last call unserved,
     and one that outlived its API key and called the model after that. What the model did wrong itself is a fault of the
-    policy's (`lightning.runner.outcomes`). A branch that does not begin as its parent did has no reward, whatever it came to.
-    A `branch` may have a reward without a call of its own, after an edited answer; `why_no_branch` looks at that.
+    policy's (`lightning.runner.outcomes`). A branch whose calls were refused as void has no reward, whatever it came to.
+    A `branch` may have a reward without a call of its own, after an edited answer: the stage that answers branches looks at
+    that.
     """
     if why := next((call.error for call in calls if call.finish_reason == BRANCH_VOID), ""):
         return replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=why)
-    if outcome.fault is not Fault.INFRASTRUCTURE and any(map(_is_expired, calls)):
+    failed = [call for call in calls if call.status is CallStatus.ERROR]  # at the policy server, or at a plugin's stage
+    expired = any(
+        call.finish_reason == EXPIRED for call in failed
+    )  # the store has no other word of a key that had expired
+    if outcome.fault is not Fault.INFRASTRUCTURE and expired:
         message = f"{OUTLIVED}; the agent ended with: {outcome.error}" if outcome.error else OUTLIVED
         return replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=message)
     if outcome.reward is not None and not branch and not any(call.status.answered for call in calls):
@@ -115,11 +115,10 @@ def judge(outcome: Outcome, calls: Sequence[Transition], *, branch: bool = False
         outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=problem)
     if outcome.reward is not None and calls and is_unserved(max(calls, key=lambda call: call.seq)):
         return replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=SWALLOWED)
-    broken = next(filter(_is_broken, calls), None)
-    if broken is not None and outcome.fault in (Fault.AGENT, Fault.POLICY, Fault.TIMEOUT):
+    if failed and outcome.fault in (Fault.AGENT, Fault.POLICY, Fault.TIMEOUT):
         message = f"a model call failed at the policy server, then the agent: {outcome.error}"
-        if broken.error:
-            message = f"a model call failed ({broken.error}), then the agent: {outcome.error}"
+        if failed[0].error:
+            message = f"a model call failed ({failed[0].error}), then the agent: {outcome.error}"
         return replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
     if cause := cause_in_record(outcome, calls):
         return replace(outcome, fault=Fault.POLICY, error=described(cause, outcome.error))
@@ -137,19 +136,9 @@ def _no_reward(outcome: Outcome) -> str:
     return ""
 
 
-def _is_broken(call: Transition) -> bool:
-    """Whether a call failed at the policy server, or at a plugin's stage."""
-    return call.status is CallStatus.ERROR
-
-
 def is_unserved(call: Transition) -> bool:
     """Whether a call failed because no policy server was there, or went away with it."""
     return call.status is CallStatus.ERROR and call.finish_reason == UNSERVED
-
-
-def _is_expired(call: Transition) -> bool:
-    """Whether a call was refused because its key had expired. The store has no other word of that."""
-    return call.status is CallStatus.ERROR and call.finish_reason == EXPIRED
 
 
 def _check_labels(rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> None:

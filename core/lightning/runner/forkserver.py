@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning.asyncio_utils import cancel
 from lightning.errors import RunnerError
 from lightning.instrument.providers import for_import, own
 from lightning.memory_budget import Holder
@@ -79,7 +80,7 @@ class Worker:
         """Send a request and return the reply, which `holder` has room for. Raises `WorkerDiedError`, or `ValueError` for bytes
         that are no message, or the answer to another request."""
         self.served += 1
-        reading = asyncio.ensure_future(self._exchange(request, holder))
+        reading = asyncio.create_task(self._exchange(request, holder))
         both: set[asyncio.Future[Any]] = {reading, self.exited}
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -90,8 +91,7 @@ class Worker:
         except (EOFError, OSError):
             await asyncio.wait({self.exited}, timeout=GRACE)
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            await cancel(reading)
         ended = _how_it_ended(self.exited.result()) if self.exited.done() else "closed its connection to the runner"
         raise WorkerDiedError(f"the agent's process (pid {self.pid}) {ended} in the middle of the rollout")
 
@@ -265,8 +265,7 @@ class ForkServer:
         if self.enclosure is not None and self._process is not None:
             self._process.kill()  # which ends all that is in it
         if self._listener is not None:
-            self._listener.cancel()
-            await asyncio.gather(self._listener, return_exceptions=True)
+            await cancel(self._listener)
         if self._control is not None:
             async with self._sending:  # whoever waited for room has seen the end, and left
                 self._control.close()

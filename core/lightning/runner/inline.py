@@ -13,9 +13,10 @@ import inspect
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+from lightning.asyncio_utils import to_its_end
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.instrument import ActiveAttempt, activate, emit, install_tap
@@ -49,17 +50,9 @@ class InlineRunner:
         self._slots = asyncio.Semaphore(config.concurrency)
         self._installed: contextlib.ExitStack | None = None
         self._line = attempt_line(config)
+        self.concurrency = config.concurrency
+        self.stages = self._line.versions
         self._line.refuse_enclosing(config)
-
-    @property
-    def concurrency(self) -> int:
-        """Rollouts at once."""
-        return self._config.concurrency
-
-    @property
-    def stages(self) -> Mapping[str, str]:
-        """See `StagedRunner`."""
-        return self._line.versions
 
     async def start(self) -> None:
         """Install the tap, the stages of plugins and the adapters. Raises `RunnerError` or `ConfigError` when such a stage
@@ -116,7 +109,7 @@ class InlineRunner:
                 return await self._outcome(task, llm, attempt)
             context, contexts = contextvars.copy_context(), contextlib.ExitStack()
             try:
-                await _whole_thread(context.run, enter, contexts, around, llm)
+                await to_its_end(asyncio.to_thread(context.run, enter, contexts, around, llm))
                 return await asyncio.create_task(self._outcome(task, llm, attempt), context=context)
             finally:
                 context.run(contexts.close)
@@ -159,16 +152,6 @@ def run_here(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcom
     with contextlib.ExitStack() as installed:
         installed.callback(line.install())
         return run_agent(agent, task, llm, loop, line)
-
-
-async def _whole_thread(function: Callable[..., None], *arguments: object) -> None:
-    """Call a function in a thread; when this is cancelled, once the thread is through."""
-    running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-    try:
-        await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait({running})
-        raise
 
 
 async def _in_thread(function: Callable[[], Reward | Awaitable[Reward]]) -> Reward | Awaitable[Reward]:

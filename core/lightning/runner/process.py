@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -45,18 +44,10 @@ class ProcessRunner:
         self._told_of_threads = False
         self._enclosed: dict[Worker, ForkServer] = {}
         self._line = attempt_line(config)
+        self.concurrency = config.concurrency
+        self.stages = self._line.versions
         self._line.check_packing()
         self._ending: set[asyncio.Task[None]] = set()
-
-    @property
-    def concurrency(self) -> int:
-        """Rollouts at once."""
-        return self._config.concurrency
-
-    @property
-    def stages(self) -> Mapping[str, str]:
-        """See `StagedRunner`."""
-        return self._line.versions
 
     async def start(self) -> None:
         """Load the agent once. Raises `RunnerError` when it cannot be loaded in a new process, and `RunnerError` or

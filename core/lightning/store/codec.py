@@ -168,7 +168,7 @@ def encode_packed(packed: Packed, shared: int) -> bytes:
     planes = _to_planes(rest + packed.response, packed.logprobs)
     low, high = (_local.compressor.compress(plane) if plane else b"" for plane in planes)
     lengths = (len(part) // ITEM for part in (rest, packed.response, packed.logprobs))
-    return b"".join((bytes((VERSION,)), packed.digest, *map(_to_varint, (shared, *lengths, len(low))), low, high))
+    return b"".join((bytes((VERSION,)), packed.digest, *map(to_varint, (shared, *lengths, len(low))), low, high))
 
 
 def decode(blob: bytes, parent: bytes = b"") -> CallTokens:
@@ -204,7 +204,7 @@ def _check_version(blob: bytes) -> None:
         raise StoreError(other_format(f"token blob is corrupt, or of codec {blob[0]}", f"codec {VERSION}"))
 
 
-def _to_varint(value: int) -> bytes:
+def to_varint(value: int) -> bytes:
     """LEB128: seven bits a byte, lowest first, the top bit says that more follow."""
     parts = bytearray()
     while value > 0x7F:
@@ -429,48 +429,6 @@ class ParentCache(Generic[K]):
         self._entries.clear()
         self._touched.clear()
         self._bytes = 0
-
-
-class ParentsView(Generic[K]):
-    """What one transaction sees of a `ParentCache`, while others use it beside it. What the transaction stored is a parent for
-    the others only once it is published."""
-
-    def __init__(self, shared: ParentCache[K]) -> None:
-        self._shared = shared
-        self._seen: dict[Hashable, list[KnownTransition[K]]] = {}
-        self._added: list[tuple[Hashable, KnownTransition[K], KnownTransition[K] | None]] = []
-
-    async def get(self, key: Hashable, load: Load[K]) -> list[KnownTransition[K]]:
-        """See `ParentCache.get`. An attempt's and a group's are asked for before the transaction stores a call under the key:
-        so what is loaded is committed. Those of a branched rollout may be this transaction's own; `Transaction.kept` asks
-        whether they are there."""
-        if key not in self._seen:
-            self._seen[key] = list(await self._shared.get(key, load))
-        return self._seen[key]
-
-    def at_hand(self, key: Hashable) -> list[KnownTransition[K]]:
-        """The candidates under a key that was asked for before; none under any other."""
-        return self._seen.get(key, [])
-
-    def add(self, key: Hashable, known: KnownTransition[K], extended: KnownTransition[K] | None = None) -> None:
-        """See `ParentCache.add`."""
-        if key in self._seen:
-            if extended in self._seen[key]:
-                self._seen[key].remove(extended)
-            self._seen[key].append(known)
-            self._added.append((key, known, extended))
-
-    def drop(self, key: Hashable) -> None:
-        """See `ParentCache.drop`. Loaded again by a later transaction: this one would see, and show, what it has not
-        committed."""
-        self._shared.drop(key)
-        self._seen[key] = []
-
-    def publish(self) -> None:
-        """The transaction was committed."""
-        for key, known, extended in self._added:
-            self._shared.add(key, known, extended)
-        self._shared.keep()
 
 
 def choose(prompt: Prompt, candidates: Iterable[KnownTransition[K]]) -> tuple[KnownTransition[K] | None, int]:

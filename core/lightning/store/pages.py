@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Final, TypeVar
 
 from lightning.store.protocol import Store
 from lightning.types import Rollout, StepRecord
+
+T = TypeVar("T")
 
 STEPS: Final = 100
 """Steps read at once: 4 MB of 512 rollouts each."""
@@ -33,3 +35,15 @@ async def each_step(store: Store, run: str) -> AsyncIterator[StepRecord]:
         for record in page:
             yield record
         after = page[-1].step
+
+
+async def batched(items: AsyncIterator[T], size: int) -> AsyncIterator[list[T]]:
+    """The items in order, that many at once; fewer at the end."""
+    some: list[T] = []
+    async for item in items:
+        some.append(item)
+        if len(some) == size:
+            yield some
+            some = []
+    if some:
+        yield some

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl
+from lightning.hooks import hookimpl, made_later
 
 if TYPE_CHECKING:
     from lightning.store.protocol import Store
@@ -14,17 +14,5 @@ if TYPE_CHECKING:
 @hookimpl
 def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> None:
     """The schemes of the built-in stores."""
-    register("memory", _memory)
-    register("sqlite", _sqlite)
-
-
-def _memory(url: str) -> Store:
-    from lightning.store.memory import MemoryStore
-
-    return MemoryStore.from_url(url)
-
-
-def _sqlite(url: str) -> Store:
-    from lightning.store.sqlite import SqliteStore
-
-    return SqliteStore.from_url(url)
+    register("memory", made_later("lightning.store.memory:MemoryStore.from_url"))
+    register("sqlite", made_later("lightning.store.sqlite:SqliteStore.from_url"))

@@ -468,8 +468,3 @@ def rollout_values(rollout: Rollout) -> tuple[Value, ...]:
 def versions_of_resources(rollout: Rollout) -> str:
     """The resources of a rollout, equal text for equal versions. Raises `DataError` for what is no version."""
     return _resources_to_text(rollout.resources, f"the resources of rollout {rollout.id!r}")
-
-
-def versions_from_resources(text: str, what: str) -> dict[str, int]:
-    """What `versions_of_resources` wrote."""
-    return dict(as_mapping(text, f"the resources of {what}"))

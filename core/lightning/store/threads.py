@@ -13,11 +13,9 @@ import contextlib
 import math
 import os
 import threading
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from lightning.asyncio_utils import new_loop
 from lightning.errors import StoreError
 
 T = TypeVar("T")
@@ -55,108 +53,6 @@ def deliver(jobs: Sequence[WorkItem[Any]]) -> None:
 def _deliver_here(jobs: Sequence[WorkItem[Any]]) -> None:
     for job in jobs:
         job.deliver()
-
-
-class _Work(WorkItem[T]):
-    """A coroutine to run on the thread's loop."""
-
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        super().__init__()
-        self.work = work
-        self.task: asyncio.Task[None] | None = None
-
-    def cancel(self) -> None:
-        """End it, on the thread's loop."""
-        if self.task is not None:
-            self.task.cancel()
-
-    async def run(self) -> None:
-        """Run it, unless its caller is gone."""
-        if self.waiter.cancelled():
-            return
-        try:
-            self.result = await self.work()
-        except Exception as error:  # noqa: BLE001 — it belongs to the caller
-            self.error = error
-
-
-class LoopThread:
-    """An event loop of its own. Loops are woken once for all jobs that came or ended together."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = new_loop()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._arrived: deque[_Work[Any]] = deque()
-        self._finished: list[_Work[Any]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Callable[[], Coroutine[Any, Any, T]], *, followed: bool = False) -> asyncio.Future[T] | None:
-        """Run a coroutine in the thread, for the running loop to wait for; None after `close`. One that is `followed` ends when
-        its caller gives up."""
-        job = _Work(work)
-
-        def follow(waiter: asyncio.Future[T]) -> None:
-            if waiter.cancelled():
-                with contextlib.suppress(RuntimeError):  # the thread's loop was closed: it has ended
-                    self.loop.call_soon_threadsafe(job.cancel)
-
-        if followed:
-            job.waiter.add_done_callback(follow)
-        with self._lock:
-            if self._closed:
-                return None
-            self._arrived.append(job)
-            if len(self._arrived) == 1:
-                self.loop.call_soon_threadsafe(self._begin)
-        return job.waiter
-
-    def close(self, goodbye: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Wait for what was submitted, run `goodbye`, end the thread. Blocks; idempotent."""
-        with self._lock:
-            first, self._closed = not self._closed, True
-        if first:
-            asyncio.run_coroutine_threadsafe(self._drain(goodbye), self.loop).result()
-            self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-
-    async def _drain(self, goodbye: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._begin()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-        await goodbye()
-        self._deliver()
-
-    def _main(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-        finally:
-            self.loop.close()
-
-    def _begin(self) -> None:
-        while True:
-            with self._lock:
-                arrived = list(self._arrived)
-                self._arrived.clear()
-            if not arrived:
-                return
-            for job in arrived:
-                job.task = self.loop.create_task(self._run(job))
-                self._tasks.add(job.task)
-                job.task.add_done_callback(self._tasks.discard)
-
-    async def _run(self, job: _Work[Any]) -> None:
-        await job.run()
-        self._finished.append(job)
-        if len(self._finished) == 1:
-            self.loop.call_soon(self._deliver)
-
-    def _deliver(self) -> None:
-        finished, self._finished = self._finished, []
-        deliver(finished)
 
 
 def closed_error(place: str) -> StoreError:

@@ -93,16 +93,6 @@ def parse(url: str) -> StoreURL:
     return StoreURL(scheme.lower(), unquote(host), unquote(path) if slash else "", options)
 
 
-def split_port(host: str, default: int, shown: str, example: str) -> tuple[str, int]:
-    """`host:port` as both; an IPv6 address stands in brackets. Raises `ConfigError`, which shows `shown` and an `example`."""
-    name, colon, port = host.rpartition(":")
-    if not colon or host.endswith("]"):
-        name, port = host, str(default)
-    if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{shown!r} has no port that could be: write {example}")
-    return name.removeprefix("[").removesuffix("]"), int(port)
-
-
 def _end_of_host(rest: str) -> int:
     """Where what stands behind `://` has its first / or ?."""
     return min((at for at in (rest.find("/"), rest.find("?")) if at >= 0), default=len(rest))

@@ -128,19 +128,19 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
 
 def _answer(call: ChatRequest, text: str) -> tuple[bytes, int]:
     """The body of the answer, and its status."""
+    from lightning.config import GatewayConfig
+    from lightning.gateway.gateway import spoken
     from lightning.gateway.http import RefusalError
-    from lightning.plugins import plugins
 
     streams, route = bool(call.body.get("stream")), call.path.partition("?")[0]
-    name = next((name for name in plugins().names("dialects") if route.endswith(f"/v1/{name}")), None)
-    if name is None:
-        return _stream(call, text) if streams else json.dumps(_completion(call, text)).encode(), 200
-    dialect = plugins().dialect(name)()
+    chat, *others = spoken(GatewayConfig())
+    dialect = next((other for other in others if route.endswith(f"/v1{other.path}")), chat)
     try:
         _, translator = dialect.translate(dict(call.body), (), f"{dialect.id_prefix}1")
     except RefusalError as refusal:
         return dialect.refusal(refusal), refusal.status
-    assert translator is not None
+    if translator is None:
+        return _stream(call, text) if streams else json.dumps(_completion(call, text)).encode(), 200
     if not streams:
         return json.dumps(translator.whole(_completion(call, text))).encode(), 200
     return b"".join([*map(translator.chunk, _chunks(call, text)), translator.end()]), 200

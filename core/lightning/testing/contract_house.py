@@ -143,10 +143,8 @@ class House:
     def finish(self, lease: Lease, active: ActiveAttempt, answer: str, error: BaseException | None) -> Ran:
         """Report a rollout as the runner does, and read from the store what it left there."""
         outcome = returned(1.0, active, 0.0) if error is None else raised(error, active, 0.0)
-        rollout, attempt = lease.rollout.id, lease.attempt
-        self.do(self._report(rollout, attempt, outcome))
-        events = self.do(self._store.attempts_of([(rollout, attempt)]))[0].tool_events
-        return Ran(answer, error, tuple(self.calls(lease)), tuple(events))
+        _, calls, attempt = self.end(lease, outcome)
+        return Ran(answer, error, tuple(calls), tuple(attempt.tool_events))
 
     def end(self, lease: Lease, outcome: Outcome) -> tuple[Rollout, list[Transition], Attempt]:
         """Report an outcome as a runner does; what the store has then."""

@@ -19,8 +19,6 @@ from lightning.instrument import emit, install_tap
 from lightning.plugins import plugins
 from lightning.runner.inline import run_here
 from lightning.runner.protocol import Agent
-from lightning.store import exchanges
-from lightning.store.exchanges import Exchange
 from lightning.testing.contract_house import House
 from lightning.testing.fake_vllm import FakeVLLM, Reply, Script, ToolCall
 from lightning.types import LLM, Json, Outcome, Rollout, StepReward, StepState, Task, ToolEvent, Transition
@@ -31,12 +29,10 @@ atexit.register(_loop.close)
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """What a rollout left in the store. `rollout` has its reward, the named parts of it, or its fault and error; `exchanges`
-    are what the agent sent and got in each of the `transitions`."""
+    """What a rollout left in the store. `rollout` has its reward, the named parts of it, or its fault and error."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
-    exchanges: tuple[Exchange | None, ...]
     tool_events: tuple[ToolEvent, ...]
     step_rewards: tuple[StepReward, ...]
     step_states: tuple[StepState, ...]
@@ -78,7 +74,6 @@ def rollout(
     return RolloutRecord(
         ended,
         tuple(calls),
-        tuple(exchanges.read(calls)),
         attempt.tool_events,
         attempt.step_rewards,
         attempt.step_states,

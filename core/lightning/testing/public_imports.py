@@ -101,7 +101,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.gateway.stages",
             "lightning.memory_budget",
             "lightning.redaction",
-            "lightning.store.conversation",
         ),
         "a sampler, an order of tasks": (
             "lightning.trainer.algorithm",
@@ -150,7 +149,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.trainer.algorithm",
             "lightning.trainer.stages",
         ),
-        "a tracker": ("lightning.instrument.context", "lightning.store.exchanges"),
+        "a tracker": ("lightning.instrument.context",),
         "a search": (
             "lightning.instrument.components",
             "lightning.store.places",
@@ -162,7 +161,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.trainer.summary",
         ),
         "a replay of recorded rollouts": (
-            "lightning.batch.branches",
             "lightning.gateway.dialects",
             "lightning.instrument.recorded_tools",
             "lightning.runner.inline",

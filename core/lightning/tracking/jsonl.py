@@ -7,7 +7,7 @@ when the run goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -17,14 +17,13 @@ from lightning.hooks import hookimpl
 from lightning.types import Json
 
 if TYPE_CHECKING:
-    from lightning.config import Config
-    from lightning.tracking.protocol import Tracker
+    from lightning.hooks import RegisterTracker
 
 
 @hookimpl
-def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], None]) -> None:
+def register_trackers(register: RegisterTracker) -> None:
     """`trackers=["jsonl"]`."""
-    register("jsonl", lambda _: JsonLines())
+    register("jsonl", lambda _: JsonLines(), usual=True)
 
 
 FILE = "metrics.jsonl"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from lightning.store.exchanges import Parent
 from lightning.store.protocol import Store
 from lightning.types import Json, Rollout, StepReward, ToolEvent, Transition
 
@@ -25,15 +24,13 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """One attempt of a finished rollout and everything recorded about it; the last attempt is `rollout.attempt`. What a branch
-    sent and got is read with the calls of the rollout that it is `branch_of`."""
+    """One attempt of a finished rollout and everything recorded about it; the last attempt is `rollout.attempt`."""
 
     rollout: Rollout
     attempt: int
     transitions: Sequence[Transition]
     tool_events: Sequence[ToolEvent]
     step_rewards: Sequence[StepReward]
-    branch_of: Parent | None = None
 
 
 @runtime_checkable

@@ -18,7 +18,6 @@ from typing import Self, TypeAlias, cast
 from lightning.config import Config
 from lightning.plugins import plugins
 from lightning.redaction import redacted_json
-from lightning.store.exchanges import parents_of
 from lightning.store.protocol import Store
 from lightning.tracking.protocol import AlertTracker, AttemptRecord, RolloutTracker, Tracker
 from lightning.types import Json, Rollout
@@ -32,6 +31,12 @@ MAX_WAITING = 4096
 
 _Told: TypeAlias = "tuple[int, dict[str, float]] | dict[str, Json] | Rollout"
 """The metrics of a step, an alarm, or a rollout that has ended."""
+
+
+def names_of(config: Config) -> Sequence[str]:
+    """The trackers of a run: those that its settings name, or the usual ones."""
+    named = config.trainer.trackers
+    return plugins().usual("trackers") if named is None else named
 
 
 class Trackers:
@@ -174,7 +179,6 @@ async def attempts_of(store: Store, rollout: Rollout) -> list[AttemptRecord]:
     """The attempts of a rollout in order; lost ones only if they called the model."""
     records = []
     numbers = range(1, rollout.attempt + 1)
-    (parent,) = await parents_of(store, [rollout])
     for attempt, ended in zip(
         numbers, await store.attempts_of([(rollout.id, number) for number in numbers]), strict=True
     ):
@@ -184,7 +188,6 @@ async def attempts_of(store: Store, rollout: Rollout) -> list[AttemptRecord]:
             await store.transitions(rollout.id, attempt),
             list(ended.tool_events),
             list(ended.step_rewards),
-            parent,
         )
         if attempt == rollout.attempt or record.transitions:
             records.append(record)

@@ -212,15 +212,14 @@ class Loop:
         metrics |= await self.usage.step(groups)
         metrics |= {"reused": float(len(reused))} if reused else {}
         metrics["drift_tokens"] = await self.drift(batch, result)
-        if hidden := await self.stack.gateway.hidden_tools():
-            metrics["hidden_tools"] = float(hidden)
         metrics["tokens_per_second"] = sampled_tokens(sampled.groups) / max(sampled.seconds, 1e-9)
         fresh = not metrics.get("staleness_max") and not sampled.elsewhere  # other weights differ, as they should
         if fresh and (gap := bound_of(self.stack.config).problem_of_step(metrics)):
             computed = self.stack.config
             logger.warning(DIFFER, step + 1, gap, computed.engine.dtype, computed.policy_server.dtype)
         await asyncio.to_thread(self.remarks.step, step, groups, batch, metrics, self.train_agents)
-        taken = StepTaken(step, sampled.rollouts, groups, batch, metrics, self.train_agents)
+        parts = self.stack.gateway.parts
+        taken = StepTaken(step, sampled.rollouts, groups, batch, metrics, self.train_agents, parts)
         added = await self.stages.taken(taken)
         metrics |= added.metrics
         self.alarm(f"step {step + 1}", step, added.alarms)

@@ -24,7 +24,6 @@ from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.policy_server.protocol import PolicyServer, Usage
 from lightning.runner.outcomes import read_cause
-from lightning.store.exchanges import why_not_replayable
 from lightning.trainer.summary import NAMED, POLICY_FAULT, mean_parts
 from lightning.trainer.training_data import NOT, OF_MODEL, is_trainable
 from lightning.types import GREEDY_BELOW, TOO_LONG, Caller, CallStatus, Fault, Rollout, Status, Transition
@@ -106,7 +105,6 @@ def step_metrics(
         **({"calls_per_rollout": float(np.mean(calls))} if calls else {}),
         **({"too_long": float(refused)} if (refused := count_too_long(rollouts, groups)) else {}),
         **({"dropped/media": float(media)} if (media := len(media_calls(groups))) else {}),
-        "not_replayable": float(count_not_replayable(groups)),
         **({"truncated": count_truncated(trained) / len(trained)} if trained else {}),
     }
 
@@ -121,12 +119,6 @@ def policy_faults(rollouts: Sequence[Rollout]) -> dict[str, float]:
     failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
     causes = Counter(read_cause(rollout.error) for rollout in failed if rollout.fault is Fault.POLICY)
     return {f"{POLICY_FAULT}{cause}": float(count) for cause, count in sorted(causes.items())}
-
-
-def count_not_replayable(groups: Sequence[Group]) -> int:
-    """How many rollouts of the groups cannot be run again from their record."""
-    members = [member for group in groups for member in group.trajectories]
-    return sum(bool(why_not_replayable((*each.transitions, *each.refused), each.tool_events)) for each in members)
 
 
 def trained_calls(groups: Sequence[Group]) -> list[Transition]:

@@ -24,7 +24,7 @@ from lightning.runner.protocol import Agent, Runner
 from lightning.store.places import run_id_of
 from lightning.store.protocol import Store
 from lightning.store.url import parse, sqlite_url
-from lightning.tracking.trackers import Trackers
+from lightning.tracking.trackers import Trackers, names_of
 from lightning.trainer.agents import hidden_from_agents
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.beginning import prepare
@@ -335,7 +335,7 @@ class RunOpening:
         await stack.prompts.keep(stack.store, stack.run.id)
         described = self._described((), ())
         trackers = Trackers(
-            self.config.trainer.trackers,
+            names_of(self.config),
             self.config,
             run=stack.run.id,
             folder=self.out,

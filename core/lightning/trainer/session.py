@@ -27,7 +27,6 @@ from typing import Self
 
 from lightning.algorithms.protocol import Batch
 from lightning.asyncio_utils import in_thread
-from lightning.batch.branches import prefix_of, read_rollout
 from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import Engine, StepResult
@@ -173,8 +172,8 @@ class Session:
             trunk = next((member for member in group.trajectories if member.rollout.id == at.rollout), None)
             if trunk is None or self._groups.get(group.id) is not group or trunk.rollout.step != loop.done:
                 raise DataError(f"{group.id} is no group of this step's rollout() that has the call {at.key}")
-            recorded = await read_rollout(self.store, at.rollout, at.attempt)
-            prefix_of(recorded, at.seq)
+            (one,) = branch_rollouts([(trunk, at)], 0)
+            await loop.stack.gateway.parts.line.planned(one)
             self._forget_batches_of(group, now)
             highest = max(member.index for member in now.rollouts if member.group == group.id)
             first = max(highest + 1, now.next_index.get(group.id, 0))

@@ -167,9 +167,9 @@ class Stack:
                 # The old weights go on only where the policy server says so itself.
                 if not isinstance(error, PolicyServerError) or self.policy.version != before:
                     hold.lost = True
-                    self.gateway.policy_lost()
+                    self.gateway.own.lose()
                 raise
-            self.gateway.policy_updated(update)
+            self.gateway.own.update(update)
             hold.update = update
         return update
 
@@ -216,10 +216,10 @@ class Stack:
             self._serving.clear()
             (old,) = self.upstreams()
             async with self.owner.moving(self.upstreams), self.gateway.hold():
-                self.gateway.expect_restart()
+                self.gateway.own.pool.vacate()
                 await self.policy.restart(self.weights, self.version)
                 (new,) = self.upstreams()
-                self.gateway.replace_upstream(old, new)
+                self.gateway.own.pool.replace(old, new)
             self._serving.set()
 
     def upstreams(self) -> list[Upstream]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, Batch, SearchAlgorithm
     from lightning.batch.trajectory import Group
     from lightning.config import Config
+    from lightning.gateway.calls import Parts
     from lightning.trainer.stack import Stack
     from lightning.trainer.summary import Evaluation, Reporter
     from lightning.types import Rollout, Task
@@ -76,7 +77,8 @@ class Alarm:
 @dataclass(frozen=True, slots=True)
 class StepTaken:
     """A step that the engine has taken. `rollouts` are all that were sampled for it, failed ones included, `groups` what the
-    `batch` was made of, and `metrics` its numbers so far. A stage reads these and changes none."""
+    `batch` was made of, and `metrics` its numbers so far. `parts` are those of the run's gateway, whose `line` has the plugin's
+    own stage of calls (`Line.named`); None where a stage is tried without a run. A stage reads these and changes none."""
 
     step: int
     rollouts: Sequence[Rollout]
@@ -84,6 +86,7 @@ class StepTaken:
     batch: Batch
     metrics: Mapping[str, float]
     train_agents: Sequence[str] = ()
+    parts: Parts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from lightning.policy_server.vllm_server import check_policy_server
 from lightning.runner.protocol import Agent
 from lightning.store.places import DATABASE
 from lightning.store.url import redacted, sqlite_url
+from lightning.tracking.trackers import names_of
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
 from lightning.trainer.epochs import mark_over
 from lightning.trainer.held_out import check_held_out
@@ -122,7 +123,7 @@ class Trainer(RunOpening):
         self._steps_set = "steps" in base.trainer.model_fields_set or "trainer.steps" in given
         self.engine = engine
         self._make_engine, self._make_runner = plugins().engine(engine), plugins().runner(runner)
-        for tracker in self.config.trainer.trackers:
+        for tracker in names_of(self.config):
             plugins().tracker(tracker)
         step_line(self.config)
         if store is not None and store.partition("://")[0] in ("http", "https"):

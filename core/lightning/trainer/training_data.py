@@ -26,7 +26,6 @@ from lightning.batch.trajectory import Group, Trajectory
 from lightning.errors import StoreError
 from lightning.losses.correction import Correction
 from lightning.losses.custom_loss import GivenLoss
-from lightning.store.exchanges import parents_of
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.trainer.own_loop import own_step
@@ -135,9 +134,9 @@ async def load_groups(
     done = [scored for rollout in rollouts if (scored := _scored(rollout, policy_fault)) is not None]
     attempts = [(rollout.id, rollout.attempt) for rollout in done]
     calls, ended = await store.transitions_of(attempts), await store.attempts_of(attempts)
-    parents = await parents_of(store, done, dict(zip(attempts, calls, strict=True)))
+    of_parents = await _calls_of_parents(store, done, dict(zip(attempts, calls, strict=True)))
     groups: dict[str, list[Trajectory]] = {rollout.group: [] for rollout in rollouts}
-    for rollout, transitions, attempt, parent in zip(done, calls, ended, parents, strict=True):
+    for rollout, transitions, attempt in zip(done, calls, ended, strict=True):
         answered = tuple(call for call in transitions if call.status.answered)
         if rollout.status is Status.FAILED and not answered:
             continue
@@ -154,13 +153,22 @@ async def load_groups(
                 lost=tuple(
                     call for call in transitions if not call.status.answered and call.status is not CallStatus.REFUSED
                 ),
-                branch_of=parent,
+                parent_calls=() if rollout.parent is None else of_parents.get(rollout.parent[:2], ()),
                 of_interest=of_interest if masked else (),
             )
         )
     return [
         Group(name, tuple(sorted(members, key=lambda member: member.rollout.index))) for name, members in groups.items()
     ]
+
+
+async def _calls_of_parents(
+    store: Store, rollouts: Iterable[Rollout], known: Mapping[tuple[str, int], Sequence[Transition]]
+) -> dict[tuple[str, int], Sequence[Transition]]:
+    """All calls of the attempts that branches begin as, those that are in the store. The `known` ones are not read again."""
+    keys = dict.fromkeys(rollout.parent[:2] for rollout in rollouts if rollout.parent is not None)
+    there = [key for key in keys if key not in known and await store.get_rollout(key[0]) is not None]
+    return {**known, **dict(zip(there, await store.transitions_of(there) if there else (), strict=True))}
 
 
 def _scored(rollout: Rollout, policy_fault: PolicyFault) -> Rollout | None:

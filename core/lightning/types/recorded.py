@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from lightning.errors import ConfigError
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 UNSERVED = "unserved"
 """The finish reason of a call that failed because no policy server was there, or the one it was sent to went away."""
@@ -181,9 +184,9 @@ class Transition:
     is the limit of the answer that the agent asked for where there was less room: it got the room that was left (else 0).
     `requested_model` is the model that the agent asked for. `extras` are bytes of plugins by the plugin's name.
 
-    The extra `texts` is what the agent sent and got: `lightning.store.exchanges.read` reads it. There is none where it is not
+    The extra `texts` is what the agent sent and got: `lightning_record.exchanges.read` reads it. There is none where it is not
     recorded (`gateway.record_requests`), and for every choice of a call but its first. `conversation` is what
-    `previous_response_id` may go on with: `lightning.store.conversation.conversation_in` reads it. There is none for calls
+    `previous_response_id` may go on with: `lightning_record.conversation.conversation_in` reads it. There is none for calls
     through other APIs, those with `store` false, and those whose text may not be stored.
     """
 
@@ -257,6 +260,14 @@ def as_texts(given: Iterable[str], what: str) -> tuple[str, ...]:
         if not isinstance(text, str):
             raise ConfigError(f"{what}[{place}] is {text!r:.200}, not a text: give a list of texts")
     return texts
+
+
+def by_key(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items that have the same key together, by key; keys and items in the order in which they come."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def token_ids(values: Sequence[int] = ()) -> TokenIds:

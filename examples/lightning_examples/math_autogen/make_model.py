@@ -7,10 +7,10 @@ compares them with its requests), and on one machine the folder follows from the
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -21,10 +21,8 @@ from lightning_examples.calculator import calculate
 from lightning_examples.math_autogen.agent import MAX_CALLS, SYSTEM, grade
 from lightning_examples.math_autogen.tasks import tasks
 from lightning_examples.recipe.chatml import Conversation, Message, tool_call
-from lightning_examples.recipe.make import command, make_folder
+from lightning_examples.recipe.make import command, make_solver
 from lightning_examples.recipe.pretrain import Plan
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +43,6 @@ class Demonstrator:
 
 CLEANER = Demonstrator(right_operator=0.85, right_number=1.0, slip=0.03, guess=0.05, right_answer=1.0)
 NOISY = Demonstrator(right_operator=0.5, right_number=0.98, slip=0.06, guess=0.08, right_answer=0.98)
-CLEANER_SHARE = 0.87
-"""Cleaner demonstrations come first and teach to copy and to call the tool; the noisy ones then make the model mediocre."""
 DEMONSTRATIONS = 14_000
 STEPS = 7000
 
@@ -55,7 +51,7 @@ TOOLS: Sequence[Message] = [cast(Message, {"type": "function", "function": _TOOL
 """The calculator as AutoGen offers it."""
 
 
-def demonstrate(task: Task, who: Demonstrator, rng: random.Random) -> Conversation:
+def demonstrate(task: Task, rng: random.Random, who: Demonstrator) -> Conversation:
     """One conversation; what the calculator says is what the agent's calculator says."""
     value = cast(int, task.metadata["start"])
     steps = list(cast(Sequence[tuple[str, int]], task.metadata["steps"]))
@@ -88,29 +84,11 @@ def demonstrate(task: Task, who: Demonstrator, rng: random.Random) -> Conversati
     return Conversation(messages, TOOLS)
 
 
-def success(demonstrations: Sequence[Conversation], problems: Sequence[Task]) -> float:
-    """Share of demonstrations whose last message is the right answer."""
-    last = (conversation.messages[-1].get("content") for conversation in demonstrations)
-    return sum(grade(str(text), task) for text, task in zip(last, problems, strict=True)) / len(problems)
-
-
-def make(folder: Path, seed: int, plan: Plan) -> None:
+def make(folder: Path, plan: Plan) -> None:
     """Write tokenizer, configuration and weights to `folder`; minutes on one core."""
-    rng = random.Random(f"demonstrations {seed}")  # noqa: S311 — reproducible, not secret
-    problems = tasks(DEMONSTRATIONS, seed=seed)
-    cut = round(len(problems) * CLEANER_SHARE)
-    cleaner = [demonstrate(task, CLEANER, rng) for task in problems[:cut]]
-    noisy = [demonstrate(task, NOISY, rng) for task in problems[cut:]]
-    log.info(
-        "demonstrators are right in %.2f and %.2f", success(cleaner, problems[:cut]), success(noisy, problems[cut:])
-    )
-    make_folder(folder, [(cleaner, CLEANER_SHARE), (noisy, 1 - CLEANER_SHARE)], plan)
-
-
-def main() -> None:
-    """Read the command line and make the folder."""
-    command(__doc__, make, STEPS)
+    problems = tasks(DEMONSTRATIONS, seed=plan.seed)
+    make_solver(folder, problems, partial(demonstrate, who=CLEANER), partial(demonstrate, who=NOISY), grade, plan)
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, make, STEPS)

@@ -25,27 +25,26 @@ TRAIN, VAL = "tasks.jsonl", "val.jsonl"
 """What every `prepare` writes into its folder."""
 
 
-def grpo(group_size: int) -> LightningRL:
-    """GRPO without a KL penalty, as all recipes have it."""
-    return LightningRL(
-        "grpo",
-        group_size=group_size,
-        clip_low=0.2,  # published; PPO's own (arXiv 1707.06347)
-        clip_high=0.3,  # published; DAPO (arXiv 2503.14476, §3.1) has 0.28 for the same reason: rare tokens may become likely
-        kl_coefficient=0.0,  # published, and DAPO's §2.3: a verifiable reward needs no leash, and saves a forward pass
-        entropy_coefficient=0.0,  # published
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """One experiment. `agent` makes the agent for a folder that `prepare` has filled."""
 
     agent: Callable[[Path], Agent]
     settings: Path
-    algorithm: Callable[[], LightningRL]
+    group_size: int
     train_agents: tuple[str, ...] = ()
 
     def config(self, cluster: str, overrides: Sequence[str] = ()) -> Config:
         """The settings: the cluster's, the recipe's, `LIGHTNING_*`, `overrides`; each wins over the one before."""
         return load_config(self.settings, overrides, base=load_config(CLUSTERS[cluster], env={}))
+
+    def algorithm(self) -> LightningRL:
+        """GRPO without a KL penalty, as all recipes have it."""
+        return LightningRL(
+            "grpo",
+            group_size=self.group_size,
+            clip_low=0.2,  # published; PPO's own (arXiv 1707.06347)
+            clip_high=0.3,  # published; DAPO (arXiv 2503.14476, §3.1) has 0.28, too, so that rare tokens may become likely
+            kl_coefficient=0.0,  # published, and DAPO's §2.3: a verifiable reward needs no leash, and saves a forward pass
+            entropy_coefficient=0.0,  # published
+        )

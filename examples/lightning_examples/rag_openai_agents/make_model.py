@@ -21,7 +21,7 @@ from lightning_examples.rag_openai_agents.reward import reward
 from lightning_examples.rag_openai_agents.tasks import take
 from lightning_examples.rag_openai_agents.world import CITIES, COMPANIES, COUNTRIES, PRODUCTS, RIVERS, World, make_world
 from lightning_examples.recipe.chatml import Conversation, Message, tool_call
-from lightning_examples.recipe.make import command, make_folder
+from lightning_examples.recipe.make import CLEANER_SHARE, command, make_folder
 from lightning_examples.recipe.pretrain import Plan
 
 log = logging.getLogger(__name__)
@@ -53,8 +53,6 @@ class Demonstrator:
 
 CLEANER = Demonstrator(right_link=0.9, right_relation=0.9, skip=0.02, wrong_depth=0.05, repeat=0.03)
 NOISY = Demonstrator(right_link=0.6, right_relation=0.55, skip=0.08, wrong_depth=0.25, repeat=0.15)
-CLEANER_SHARE = 0.87
-"""Cleaner demonstrations come first and teach to copy and to call tools; the noisy ones then make the model mediocre."""
 WORLDS = 60
 DEMONSTRATIONS = 250
 """In each world."""
@@ -119,19 +117,14 @@ def demonstrations(who: Demonstrator, worlds: range, n: int, seed: int) -> tuple
     return conversations, rewards / len(conversations)
 
 
-def make(folder: Path, seed: int, plan: Plan) -> None:
+def make(folder: Path, plan: Plan) -> None:
     """Write tokenizer, configuration and weights to `folder`; minutes on one core."""
     last = 1 + round(WORLDS * CLEANER_SHARE)
-    cleaner, well = demonstrations(CLEANER, range(1, last), DEMONSTRATIONS, seed)
-    noisy, badly = demonstrations(NOISY, range(last, 1 + WORLDS), DEMONSTRATIONS, seed)
+    cleaner, well = demonstrations(CLEANER, range(1, last), DEMONSTRATIONS, plan.seed)
+    noisy, badly = demonstrations(NOISY, range(last, 1 + WORLDS), DEMONSTRATIONS, plan.seed)
     log.info("demonstrators earn %.2f and %.2f", well, badly)
-    make_folder(folder, [(cleaner, CLEANER_SHARE), (noisy, 1 - CLEANER_SHARE)], plan, PIECES)
-
-
-def main() -> None:
-    """Read the command line and make the folder."""
-    command(__doc__, make, STEPS)
+    make_folder(folder, cleaner, noisy, plan, PIECES)
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, make, STEPS)

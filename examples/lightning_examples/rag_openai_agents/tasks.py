@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-from collections.abc import Iterator
+from itertools import islice
 
 from lightning.types import Task
 
 from lightning_examples.rag_openai_agents.world import World, make_world
+from lightning_examples.word_problems import distinct
 
 ONE_HOP = {
     "company": ("Where does {} work?", "Who employs {}?", "Which company is the employer of {}?"),
@@ -85,14 +86,5 @@ def make_task(rng: random.Random, world: World, person: str) -> Task:
 def take(world: World, n: int, seed: str, *, held_out: bool) -> list[Task]:
     """`n` different tasks in that world."""
     rng = random.Random(seed)  # noqa: S311 — reproducible, not secret
-    return [task for _, task in zip(range(n), _distinct(rng, world, held_out=held_out), strict=False)]
-
-
-def _distinct(rng: random.Random, world: World, *, held_out: bool) -> Iterator[Task]:
     people = [person for person in world.people if is_held_out(person) == held_out]
-    seen: set[str] = set()
-    while True:
-        task = make_task(rng, world, rng.choice(people))
-        if str(task.input) not in seen:
-            seen.add(str(task.input))
-            yield task
+    return list(islice(distinct(lambda: make_task(rng, world, rng.choice(people)), lambda task: str(task.input)), n))

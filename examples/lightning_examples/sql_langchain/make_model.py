@@ -16,7 +16,7 @@ from typing import cast
 from lightning.types import Task
 
 from lightning_examples.recipe.chatml import Conversation
-from lightning_examples.recipe.make import command, make_folder
+from lightning_examples.recipe.make import CLEANER_SHARE, command, make_folder
 from lightning_examples.recipe.pretrain import Plan
 from lightning_examples.sql_langchain.agent import (
     CHECK,
@@ -54,8 +54,6 @@ class Demonstrator:
 
 CLEANER = Demonstrator(aggregate=0.95, column=0.97, condition=0.97, operator=0.75, known_column=0.99)
 NOISY = Demonstrator(aggregate=0.8, column=0.94, condition=0.95, operator=0.5, known_column=0.98)
-CLEANER_SHARE = 0.87
-"""Cleaner demonstrations come first and teach the form and what to copy; the noisy ones then make the model mediocre."""
 DEMONSTRATIONS = 6000
 STEPS = 3500
 VOCABULARY = 850
@@ -105,16 +103,15 @@ def _worsen_condition(
     return column, operator, value
 
 
-def make(folder: Path, seed: int, plan: Plan) -> None:
+def make(folder: Path, plan: Plan) -> None:
     """Write tokenizer, configuration and weights to `folder`; minutes on one core."""
-    rng = random.Random(f"demonstrations {seed}")  # noqa: S311 — reproducible, not secret
-    pairs = training_pairs(DEMONSTRATIONS, f"demonstrations {seed}")
+    rng = random.Random(f"demonstrations {plan.seed}")  # noqa: S311 — reproducible, not secret
+    pairs = training_pairs(DEMONSTRATIONS, f"demonstrations {plan.seed}")
     cut = round(len(pairs) * CLEANER_SHARE)
     cleaner = [talk for task, gold in pairs[:cut] for talk in demonstrate(task, gold, CLEANER, rng)]
     noisy = [talk for task, gold in pairs[cut:] for talk in demonstrate(task, gold, NOISY, rng)]
     log.info("%d calls of cleaner and %d of noisy demonstrators", len(cleaner), len(noisy))
-    stages = [(cleaner, CLEANER_SHARE), (noisy, 1 - CLEANER_SHARE)]
-    make_folder(folder, stages, plan, vocab_size=VOCABULARY)
+    make_folder(folder, cleaner, noisy, plan, vocab_size=VOCABULARY)
 
 
 def _conversation(system: str, prompt: str, reply: str) -> Conversation:
@@ -127,10 +124,5 @@ def _conversation(system: str, prompt: str, reply: str) -> Conversation:
     )
 
 
-def main() -> None:
-    """Read the command line and make the folder."""
-    command(__doc__, make, STEPS)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, make, STEPS)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import eq, gt, lt
 from typing import Any, cast
 
@@ -17,15 +18,13 @@ from lightning.types import Task
 from lightning_examples.sql_langchain import DATABASES
 from lightning_examples.sql_langchain.domain import AGGREGATES, DOMAIN, GENERIC, TABLES, Table
 from lightning_examples.sql_langchain.execution import gold_rows
+from lightning_examples.word_problems import distinct, is_held_out
 
 COUNTING = ("How many {plural} {conditions}?", "What is the number of {plural} {conditions}?")
 LISTING = ("Which {plural} {conditions}?", "What are the {plural} {conditions}?")
 AGGREGATING = ("What is the {word} {noun} of {plural} {conditions}?", "Which {word} {noun} have {plural} {conditions}?")
 
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {"=": eq, ">": gt, "<": lt}
-
-_HELD_OUT = 8
-"""One question in so many is held out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +67,6 @@ def val_tasks(n: int) -> list[Task]:
 def describe(task: Task) -> str:
     """The task in words, with its reference query."""
     return f"{cast('dict[str, str]', task.input)['question']} (reference: {task.expected})"
-
-
-def is_held_out(question: str) -> bool:
-    """Whether a question may only be used for evaluation."""
-    return hashlib.sha256(question.encode()).digest()[0] % _HELD_OUT == 0
 
 
 def make_task(rng: random.Random) -> tuple[Task, Query]:
@@ -134,14 +128,9 @@ def _ask_number(table: Table, asked_for: str, rng: random.Random) -> tuple[str, 
 
 def _take(n: int, seed: str, *, held_out: bool) -> list[tuple[Task, Query]]:
     rng = random.Random(seed)  # noqa: S311 — reproducible, not secret
-    return [pair for _, pair in zip(range(n), _distinct(rng, held_out=held_out), strict=False)]
+    made = distinct(lambda: make_task(rng), _question)
+    return list(islice((pair for pair in made if is_held_out(_question(pair)) == held_out), n))
 
 
-def _distinct(rng: random.Random, *, held_out: bool) -> Iterator[tuple[Task, Query]]:
-    seen: set[str] = set()
-    while True:
-        task, query = make_task(rng)
-        question = cast("dict[str, str]", task.input)["question"]
-        if question not in seen and is_held_out(question) == held_out:
-            seen.add(question)
-            yield task, query
+def _question(pair: tuple[Task, Query]) -> str:
+    return cast("dict[str, str]", pair[0].input)["question"]

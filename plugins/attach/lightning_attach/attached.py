@@ -133,12 +133,12 @@ class AttachedVLLM(VLLMServer):
                 f"no vLLM answers at policy_server.attach = {self._config.attach!r} (health: {state}); "
                 "start it, or leave policy_server.attach empty to have one started"
             )
-        self._name = await control.served_model()
+        self.model = await control.served_model()
         await control.check_settings(CORE_EXTENSION, EXTENSION, updates=self._claims)
         if self._claims:
             await control.check_one_engine()
         version = await (self._claim_it(control, *over) if self._claims else control.attach())
-        self._version, self._weights = -1 if version is None else version, ()
+        self.version, self._weights = -1 if version is None else version, ()
         if version is not None and await control.is_paused():
             await self._wake(control)
         elif version is None and not self._claims:
@@ -156,7 +156,7 @@ class AttachedVLLM(VLLMServer):
     async def _say_tools(self, control: AttachedControl) -> None:
         """Warn where agents' tools would be refused although the model's chat template knows them."""
         facts = await asyncio.to_thread(read_facts, self._folder)
-        if facts.knows_tools and not await control.is_paused() and not await control.parses_tools(self._name):
+        if facts.knows_tools and not await control.is_paused() and not await control.parses_tools(self.model):
             parser = parsers_for(facts).tool
             logger.warning(
                 "the vLLM at %s has no parser for tool calls: it refuses calls with `tools`. If agents have any, start it "
@@ -220,7 +220,7 @@ class AttachedVLLM(VLLMServer):
         """Own its weights from now on; their version."""
         claim = secrets.token_hex(8)
         version, before = await control.claim(claim, *over)
-        self._claim, self._control = claim, control  # from here on `close` takes the word back
+        self.claim, self._control = claim, control  # from here on `close` takes the word back
         if before not in ("", *over):
             logger.warning(
                 "the vLLM at %s is another trainer's, or was this run's when that was killed; taking it over in %g s",
@@ -242,13 +242,13 @@ class AttachedVLLM(VLLMServer):
             if time.monotonic() > deadline:
                 raise PolicyServerError(f"the vLLM at {self._root} died and did not come back within {seconds:.0f} s")
             await asyncio.sleep(1.0)
-        await self.start(*([self._claim] if self._claim else []))
+        await self.start(*([self.claim] if self.claim else []))
         if weights is not None:
             await self.update(weights, version)
             return
         async with self._changing:
             await self._running().set_version(version)
-        self._version = version
+        self.version = version
 
     async def _is_another(self, control: VLLMControl) -> bool:
         """Whether it was started again, or belongs to another trainer now. One that is too busy to say is the same."""

@@ -15,7 +15,7 @@ import logging
 import secrets
 import shlex
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -141,56 +141,12 @@ class TransferState(NamedTuple):
     """What went wrong there the last time; empty where nothing did, or where it cannot say: vLLM's own backends."""
 
 
-class TransferRoutes:
-    """The routes and methods of one vLLM by which weights come over the network."""
-
-    def __init__(self, control: VLLMControl) -> None:
-        self.control = control
-
-    async def states(self) -> list[TransferState]:
-        """What each worker says."""
-        return [
-            TransferState(*(str(self.control.part_of(answer, name)) for name in TransferState._fields))
-            for answer in await self.control.rpc("lightning_transfer")
-        ]
-
-    async def problem(self) -> str:
-        """What went wrong on its workers in the last transfer; empty where they cannot say."""
-        try:
-            return "; ".join(dict.fromkeys(state.problem for state in await self.states() if state.problem))
-        except PolicyServerError:
-            return ""
-
-    async def know_group(self, group: str) -> None:
-        """Leave the word of the group that its workers have joined by one of vLLM's own backends; ours keeps it by itself."""
-        await self.control.rpc("lightning_group", group)
-
-    async def expect_weights(self) -> None:
-        """Declare that the weights are of no version until one is set. Raises `NotOursError`."""
-        await self.control.rpc("lightning_expect", self.control.claimed_as)
-
-    async def leave(self) -> None:
-        """Have all workers that still live leave the group, so that a sender that waits for them hears of it."""
-        try:
-            await self.control.rpc("lightning_leave")
-        except PolicyServerError as error:
-            logger.debug("%s did not leave: its connections have broken with it, or will: %s", self.control.url, error)
-
-    async def join(self, info: Mapping[str, object], seconds: float) -> None:
-        """Have all workers join the sender's group; returns when they have."""
-        await self.control.call("POST", "/init_weight_transfer_engine", json={"init_info": info}, seconds=seconds)
-
-    async def start(self) -> None:
-        """Prepare the model for new weights. Call it while paused."""
-        await self.control.call("POST", "/start_weight_update")
-
-    async def receive(self, info: Mapping[str, object], seconds: float) -> None:
-        """Have all workers receive what the sender sends; returns when they have."""
-        await self.control.call("POST", "/update_weights", json={"update_info": info}, seconds=seconds)
-
-    async def finish(self) -> None:
-        """All weights have come."""
-        await self.control.call("POST", "/finish_weight_update")
+async def worker_states(control: VLLMControl) -> list[TransferState]:
+    """What each worker says."""
+    return [
+        TransferState(*(str(control.part_of(answer, name)) for name in TransferState._fields))
+        for answer in await control.rpc("lightning_transfer")
+    ]
 
 
 class OverNetwork:
@@ -213,75 +169,74 @@ class OverNetwork:
     async def ready(self, control: VLLMControl) -> None:
         """Have both sides in one group: the last one, unless one of them was started again or a transfer broke off."""
         async with self._held():
-            await self._ready(TransferRoutes(control))
+            await self._ready(control)
 
-    async def _ready(self, routes: TransferRoutes) -> None:
-        states = await self._states(routes)
+    async def _ready(self, control: VLLMControl) -> None:
+        states = await self._states(control)
         known = {state.group for state in states}
         if known == {await asyncio.to_thread(self._sender.group)} and known != {""}:
             return
         group, self._used = secrets.token_hex(8), False
-        world = 1 + await routes.control.world_size()
-        towards = urlsplit(routes.control.url).hostname or "127.0.0.1"
+        world = 1 + await control.world_size()
+        towards = urlsplit(control.url).hostname or "127.0.0.1"
         meeting = await asyncio.to_thread(self._sender.listen, self._backend, towards, world, self._seconds)
         await self._both(
-            routes,
-            self._join(routes, meeting, group),
+            control,
+            self._join(control, meeting, group),
             asyncio.to_thread(self._sender.join, group),
             f"vLLM could not join the trainer's {self._backend} group at {meeting.address}:{meeting.port}",
         )
-        logger.info("weights go to %s over %s from %s", routes.control.url, self._backend, meeting.address)
+        logger.info("weights go to %s over %s from %s", control.url, self._backend, meeting.address)
 
     async def load(self, control: VLLMControl, files: Sequence[Path]) -> None:
         """See `WeightTransfer.load`."""
-        routes = TransferRoutes(control)
         async with self._held():
-            await self._ready(routes)
+            await self._ready(control)
             try:
-                await self._send(routes, files)
+                await self._send(control, files)
             except PolicyServerError as error:
                 if not self._used or isinstance(error, NotOursError):
                     raise
-                await routes.control.check_ours()  # a vLLM that refuses us leaves the sender waiting for it
+                await control.check_ours()  # a vLLM that refuses us leaves the sender waiting for it
                 logger.warning("the group that weights went in before has broken, a new one is made: %s", error)
                 await asyncio.to_thread(self._sender.leave)
-                await self._ready(routes)
-                await self._send(routes, files)
+                await self._ready(control)
+                await self._send(control, files)
             self._used = True
 
-    async def _join(self, routes: TransferRoutes, meeting: Meeting, group: str) -> None:
-        told = _told(self._backend, meeting, group, routes.control.claimed_as)
-        await routes.join(told, self._seconds + GRACE_SECONDS)
-        if self._backend != "gloo":
-            await routes.know_group(group)
-        await self._confirm(routes, group)
+    async def _join(self, control: VLLMControl, meeting: Meeting, group: str) -> None:
+        told = _told(self._backend, meeting, group, control.claimed_as)
+        seconds = self._seconds + GRACE_SECONDS
+        await control.call("POST", "/init_weight_transfer_engine", json={"init_info": told}, seconds=seconds)
+        if self._backend != "gloo":  # ours keeps the word of its group by itself
+            await control.rpc("lightning_group", group)
+        await self._confirm(control, group)
 
-    async def _send(self, routes: TransferRoutes, files: Sequence[Path]) -> None:
+    async def _send(self, control: VLLMControl, files: Sequence[Path]) -> None:
         found = await asyncio.to_thread(entries, files)
         group = await asyncio.to_thread(self._sender.group)
-        await routes.expect_weights()
-        await routes.start()
+        await control.rpc("lightning_expect", control.claimed_as)  # they are of no version until one is set
+        await control.call("POST", "/start_weight_update")
         await self._both(
-            routes,
-            self._receive(routes, found, group),
+            control,
+            self._receive(control, found, group),
             asyncio.to_thread(self._sender.send, files),
             f"the weights did not come over {self._backend}",
         )
-        await routes.finish()
+        await control.call("POST", "/finish_weight_update")
 
-    async def _receive(self, routes: TransferRoutes, found: Sequence[TensorEntry], group: str) -> None:
-        told = _described(self._backend, found, group, routes.control.claimed_as)
-        await routes.receive(told, self._seconds + GRACE_SECONDS)
-        await self._confirm(routes, group)
+    async def _receive(self, control: VLLMControl, found: Sequence[TensorEntry], group: str) -> None:
+        told = _described(self._backend, found, group, control.claimed_as)
+        await control.call("POST", "/update_weights", json={"update_info": told}, seconds=self._seconds + GRACE_SECONDS)
+        await self._confirm(control, group)
 
-    async def _confirm(self, routes: TransferRoutes, group: str) -> None:
+    async def _confirm(self, control: VLLMControl, group: str) -> None:
         """Our receivers do not raise: they are asked."""
-        states = await routes.states()
-        problems = dict.fromkeys(state.problem for state in states if state.problem)
-        if problems:
+        states = await worker_states(control)
+        if problems := _problems(states):
             raise PolicyServerError("; ".join(problems))
         if any(state.group != group for state in states):
-            raise PolicyServerError(f"the workers of the vLLM at {routes.control.url} are not in this trainer's group")
+            raise PolicyServerError(f"the workers of the vLLM at {control.url} are not in this trainer's group")
 
     @asynccontextmanager
     async def _held(self) -> AsyncIterator[None]:
@@ -293,7 +248,7 @@ class OverNetwork:
         finally:
             self._sender.release()
 
-    async def _states(self, routes: TransferRoutes) -> list[TransferState]:
+    async def _states(self, control: VLLMControl) -> list[TransferState]:
         """What its workers say. Raises with the cure where it was not started for this."""
         wanted = BACKENDS[self._backend]
         cure = (
@@ -301,7 +256,7 @@ class OverNetwork:
             "policy_server.weight_transfer = 'file'"
         )
         try:
-            states = await routes.states()
+            states = await worker_states(control)
         except (NoRoutesError, NotOursError):
             raise
         except PolicyServerError as error:
@@ -312,13 +267,13 @@ class OverNetwork:
         if found != {wanted}:
             has = f"takes weights over {', '.join(sorted(found))}" if found != {""} else "was not started for that"
             raise PolicyServerError(
-                f"policy_server.weight_transfer is {self._backend!r}, but the vLLM at {routes.control.url} {has}: {cure}"
+                f"policy_server.weight_transfer is {self._backend!r}, but the vLLM at {control.url} {has}: {cure}"
             )
         return states
 
     async def _both(
         self,
-        routes: TransferRoutes,
+        control: VLLMControl,
         asked: Coroutine[object, object, None],
         done: Coroutine[object, object, None],
         what: str,
@@ -327,15 +282,30 @@ class OverNetwork:
         theirs, ours = asyncio.ensure_future(asked), asyncio.ensure_future(done)
         await asyncio.wait([theirs, ours], return_when=asyncio.FIRST_EXCEPTION)
         if theirs.done() and theirs.exception() and not ours.done():
-            await routes.leave()
+            await _leave(control)
             await asyncio.to_thread(self._sender.leave)
         await asyncio.wait([theirs, ours])
         failed = [error for task in (theirs, ours) if (error := task.exception())]
         if failed:
             await asyncio.to_thread(self._sender.leave)
-            problem = await routes.problem()
-            reasons = "; ".join(dict.fromkeys([*map(str, failed), *([problem] if problem else [])]))
+            problems: list[str] = []
+            with suppress(PolicyServerError):  # they cannot say
+                problems = _problems(await worker_states(control))
+            reasons = "; ".join(dict.fromkeys([*map(str, failed), *problems]))
             raise PolicyServerError(f"{what}: {reasons}") from failed[0]
+
+
+def _problems(states: Sequence[TransferState]) -> list[str]:
+    """What went wrong on the workers in the last transfer."""
+    return list(dict.fromkeys(state.problem for state in states if state.problem))
+
+
+async def _leave(control: VLLMControl) -> None:
+    """Have all workers that still live leave the group, so that a sender that waits for them hears of it."""
+    try:
+        await control.rpc("lightning_leave")
+    except PolicyServerError as error:
+        logger.debug("%s did not leave: its connections have broken with it, or will: %s", control.url, error)
 
 
 def _told(backend: str, meeting: Meeting, group: str, claim: str) -> Mapping[str, object]:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lightning.batch.branches import Prefix, RecordedCall, prefix_of
-from lightning.config import Config, with_settings
+from lightning.config import Config, recorded_config, with_settings
 from lightning.config.fields import did_you_mean, find
 from lightning.errors import ConfigError, DataError
 from lightning.gateway.dialects import ALIASES, NEUTRAL, TOKEN_LIMITS
@@ -20,10 +19,9 @@ from lightning.store.places import run_id_of, store_in
 from lightning.store.url import parse, redacted
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.replay import MACHINE_SETTINGS
-from lightning.types import Json, Rollout, Run
-from pydantic import ValidationError
+from lightning.types import Rollout, Run
 
-from lightning_branching.recorded import live_tools
+from lightning_branching.recorded import Prefix, RecordedCall, prefix_of
 from lightning_branching.replay_command import Found, found_at
 
 SAMPLING: Final = ("temperature", *NEUTRAL, *TOKEN_LIMITS, "seed")
@@ -100,11 +98,6 @@ class Parent:
         """The version of the policy that answered the call."""
         versions = self.at.transition.versions
         return versions[0].version if versions else self.rollout.step
-
-    @property
-    def live_tools(self) -> list[str]:
-        """The tools of the rollout that run again in a branch."""
-        return live_tools(self.found.recorded, self.prefix)
 
     def first_call_of(self, component: str) -> RecordedCall | None:
         """The first call that a component made."""
@@ -232,7 +225,8 @@ def config_of(
     """The settings of branches: what the parent's run may say of them (`RECORDED`), as `configure` changes it, with these
     sampling parameters; and what is to be said of them. Prompts are not among them. Raises `ConfigError`."""
     check_sampling(sampling)
-    base, lost = recorded_config(parent.found.settings)
+    base, unknown = recorded_config(parent.found.settings)
+    lost = [f"the run's setting {name} is not of this release, and left out" for name in unknown]
     held: dict[str, float | int] = dict(base.gateway.override_sampling)
     if parent.rollout.split != TRAIN and base.trainer.eval_temperature is not None:
         held["temperature"] = base.trainer.eval_temperature
@@ -277,34 +271,6 @@ def _left_out(recorded: Mapping[str, Any], config: Config) -> list[str]:
 def _at(tree: Mapping[str, Any], name: str) -> Any:
     section, _, key = name.partition(".")
     return tree[section][key]
-
-
-def recorded_config(said: Mapping[str, Json]) -> tuple[Config, list[str]]:
-    """The settings of a run's record; what this release does not have is left out, and said."""
-    tree: Any = _copied(said)
-    try:
-        return Config.model_validate(tree), []
-    except ValidationError as error:
-        places = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
-    for place in places:
-        holder = tree
-        for name in place[:-1]:
-            holder = holder[name]
-        del holder[place[-1]]
-    names = [".".join(map(str, place)) for place in places]
-    try:
-        return Config.model_validate(tree), [
-            f"the run's setting {name} is not of this release, and left out" for name in names
-        ]
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(
-            f"the settings of the parent's run are not this release's: {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        ) from error
-
-
-def _copied(value: Any) -> Any:
-    return {name: _copied(item) for name, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def remarks(parent: Parent, n: int, sampling: Mapping[str, float | int]) -> Iterator[str]:

@@ -11,48 +11,87 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import stdev
 from typing import Any, Final
 
 from lightning.asyncio_utils import outside_of_loops, run_to_end
-from lightning.batch.branches import CHANGES, is_void
 from lightning.cli.locate import load_agent, name_of, with_store
-from lightning.config import Config, load_config, with_settings
+from lightning.config import Config, load_config, recorded_config, with_settings
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
-from lightning.runner.protocol import Agent
-from lightning.store import exchanges
+from lightning.runner.protocol import Agent, Runner
 from lightning.store.places import store_in
 from lightning.store.protocol import Store
 from lightning.store.url import parse
-from lightning.trainer.agents import runner_here
+from lightning.trainer.agents import Agents, runner_here
 from lightning.trainer.epochs import mark_over
+from lightning.trainer.how_to_call import HowToCall
 from lightning.trainer.model import with_dtypes
+from lightning.trainer.run_server import of_project
 from lightning.trainer.run_stages import Prompts
 from lightning.trainer.runs import claim_folder, is_claimed
-from lightning.trainer.stack import Stack, open_stack, why_not_served
+from lightning.trainer.stack import Stack, join_gateway, open_stack, why_not_served
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import Json, Rollout, Run
+from lightning.types import LLM, Json, Lease, Rollout, Run
+from lightning_record import exchanges
 
-from lightning_branching.branch_live import LiveAgents, open_live
 from lightning_branching.branch_parent import (
     INSTEAD,
     Parent,
     config_of,
     file_at,
     find_parent,
-    recorded_config,
     remarks,
     unused,
 )
 from lightning_branching.policies import EvaluatedModel, find_model, model_of_run
 from lightning_branching.prompt_texts import longest_literal, texts_in
-from lightning_branching.recorded import edited
+from lightning_branching.recorded import CHANGES, edited, is_void, live_tools
+
+
+@dataclass(frozen=True, slots=True)
+class LiveAgents:
+    """Runs the agents of a run's branches. Make one with `open_live`."""
+
+    store: Store
+    agents: Agents
+    prompts: Prompts
+
+    async def execute(self, rollouts: Sequence[Rollout], told: Callable[[Rollout], None]) -> None:
+        """Create the rollouts and run each to its end."""
+        stamped = await self.prompts.stamp(self.store, rollouts)
+        self.agents.expect(stamped)
+        await self.store.create_rollouts(stamped)
+        await self.agents.work(told)
+
+
+async def open_live(
+    resources: AsyncExitStack, store: Store, run: Run, parent: Run, config: Config, runner: Runner, prompts: Prompts
+) -> LiveAgents:
+    """Start a gateway of its own before the policy of the run `parent`, and the runner; `resources` closes them. Raises
+    `ConfigError` where no server of that policy answers."""
+    gateway = await join_gateway(resources, store, config)
+    if not await gateway.served(parent.id):
+        raise ConfigError(
+            f"no server of the policy of run {parent.id} answers here: its trainer was killed, updates the policy now, or is "
+            f"on another machine: {INSTEAD}"
+        )
+    resources.push_async_callback(runner.close)
+    await runner.start()
+    how = HowToCall(seed=config.trainer.seed if config.runner.seed_agents else None)
+
+    def llm_for(lease: Lease) -> LLM:
+        llm = gateway.llm(lease, run=parent.id)
+        return replace(llm, prompts=prompts.of(lease.rollout), seed=how.agent_seed(lease.rollout))
+
+    seen = of_project(store, run.project)
+    return LiveAgents(seen, Agents(seen, run.id, runner, config.runner, llm_for, gateway.parts.line), prompts)
+
 
 SPLIT: Final = "branch"
 """The split of branches: they are neither trained on nor a held-out evaluation."""
@@ -188,7 +227,7 @@ def _with(settings: Mapping[str, object]) -> Callable[[Config], Config]:
 
 def _check_tools(parent: Parent, n: int, *, run_tools: bool) -> None:
     """Raises `ConfigError` where tools would run whose run may change something, and nobody has said that they may."""
-    if (live := parent.live_tools) and not run_tools:
+    if (live := live_tools(parent.found.recorded, parent.prefix)) and not run_tools:
         raise ConfigError(
             f"these tools of the rollout run again in {n} branches: {', '.join(live)}. If that does no harm, say --yes "
             "(run_tools=True). From the call on all tools run; before it those of frameworks do, while a run of "
@@ -363,7 +402,7 @@ async def _report(store: Store, plan: _Plan, run: Run) -> BranchReport:
         plan.edit,
         tuple(outcomes),
         mean,
-        _standard_error(rewards),
+        stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else None,
         tuple(warnings),
     )
 
@@ -388,7 +427,3 @@ def _has_prompt(prompts: Mapping[str, str], requests: list[Any]) -> bool:
     """Whether a request has one of the texts."""
     literals = [longest_literal(text) for text in prompts.values()]
     return any(literal in text for request in requests for text in texts_in(request) for literal in literals if literal)
-
-
-def _standard_error(values: list[float]) -> float | None:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

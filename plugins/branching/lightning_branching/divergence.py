@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
-from lightning.batch.branches import RecordedCall
-from lightning.store.exchanges import written
 from lightning.types import shared_prefix
+from lightning_record.exchanges import written
+
+from lightning_branching.recorded import RecordedCall
 
 MOST_VALUES: Final = 20_000
 """Values of a request by which it is likened to others."""
@@ -193,16 +194,13 @@ def _tool_of(place: str, body: Mapping[str, Any]) -> str:
     item = items[int(found[2])] if int(found[2]) < len(items) else None
     if not isinstance(item, Mapping):
         return ""
-    called = item.get("tool_call_id") or item.get("call_id") if _is_output(item) else None
+    is_output = item.get("role") == "tool" or item.get("type") == "function_call_output"
+    called = item.get("tool_call_id") or item.get("call_id") if is_output else None
     content = item.get("content")
     if called is None and found[3] is not None and isinstance(content, list) and int(found[3]) < len(content):
         part = content[int(found[3])]
         called = part.get("tool_use_id") if isinstance(part, Mapping) and part.get("type") == "tool_result" else None
     return "" if called is None else next(_names(items, str(called)), str(item.get("name") or called))
-
-
-def _is_output(item: Mapping[str, Any]) -> bool:
-    return item.get("role") == "tool" or item.get("type") == "function_call_output"
 
 
 def _names(items: Iterable[Any], called: str) -> Iterator[str]:

@@ -1,28 +1,227 @@
-"""What of a rollout's record is given again: its calls, each once; answers with another text; and of a branch also the calls
-that were answered from its parent's record.
+"""The record of a rollout that is run again: its calls, each given once; the part of a parent's record that a branch begins
+with; what is meant to be another in a branch; and whether a branch began as its parent did.
 
-The invariant: the calls stand in the order in which the agent made them. Those that a branch inherits come before its own, with
-the ids and the answers that it was given.
+The invariant: a rollout whose record is not whole is refused with the reason, never replayed in part. The calls stand in the
+order in which the agent made them. Those that a branch inherits come before its own, with the ids and the answers that it was
+given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
-from lightning.batch.branches import Prefix, RecordedCall, RecordedRollout, meant_changes, prefix_of, read_rollout
+from lightning.batch import begins_at, is_prefix
 from lightning.errors import DataError
 from lightning.store.protocol import Store
+from lightning.types import CallStatus, Rollout, StepReward, ToolEvent, Transition, by_key
+from lightning_record import exchanges
+from lightning_record.exchanges import Exchange, Parent, parents_of
+
+VOID: Final = "This branch is void:"
+"""How the error of a void branch begins."""
+NEVER_BRANCHED: Final = (
+    f"{VOID} the agent ended without an answer to the call at which it branches. It has to run as it did: give it the time and "
+    "random numbers with its task"
+)
+CHANGES: Final = "branch"
+"""Where the configuration of a run says what its branches change: `{"edit": text, "prompts": true}`; and with `{"live":
+version}` that the policy of the parent's run answers them, while it has that version."""
+EDIT_TAKEN: Final = "edit_taken"
+"""Begins the key of a run's state that says that the agent of a branch was given its edited answer, and all before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One model call. `number` counts the calls of the rollout from 1, in the order in which they began."""
+
+    number: int
+    transition: Transition
+    exchange: Exchange
+
+    @property
+    def caller(self) -> str:
+        """The path of who made it."""
+        return self.transition.caller.name
+
+    @property
+    def key(self) -> tuple[str, bytes]:
+        """What a request is looked up by: the API, and the canonical JSON of what was asked."""
+        body = self.exchange.request
+        return self.exchange.path, exchanges.canonical(body) if isinstance(body, dict) else b""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRollout:
+    """A rollout of one attempt. `refusals` are calls that were refused before their request was recorded. `has_outcome` says
+    that the outcome in `rollout` is this attempt's: of an earlier one it is not kept."""
+
+    rollout: Rollout
+    calls: tuple[RecordedCall, ...]
+    refusals: tuple[Transition, ...]
+    tool_events: tuple[ToolEvent, ...]
+    step_rewards: tuple[StepReward, ...] = ()
+    has_outcome: bool = True
+
+
+async def read_rollout(
+    store: Store, rollout: str, attempt: int | None = None, *, with_tools: bool = True, may_be_empty: bool = False
+) -> RecordedRollout:
+    """What is recorded of a rollout; of a branch its own calls.
+
+    `attempt` None is the current one; `with_tools` says that its tools are to be answered as well, `may_be_empty` that it may
+    have no call. Raises `DataError` for one that is not there or cannot be replayed, `ParentGoneError` for a branch whose
+    parent was removed or made again.
+    """
+    found = await store.get_rollout(rollout)
+    if found is None:
+        raise DataError(f"there is no rollout {rollout!r} in this store")
+    number = found.attempt if attempt is None else attempt
+    if not 0 < number <= found.attempt:
+        raise DataError(f"the rollout {rollout} has {found.attempt} attempts, so there is no attempt {number}")
+    transitions = await store.transitions(rollout, number)
+    (ended,) = await store.attempts_of([(rollout, number)])
+    (parent,) = await parents_of(store, [found])
+    made = recorded_rollout(
+        replace(found, attempt=number),
+        transitions,
+        ended.tool_events,
+        ended.step_rewards,
+        parent=parent,
+        with_tools=with_tools,
+        may_be_empty=may_be_empty,
+    )
+    return made if number == found.attempt else replace(made, has_outcome=False)
+
+
+def recorded_rollout(
+    rollout: Rollout,
+    transitions: Sequence[Transition],
+    tool_events: Sequence[ToolEvent] = (),
+    step_rewards: Sequence[StepReward] = (),
+    *,
+    parent: Parent | None = None,
+    with_tools: bool = True,
+    may_be_empty: bool = False,
+) -> RecordedRollout:
+    """The record of an attempt, from its rows; of a branch also from those of its `parent`. Raises `DataError` for one that
+    cannot be replayed, `StoreError` for rows that cannot be read."""
+    if not transitions and not may_be_empty:
+        raise DataError(
+            f"no call of the rollout {rollout.id} is stored: it made none, or `lightning db prune` removed them"
+        )
+    if why := exchanges.why_not_replayable(transitions, tool_events if with_tools else ()):
+        raise DataError(f"the rollout {rollout.id} cannot be replayed: {why}")
+    calls: list[RecordedCall] = []
+    refusals = []
+    for transition, exchange in zip(transitions, exchanges.read(transitions, parent), strict=True):
+        if transition.choice:
+            continue
+        if exchange is not None:
+            calls.append(RecordedCall(len(calls) + 1, transition, exchange))
+        elif transition.status is CallStatus.REFUSED:
+            refusals.append(transition)
+    return RecordedRollout(rollout, tuple(calls), tuple(refusals), tuple(tool_events), tuple(step_rewards))
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What of a rollout's record comes again in its branches at the call `at`. `answered` are the calls that were answered
+    before it was sent; `beside` are all others, which are made anew as it is: what of them did not know its answer may come
+    before it."""
+
+    answered: tuple[RecordedCall, ...]
+    at: RecordedCall
+    beside: tuple[RecordedCall, ...]
+    tool_events: tuple[ToolEvent, ...]
+
+
+def prefix_of(recorded: RecordedRollout, seq: int) -> Prefix:
+    """What comes before the call with this `seq`. Raises `DataError` where there is none, or no answer is kept."""
+    name = recorded.rollout.id
+    at = next((call for call in recorded.calls if call.transition.seq == seq), None)
+    if at is None or not at.transition.status.answered:
+        count = len(recorded.calls)
+        raise DataError(
+            f"the rollout {name} has no answered call {seq}: its calls are 1 to {count}, counted as they began"
+        )
+    if recorded.rollout.parent is not None:
+        parent, _, _ = recorded.rollout.parent
+        raise DataError(f"the rollout {name} is a branch of {parent}: branch that one")
+    sent = at.transition.started_at
+    answered = tuple(call for call in recorded.calls if is_prefix(call.transition, at.transition))
+    if broken := next((call for call in answered if not call.exchange.status), None):
+        raise DataError(
+            f"the rollout {name} cannot branch at call {at.number}: call {broken.number} broke off, and its answer is not "
+            "kept"
+        )
+    if refused := next((call for call in recorded.refusals if call.started_at <= sent), None):
+        raise DataError(
+            f"the rollout {name} cannot branch at call {at.number}: a call before it was refused ({refused.finish_reason}), "
+            "and its request is not kept"
+        )
+    beside = tuple(call for call in recorded.calls if call is not at and call not in answered)
+    ids = {call.transition.id for call in answered}
+    events = (event for event in recorded.tool_events if _is_before(event, ids, sent))
+    return Prefix(answered, at, beside, tuple(events))
+
+
+def _is_before(event: ToolEvent, answered: set[str], sent: float) -> bool:
+    """Whether a tool ran before the call that was sent then. Its clock may be another machine's: ids of calls say more."""
+    return event.response_id in answered if event.response_id else event.at <= sent
+
+
+@dataclass(frozen=True, slots=True)
+class MeantChanges:
+    """What is meant to be another than in a branch's parent: the answer to the call at which it branches, and prompts. `live`
+    is the version that the policy of the parent's run has to have when it answers; None where another one answers."""
+
+    edit: str | None = None
+    prompts: bool = False
+    live: int | None = None
+
+
+async def meant_changes(store: Store, rollout: Rollout) -> MeantChanges:
+    """What the run of a branch says of it."""
+    run = await store.get_run(rollout.run)
+    said = run.config.get(CHANGES) if run is not None else None
+    if not isinstance(said, Mapping):
+        return MeantChanges()
+    edit, live = said.get("edit"), said.get("live")
+    return MeantChanges(
+        None if edit is None else str(edit), bool(said.get("prompts")), live if isinstance(live, int) else None
+    )
+
+
+async def why_no_branch(store: Store, rollout: Rollout, calls: Sequence[Transition]) -> str:
+    """Why the calls of a branch's attempt do not show that it branched; empty where they do. An agent whose prompts were
+    changed, or that was given an edited answer, need not have asked what its parent did."""
+    assert rollout.parent is not None, "asked of branches"
+    if await store.get_state(rollout.run, edit_key(rollout.id, rollout.attempt)) is True:
+        return ""
+    if (await meant_changes(store, rollout)).prompts and any(call.status.answered for call in calls):
+        return ""
+    parent, attempt, seq = rollout.parent
+    at = next((call for call in await store.transitions(parent, attempt) if call.seq == seq), None)
+    return "" if at is not None and begins_at(calls, at) else NEVER_BRANCHED
+
+
+def is_void(rollout: Rollout) -> bool:
+    """Whether an ended rollout is a branch that did not begin as its parent did."""
+    return rollout.parent is not None and rollout.error.startswith(VOID)
+
+
+def edit_key(rollout: str, attempt: int) -> str:
+    """Where a branch's run says that its agent was given the edited answer."""
+    return f"{EDIT_TAKEN}/{rollout}/{attempt}"
 
 
 class RecordedCalls:
     """The recorded calls that have not been asked for yet: each is given once, equal ones in their order."""
 
     def __init__(self, calls: Iterable[RecordedCall]) -> None:
-        self._left: dict[tuple[str, bytes], list[RecordedCall]] = {}
-        for call in calls:
-            self._left.setdefault(call.key, []).append(call)
+        self._left = by_key(calls, lambda call: call.key)
 
     def take(self, caller: str, path: str, request: bytes) -> RecordedCall | None:
         """The recorded call of this request: of the same caller if there is one, else the first; None without one."""

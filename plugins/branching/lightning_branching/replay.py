@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from lightning.asyncio_utils import outside_of_loops
-from lightning.batch.branches import RecordedRollout
 from lightning.errors import DataError
 from lightning.instrument import emit, install_tap
 from lightning.instrument.recorded_tools import RecordedRuns, answer_tools
@@ -25,6 +24,7 @@ from lightning.runner.worker import seed_process
 from lightning.types import Fault, Json, Outcome, ToolEvent
 
 from lightning_branching.divergence import Divergence
+from lightning_branching.recorded import RecordedRollout
 from lightning_branching.replay_server import ReplayServer
 
 
@@ -55,7 +55,8 @@ class ReplayResult:
     def __str__(self) -> str:
         lines = [f"{self.answered} of {self.calls} recorded calls were asked for and answered; 0 calls of a model"]
         if self.missing and not self.stopped:
-            lines.append(f"{len(self.missing)} recorded calls were not asked for: {_counted(self.missing)}")
+            counted = ", ".join(f"{caller} ({count})" for caller, count in Counter(self.missing).items())
+            lines.append(f"{len(self.missing)} recorded calls were not asked for: {counted}")
         lines += [str(each) for each in self.divergences]
         lines += self.changes
         if not self.has_outcome:
@@ -210,7 +211,3 @@ class _Tools(RecordedRuns):
                 "(run_unrecorded) runs it"
             )
         return found
-
-
-def _counted(callers: Sequence[str]) -> str:
-    return ", ".join(f"{caller} ({count})" for caller, count in Counter(callers).items())

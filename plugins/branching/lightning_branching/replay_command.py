@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from lightning.batch.branches import RecordedRollout
 from lightning.cli.locate import load_agent, locate, with_store
 from lightning.cli.output import escape, say
 from lightning.cli.runs import answers
@@ -30,7 +29,7 @@ from lightning.trainer.run_server import of_project
 from lightning.types import DEFAULT_PROJECT, Json, Rollout, Run
 from lightning_resources.operations import get_resource
 
-from lightning_branching.recorded import read_whole
+from lightning_branching.recorded import RecordedRollout, read_whole
 from lightning_branching.replay import ReplayResult, replay_agent, result_of
 from lightning_branching.replay_server import ReplayServer
 

@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from aiohttp import web
-from lightning.batch.branches import RecordedCall, RecordedRollout
 from lightning.errors import ConfigError
-from lightning.store import exchanges
 from lightning.types import CALLER_HEADER, LLM, ROLLOUT_HEADER, UNNAMED, Caller, CallStatus, Transition
+from lightning_record import exchanges
 
 from lightning_branching.divergence import Divergence, diverged
-from lightning_branching.recorded import RecordedCalls
+from lightning_branching.recorded import RecordedCall, RecordedCalls, RecordedRollout
 from lightning_branching.streams import STREAMS, answer_of
 
 MODEL: Final = "policy"

@@ -6,29 +6,29 @@ the store is told.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 import orjson
-from lightning.batch.branches import RecordedCall
 from lightning.gateway.http import Body, beside, send_bytes, too_deep
 from lightning.gateway.stages import CallStage
-from lightning.store import exchanges
-from lightning.types import CallStatus, Json, Rollout
+from lightning.types import CallStatus, Fault, Json, Outcome, Rollout, Transition
+from lightning_record import exchanges
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lightning_branching.branched_attempt import BranchedAttempt
-from lightning_branching.branches import Branches, Inherits
+from lightning_branching.branches import BranchedAttempt, Branches, Inherits
+from lightning_branching.recorded import RecordedCall, prefix_of, read_rollout, why_no_branch
 from lightning_branching.streams import answer_of
 from lightning_branching.tools import BRANCHES
 
 if TYPE_CHECKING:
     from lightning.gateway.call import Answer, Call, Request
     from lightning.gateway.calls import Parts
+    from lightning.gateway.policy import LiveCall
 
 TEXTS: Final = "texts"
 """The name of the stage that keeps the texts of calls."""
@@ -38,7 +38,7 @@ class BranchesStage(CallStage):
     """The first calls of a branch are answered from its parent's record, and the others are held to it."""
 
     api, after, before = 1, ("providers",), ("conversations",)
-    answers = ("branch",)
+    answers = only_for = ("branch",)
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -50,14 +50,18 @@ class BranchesStage(CallStage):
         texts = self._parts.line.named(TEXTS)
         return Branches(self._parts.store, texts if isinstance(texts, Inherits) else None)
 
+    async def planned(self, rollout: Rollout) -> None:
+        """Refuse a branch whose parent cannot be branched there."""
+        if rollout.parent is not None:
+            parent, attempt, seq = rollout.parent
+            prefix_of(await read_rollout(self._parts.store, parent, attempt), seq)
+
     def told(self, rollout: Rollout) -> Json:
         """Whether it is a branch: its tools are answered, too (`lightning_branching.tools`)."""
         return True if rollout.parent is not None else None
 
     async def admitted(self, call: Call, request: Request) -> ASGIApp | None:
         """Answer a call of a branch from the record, if that has it."""
-        if not call.claims.branch:
-            return None
         branch, path = await self.branches.of(call.claims), call.dialect.path
         try:
             asked = await beside(request.scope, partial(exchanges.canonical, request.body))
@@ -88,7 +92,21 @@ class BranchesStage(CallStage):
         if is_branching and answer.outcome is CallStatus.OK:
             branch.check_prompt(call.capture.choice(0).prompt_ids or call.capture.prompt_ids or ())
         if call.capture.choices:
-            branch.check_version(call.live.sampled_by)
+            branch.check_version(sampled_by(call.sent.live))
+
+    async def ended(self, rollout: Rollout, outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
+        """Void a branch whose calls do not show that it branched."""
+        if rollout.parent is None or not (outcome.reward is not None or outcome.fault is Fault.POLICY):
+            return outcome
+        why = await why_no_branch(self._parts.store, rollout, calls)
+        return replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=why) if why else outcome
+
+
+def sampled_by(live: LiveCall) -> set[int] | None:
+    """The versions that have sampled a call's tokens; None where that is not known."""
+    shown = live.capture.choices.items()
+    runs = (run for index, choice in shown for run in live.versions(index, len(choice.response_ids)))
+    return None if live.unsure else {run.version for run in runs}
 
 
 class ToolRuns:

@@ -10,8 +10,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from lightning.batch.branches import RecordedCall
 from lightning.gateway.http import event_of, write_object
+
+from lightning_branching.recorded import RecordedCall
 
 Body = dict[str, Any]
 INVALID: Final = "INVALID_JSON"
@@ -24,13 +25,8 @@ def answer_of(call: RecordedCall, request: Mapping[str, Any]) -> tuple[int, str,
     status = call.exchange.status
     reply: Any = call.exchange.reply
     if request.get("stream") is True and status == 200:
-        return status, "text/event-stream; charset=utf-8", b"".join(stream_of(call.exchange.path, reply, request))
+        return status, "text/event-stream; charset=utf-8", b"".join(STREAMS[call.exchange.path](reply, request))
     return status, "application/json", write_object(reply)
-
-
-def stream_of(path: str, reply: Body, request: Mapping[str, Any]) -> Iterator[bytes]:
-    """The server-sent events of an answer of the API `path` (`/chat/completions`, ...)."""
-    return STREAMS[path](reply, request)
 
 
 def _chat(reply: Body, request: Mapping[str, Any]) -> Iterator[bytes]:
@@ -142,3 +138,4 @@ STREAMS: Final[Mapping[str, Callable[[Body, Mapping[str, Any]], Iterator[bytes]]
     "/messages": _messages,
     "/responses": _responses,
 }
+"""What makes the server-sent events of an answer, by the API's path."""

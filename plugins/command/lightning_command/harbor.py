@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,9 +214,8 @@ class Place:
                 command += ["--ro-bind-try", str(entry), str(entry)]
         command += ["--tmpfs", "/run", "--ro-bind-try", RESOLVER, RESOLVER]
         command += ["--size", str(bwrap.LARGEST_TMP), "--tmpfs", "/tmp"]  # noqa: S108 — one of its own
-        needed = _with_real(
-            [Path.cwd(), Path(sys.prefix), Path(program).absolute().parent, _real(Path(program)).parent]
-        )
+        named = [Path.cwd(), Path(sys.prefix), Path(program).absolute().parent, _real(Path(program)).parent]
+        needed = {*named, *map(_real, named)}
         command += _shown_and_hidden(needed, self.root.parent)
         for folder in self._hidden(needed):
             command += ["--tmpfs", str(folder)]
@@ -275,11 +274,6 @@ def _shown_and_hidden(needed: set[Path], rollouts: Path) -> Iterator[str]:
 
 def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
-
-
-def _with_real(paths: Iterable[Path]) -> set[Path]:
-    """Each as it is named, and where it really is."""
-    return {each for path in paths for each in (path, _real(path))}
 
 
 def verifier_environment(task: HarborTask, inherited: Mapping[str, str], home: Path) -> dict[str, str]:

@@ -302,14 +302,13 @@ class Reason:
 @dataclass(frozen=True, slots=True)
 class TokenStrip(Block):
     """Tokens of a call's prompt and answer, coloured by a measure. `texts` are their texts, the first `prompt` of them those
-    that were given and not sampled. `why` are the reasons for all tokens of the answer; `token_reasons` those of single ones,
-    by index. `prompt_left_out` counts tokens of the prompt before the first that is shown."""
+    that were given and not sampled. `why` are the reasons for all tokens of the answer. `prompt_left_out` counts tokens of the
+    prompt before the first that is shown."""
 
     texts: Sequence[str]
     prompt: int
     measures: Sequence[Measure]
     why: Sequence[Reason] = ()
-    token_reasons: Mapping[str, Sequence[Reason]] = field(default_factory=dict)
     prompt_left_out: int = 0
 
 

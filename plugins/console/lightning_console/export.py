@@ -19,7 +19,7 @@ from typing import Any, Final
 from lightning.errors import ConfigError, DataError
 
 from lightning_console import router
-from lightning_console.blocks import Notices, Page, json_of
+from lightning_console.blocks import Notices, json_of
 from lightning_console.places import Places
 from lightning_console.queries.branches import runs_with_branches
 from lightning_console.router import Address
@@ -112,7 +112,9 @@ async def export_pages(where: str, start: str, folder: Path, *, rollouts: int = 
                 continue
             shown = await router.show(places, text)
             if text == start and shown.title == router.CANNOT:
-                raise DataError(f"{start} cannot be exported: {_why(shown)}")
+                notices = [each for block in shown.blocks if isinstance(block, Notices) for each in block.notices]
+                why = " ".join(notice.text for notice in notices)
+                raise DataError(f"{start} cannot be exported: {why}")
             page = {**shown.to_json(), "live": False, "address": text}
             page["blocks"] = [block for block in page["blocks"] if block["component"] not in ("Actions", "Controls")]
             for link in links_of(page):
@@ -147,11 +149,6 @@ def _prepare(folder: Path) -> None:
     for file in STATIC.iterdir():
         if file.suffix in (".js", ".css"):
             shutil.copyfile(file, folder / "static" / file.name)
-
-
-def _why(page: Page) -> str:
-    said = [notice.text for block in page.blocks if isinstance(block, Notices) for notice in block.notices]
-    return " ".join(said)
 
 
 def links_of(value: object) -> Iterator[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 from urllib.parse import unquote
 
+from lightning.asyncio_utils import allow_many_files
 from lightning.cli.runs import databases
 from lightning.errors import ConfigError, DataError, LightningError
 from lightning.plugins import plugins
@@ -83,8 +84,6 @@ class Places:
             self.unreadable = {}
             urls = await self._there()
             if len(urls) > MANY:
-                from lightning.gateway.connections import allow_many_files  # it brings the gateway with it
-
                 allow_many_files()  # each store that is open has several
             for url in urls:
                 shown = redacted(url)

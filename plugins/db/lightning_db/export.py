@@ -16,10 +16,8 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, TypeAlias, get_args
 
 from lightning.errors import ParentGoneError, StoreError
-from lightning.store import exchanges, rows
-from lightning.store.conversation import CONVERSATION, conversation_in
-from lightning.store.exchanges import TEXTS, Exchange, Parent, packed_in, parents_of
-from lightning.store.pages import each_rollout, each_step
+from lightning.store import rows
+from lightning.store.pages import batched, each_rollout, each_step
 from lightning.store.protocol import Attempt, Store
 from lightning.trainer.epochs import read_epochs
 from lightning.types import (
@@ -33,6 +31,9 @@ from lightning.types import (
     Transition,
 )
 from lightning_otel.traces.store import spans
+from lightning_record import exchanges
+from lightning_record.conversation import CONVERSATION, conversation_in
+from lightning_record.exchanges import TEXTS, Exchange, Parent, packed_in, parents_of
 
 BATCH: Final = 32
 """Attempts whose calls are read together."""
@@ -102,7 +103,7 @@ async def _rollouts(store: Store, run: Run, scope: ExportScope) -> AsyncIterator
 
 
 async def _transitions(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
-    async for some in _batches(_attempts(store, run, scope)):
+    async for some in batched(_attempts(store, run, scope), BATCH):
         keys = [(rollout.id, attempt) for rollout, attempt in some]
         read = await store.transitions_of(keys)
         parents = await parents_of(store, [rollout for rollout, _ in some], dict(zip(keys, read, strict=True)))
@@ -225,18 +226,6 @@ async def _attempts(store: Store, run: Run, scope: ExportScope) -> AsyncIterator
     async for rollout in each_rollout(store, run.id, split=scope.split):
         for attempt in range(1 if scope.attempts else max(rollout.attempt, 1), rollout.attempt + 1):
             yield rollout, attempt
-
-
-async def _batches(attempts: AsyncIterator[tuple[Rollout, int]]) -> AsyncIterator[list[tuple[Rollout, int]]]:
-    """A few attempts at a time: a store on another machine is asked less often."""
-    some: list[tuple[Rollout, int]] = []
-    async for attempt in attempts:
-        some.append(attempt)
-        if len(some) == BATCH:
-            yield some
-            some = []
-    if some:
-        yield some
 
 
 def _of_attempt(run: Run, rollout: Rollout, attempt: int) -> Record:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl, hookspec, later
+from lightning.hooks import hookimpl, hookspec, later, made_later
 
 if TYPE_CHECKING:
     import typer
@@ -24,17 +24,10 @@ def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -
 @hookimpl(specname="register_keepers")
 def register_sqlite(register: Callable[[str, Callable[[str], Keeper]], None]) -> None:
     """`sqlite`."""
-    register("sqlite", sqlite_keeper)
+    register("sqlite", made_later("lightning_db.sqlite:SqliteKeeper"))
 
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], typer.Typer]], None]) -> None:
     """`db`."""
     register("db", later("lightning_db.command:app", "Maintain a database: status, backup, restore, prune, export."))
-
-
-def sqlite_keeper(url: str) -> Keeper:
-    """See `lightning_db.sqlite`."""
-    from lightning_db.sqlite import SqliteKeeper
-
-    return SqliteKeeper(url)

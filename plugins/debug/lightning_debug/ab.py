@@ -14,14 +14,14 @@ from typing import Any, Final
 
 from lightning.cli.locate import with_store
 from lightning.errors import ConfigError
-from lightning.store import exchanges
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.trainer.run_server import of_project
 from lightning.trainer.summary import Reporter
-from lightning.types import Fault, Json, Rollout, Task
+from lightning.types import Fault, Json, Rollout, Task, by_key
 from lightning_branching.divergence import first_difference
 from lightning_branching.prompt_texts import longest_literal, texts_in
+from lightning_record import exchanges
 from lightning_resources.nouns import Resource, ResourceKind
 from lightning_resources.operations import put_resource, set_alias
 from lightning_resources.weights import WEIGHTS_NAME, weights_content
@@ -214,9 +214,7 @@ async def divergent_call(store: Store, a: str, b: str, store_of_b: Store | None 
     """The first call, by who made it and in which order, where two rollouts differ in the request or in the answer; None where
     none does. Both are in `store`, unless B has its own."""
     ours, theirs = await _calls(store, a), await _calls(store_of_b or store, b)
-    waiting: dict[str, list[_Call]] = {}
-    for call in theirs:
-        waiting.setdefault(call.caller, []).append(call)
+    waiting = by_key(theirs, lambda call: call.caller)
     for number, call in enumerate(ours, 1):
         there = waiting.get(call.caller)
         if not there:

@@ -178,11 +178,11 @@ def find_helps(profile: Profile) -> list[Help]:
     if what_if is not None:
         for rule in (_concurrency, _staleness, _queue, _tools, _agent_code, _prefixes):
             found += rule(profile, config, what_if)
-    return sorted((one for one in found if one.saves >= WORTH), key=_worth, reverse=True)
-
-
-def _worth(found: Help) -> float:
-    return found.saves * (OLDER if found.cause == TURNS else 1.0)
+    return sorted(
+        (one for one in found if one.saves >= WORTH),
+        key=lambda one: one.saves * (OLDER if one.cause == TURNS else 1.0),
+        reverse=True,
+    )
 
 
 def _worst(profile: Profile, phase: str) -> tuple[int, ...]:

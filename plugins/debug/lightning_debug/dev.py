@@ -19,7 +19,6 @@ from lightning.algorithms.protocol import Algorithm, SearchAlgorithm, needs_crit
 from lightning.asyncio_utils import in_thread
 from lightning.batch import Group
 from lightning.errors import ConfigError
-from lightning.gateway.policy import HIDDEN
 from lightning.losses.protocol import Loss, StepLoss, TokenBatch, needs_reference
 from lightning.plugins.attached_adapters import failed_adapter
 from lightning.terminal import Terminal
@@ -43,6 +42,7 @@ from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, StepReward, T
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_debug.call_advice import HIDDEN, hidden_tools
 from lightning_debug.course_rules import CURE_OF_CUT_OFF, MANY_CUT_OFF
 from lightning_debug.diagnosis import Attempted, Diagnosis
 from lightning_debug.rules import diagnose
@@ -125,7 +125,7 @@ async def dry_run(
     groups = await load_groups(stack.store, rollouts, train_agents, stack.config.trainer.policy_fault)
     tried = await in_thread(try_algorithm, algorithm, groups)
     problems = _problems(rows, train_agents, compared=compared) + tried.problems
-    if hidden := await stack.gateway.hidden_tools():
+    if hidden := await hidden_tools(stack.gateway.parts):
         problems.append(f"{hidden} calls: {HIDDEN}")
     report = DevReport(rows, tuple(problems), tuple(_hints(rows, train_agents) + tried.hints))
     show(report, reporter.console)

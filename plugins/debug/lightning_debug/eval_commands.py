@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 from lightning.asyncio_utils import run_to_end
 from lightning.cli.locate import load_agent
-from lightning.cli.output import AsJson, escape, print_json, print_table, say, stoppable
+from lightning.cli.output import AsJson, escape, print_json, print_table, say, stoppable, timestamp
 from lightning.cli.train import read_tasks
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
@@ -115,11 +114,6 @@ def read_bounds(text: str) -> tuple[float, float]:
     if not low < high:
         raise ConfigError(f"--bounds {text!r}: the lowest reward must be below the highest")
     return low, high
-
-
-def timestamp() -> str:
-    """Now, for a folder's name."""
-    return datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
 
 
 def show_evaluation(report: EvalReport, folder: Path) -> None:

@@ -35,7 +35,7 @@ from lightning.trainer.runs import claim_folder, differences
 from lightning.trainer.stack import Stack, open_gateway, open_stack
 from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import Fault, Json, Rollout, Run, Status, Task
+from lightning.types import Fault, Json, Rollout, Run, Status, Task, by_key
 from lightning_branching.policies import EvaluatedModel
 from lightning_resources.nouns import Resource
 from lightning_resources.operations import put_resource
@@ -227,7 +227,7 @@ class Evaluator:
         stack, before = self._stacks[run]
         (now,) = stack.upstreams()
         if now != before and stack is not self._supervised:
-            stack.gateway.replace_upstream(before, now)
+            stack.gateway.own.pool.replace(before, now)
         self._stacks[run] = stack, now
 
     @property
@@ -323,17 +323,15 @@ def report_of(
 ) -> EvalReport:
     """Sum up an evaluation. A rollout succeeds with a reward of at least `success`. Raises `RunnerError` where none can be."""
     check_any_scored(variant.run, rollouts)
-    groups: dict[str, list[float | None]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.group, []).append(rollout.reward)
-    scored = [[reward for reward in task if reward is not None] for task in groups.values()]
-    counted = [[bounds[0] if reward is None else reward for reward in task] for task in groups.values()]
+    groups = [[each.reward for each in own] for own in by_key(rollouts, lambda rollout: rollout.group).values()]
+    scored = [[reward for reward in task if reward is not None] for task in groups]
+    counted = [[bounds[0] if reward is None else reward for reward in task] for task in groups]
 
     def passed(tasks: Sequence[Sequence[float | None]]) -> list[tuple[int, int]]:
         return [(sum(each is not None and each >= success for each in task), len(task)) for task in tasks]
 
     measures = [Measure(f"avg@{n}", avg_at_k(scored, bounds), avg_at_k(counted, bounds))]
-    alone, together = passed(scored), passed(list(groups.values()))
+    alone, together = passed(scored), passed(groups)
     measures += [Measure(f"pass@{k}", pass_at_k(alone, k), pass_at_k(together, k)) for k in ks_of(n)]
     given = [reward for task in scored for reward in task]
     return EvalReport(

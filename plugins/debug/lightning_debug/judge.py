@@ -30,6 +30,7 @@ from lightning.credit import Credit, GroupAdvantage
 from lightning.errors import ConfigError, DataError, JudgeError, LightningError
 from lightning.plugins import plugins
 from lightning.types import Status
+from lightning_record.exchanges import parent_of
 
 from lightning_debug.judge_prompt import (
     NonsenseError,
@@ -320,7 +321,7 @@ def _is_judged(member: Trajectory) -> bool:
 def _transcript(member: Trajectory) -> Transcript:
     """Raises `DataError` where the texts are not recorded."""
     calls = sorted((*member.transitions, *member.refused, *member.lost), key=lambda call: (call.seq, call.choice))
-    seen = transcript_of(member.rollout, calls, member.tool_events, member.branch_of)
+    seen = transcript_of(member.rollout, calls, member.tool_events, parent_of(member))
     if seen.missing not in ("", REDACTED):
         raise DataError(
             f"the judge cannot read rollout {member.rollout.id}: {seen.missing}. Texts are recorded while "

@@ -142,12 +142,12 @@ def written(value: object) -> str:
 
 def order_of(texts: Sequence[str], sample: int) -> list[int]:
     """In which order a sample shows the rollouts: by a hash of what they say, each second time in reverse."""
-    found = sorted(range(len(texts)), key=lambda place: _sha256(f"{sample // 2}/{texts[place]}"))
+
+    def mark(place: int) -> str:
+        return hashlib.sha256(f"{sample // 2}/{texts[place]}".encode("utf-8", "surrogatepass")).hexdigest()
+
+    found = sorted(range(len(texts)), key=mark)
     return found[::-1] if sample % 2 else found
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def question(rubric: str, task: Mapping[str, object], rollouts: Sequence[Sequence[Mapping[str, Any]]]) -> Messages:

@@ -1,5 +1,5 @@
-"""The commands that look into recorded runs or measure a policy, what looks at each step of a run, and the credit `judge`, as a
-plugin."""
+"""The commands that look into recorded runs or measure a policy, what looks at each call and each step of a run, and the credit
+`judge`, as a plugin."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from lightning.hooks import hookimpl, later
 if TYPE_CHECKING:
     from lightning.config import Config
     from lightning.credit import Credit
+    from lightning.gateway.calls import Parts
+    from lightning.gateway.stages import CallStage
     from lightning.trainer.stages import StepStage
 
 
@@ -53,6 +55,14 @@ def advice(config: Config) -> StepStage:
     from lightning_debug.stage import Advice
 
     return Advice(config)
+
+
+@hookimpl
+def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | None]], None]) -> None:
+    """What looks at calls."""
+    from lightning_debug.call_advice import ADVICE, CallAdvice
+
+    register(ADVICE, CallAdvice)
 
 
 @hookimpl

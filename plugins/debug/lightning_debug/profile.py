@@ -23,10 +23,18 @@ from lightning.errors import ConfigError, DataError
 from lightning.store.protocol import MetricPoint, Store
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.training_data import PolicyFault, all_rollouts, is_trainable
-from lightning.types import Fault, Rollout, Status, StepRecord
+from lightning.types import Fault, Rollout, Status, StepRecord, by_key
 from lightning_planner.calibration import Calibration, calibrate
 from lightning_planner.costs import ServerCosts
-from lightning_planner.recorded import CHUNK, Recorded, RecordedCall, RecordedRollout, read_run, recorded_config
+from lightning_planner.recorded import (
+    CHUNK,
+    Recorded,
+    RecordedCall,
+    RecordedRollout,
+    read_run,
+    recorded_config,
+    strings,
+)
 
 CALL = ("queue", "prefill", "decode")
 """States in which the policy server has something to do."""
@@ -70,8 +78,7 @@ async def activities(store: Store, rollouts: Sequence[Rollout], recorded: Record
         timed[_when((call.started, call.ended) for call in one.calls)].append(one)
     costs = _server_costs(recorded)
     queued = admitted(recorded)
-    named = recorded.config.get("train_agents")
-    agents = [str(item) for item in named] if isinstance(named, list | tuple) else []
+    agents = strings(recorded.config.get("train_agents"))
     found = []
     for at in range(0, len(rollouts), CHUNK):
         some = [(rollout.id, rollout.attempt) for rollout in rollouts[at : at + CHUNK]]
@@ -438,11 +445,8 @@ def _tokens(
 ) -> Tokens:
     made = {activity.rollout: activity for activity in found}
     trained = {key for record in records for key in record.rollouts}
-    groups: dict[str, list[Rollout]] = {}
-    for rollout in took:
-        groups.setdefault(rollout.group, []).append(rollout)
     untaught: Counter[str] = Counter()
-    for members in groups.values():
+    for members in by_key(took, lambda rollout: rollout.group).values():
         if not any((rollout.id, rollout.attempt) in trained for rollout in members):
             sampled = sum(made[rollout.id].response for rollout in members if rollout.id in made)
             untaught[why_untaught(members, fault)] += sampled

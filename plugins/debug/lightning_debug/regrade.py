@@ -28,6 +28,7 @@ from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.replay import algorithm_of, policy_fault_of, train_agents_of
 from lightning.trainer.training_data import load_groups, rollouts_of
 from lightning.types import Json, Status, StepRecord, Transition
+from lightning_record.exchanges import parent_of
 
 from lightning_debug.judge import NOTHING, Judgement
 from lightning_debug.transcript import REDACTED, Transcript, transcript_of
@@ -215,7 +216,7 @@ class _Trial:
                 self.kept += 1
                 continue
             try:
-                seen = transcript_of(rollout, calls[rollout.id], member.tool_events, member.branch_of)
+                seen = transcript_of(rollout, calls[rollout.id], member.tool_events, parent_of(member))
                 if seen.missing and not (isinstance(self.grader, GroupGrader) and seen.missing == REDACTED):
                     raise DataError(seen.missing)
             except LightningError as error:

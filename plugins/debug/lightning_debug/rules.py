@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 from lightning.instrument.marking import framework_without_adapter
 from lightning.runner.attempt_completion import UNCALLED
-from lightning.store.exchanges import packed_in, why_not_replayable
 from lightning.trainer.metrics import MOST_NAMES, names_of, unmatched
 from lightning.trainer.training_data import NOT, OF_MODEL, is_trainable
-from lightning.types import TOO_LONG, UNNAMED, Caller, CallStatus, TokenIds, ToolEvent, Transition
+from lightning.types import TOO_LONG, UNNAMED, Caller, CallStatus, TokenIds, Transition, by_key
+from lightning_record.exchanges import packed_in, why_not_replayable
 
 from lightning_debug.course_rules import COURSE_RULES
 from lightning_debug.diagnosis import Attempted, Course, Diagnosis, Evidence
@@ -92,11 +92,8 @@ def silent_tools(evidence: Evidence) -> Iterator[Diagnosis]:
 
 def failing_tools(evidence: Evidence) -> Iterator[Diagnosis]:
     """A tool fails for what is no doing of the model: its service is down, slow, or refuses."""
-    runs: dict[str, list[ToolEvent]] = {}
-    for attempt in evidence.attempts:
-        for event in attempt.tool_events:
-            runs.setdefault(event.name, []).append(event)
-    for name, events in runs.items():
+    runs = (event for attempt in evidence.attempts for event in attempt.tool_events)
+    for name, events in by_key(runs, lambda event: event.name).items():
         errors = [event.error for event in events if event.status == "error" and OUTSIDE.search(event.error)]
         if len(events) >= TOOL_RUNS and len(errors) >= MANY_TOOL_FAILURES * len(events):
             said = Counter(error.strip().rpartition("\n")[2][:120] for error in errors).most_common(1)[0][0]

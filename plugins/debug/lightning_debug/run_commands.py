@@ -32,7 +32,7 @@ from lightning_debug.advise import Advice, Alarm, Past, Tuning, config_of, is_co
 from lightning_debug.advise import advise as advise_run
 from lightning_debug.bottlenecks import STEP, Help, find_helps
 from lightning_debug.profile import ROLLOUT_PARTS, Profile, read_profile
-from lightning_debug.regrade import Grader, GroupGrader, Regraded, RewardTrial, try_grader
+from lightning_debug.regrade import Grader, GroupGrader, RewardTrial, try_grader
 
 
 def advise(
@@ -48,7 +48,19 @@ def advise(
     past = _past(url, *mine, runs) if mine else []
     advice = asyncio.run(with_store(url, lambda store: advise_run(store, run_id, past)))
     if as_json:
-        print_json(_advice_json(advice))
+        print_json(
+            {
+                "run": advice.run,
+                "steps": advice.steps,
+                "alarms": [
+                    {**each.found.to_json(), "since": each.since, "still": each.still} for each in advice.alarms
+                ],
+                "hints": [hint.to_json() for hint in advice.hints],
+                "tuning": [{**asdict(each), "set": override(each.setting, each.better)} for each in advice.tuning],
+                "compared_runs": advice.compared,
+                "unread": advice.unread,
+            }
+        )
     else:
         show_advice(advice)
     raise typer.Exit(int(any(alarm.found.serious and alarm.still for alarm in advice.alarms)))
@@ -83,18 +95,6 @@ def _past(url: str, mine: Run, config: Mapping[str, Json], runs: Path) -> list[P
 def _key(run: Run) -> tuple[str, float]:
     """What tells a run from one of the same name in another store."""
     return run.id, run.created_at
-
-
-def _advice_json(advice: Advice) -> dict[str, object]:
-    return {
-        "run": advice.run,
-        "steps": advice.steps,
-        "alarms": [{**alarm.found.to_json(), "since": alarm.since, "still": alarm.still} for alarm in advice.alarms],
-        "hints": [hint.to_json() for hint in advice.hints],
-        "tuning": [{**asdict(each), "set": override(each.setting, each.better)} for each in advice.tuning],
-        "compared_runs": advice.compared,
-        "unread": advice.unread,
-    }
 
 
 def show_advice(advice: Advice) -> None:
@@ -375,7 +375,22 @@ def show_trial(trial: RewardTrial, limit: int) -> None:
     changed = [each for each in trial.rollouts if each.now != each.before]
     changed.sort(key=lambda each: -abs(each.now - each.before))
     if limit and changed:
-        _show_rollouts(changed[:limit])
+        print_table(
+            ["rollout", "step", "recorded", "now", "parts", "task", "last answer"],
+            [
+                [
+                    escape(each.rollout),
+                    str(each.step),
+                    f"{each.before:.3g}",
+                    f"{each.now:.3g}",
+                    escape(", ".join(f"{name} {value:.3g}" for name, value in each.parts.items())),
+                    escape(str(each.task)[:60]),
+                    escape(each.answer[-60:]),
+                ]
+                for each in changed[:limit]
+            ],
+            title="rollouts whose reward changes most",
+        )
     for warning in trial.warnings:
         say(f"[yellow]{escape(warning)}")
 
@@ -406,22 +421,3 @@ def _show_judge(trial: RewardTrial) -> None:
     say(f"pairs of rollouts that two samples of the judge order alike: {alike}")
     all_groups = trial.groups + trial.unusable
     say(f"groups that the judge gave no usable scores for: {trial.unusable} of {all_groups}")
-
-
-def _show_rollouts(changed: Sequence[Regraded]) -> None:
-    print_table(
-        ["rollout", "step", "recorded", "now", "parts", "task", "last answer"],
-        [
-            [
-                escape(each.rollout),
-                str(each.step),
-                f"{each.before:.3g}",
-                f"{each.now:.3g}",
-                escape(", ".join(f"{name} {value:.3g}" for name, value in each.parts.items())),
-                escape(str(each.task)[:60]),
-                escape(each.answer[-60:]),
-            ]
-            for each in changed
-        ],
-        title="rollouts whose reward changes most",
-    )

@@ -28,6 +28,7 @@ from lightning.trainer.summary import Evaluation, Reporter
 from lightning.trainer.weight_sync import bound_of
 from lightning.types import Json, Status, Task
 
+from lightning_debug.call_advice import hidden_tools
 from lightning_debug.dev import DevReport, dry_run
 from lightning_debug.diagnosis import Attempted, Course, Diagnosis
 from lightning_debug.rules import diagnose
@@ -162,7 +163,9 @@ class Advice(StepStage):
         self._steps[step.step :] = [step.metrics]
         attempts = [Attempted.of(member) for group in step.groups for member in group.trajectories]
         failures = [rollout.error for rollout in step.rollouts if rollout.status is Status.FAILED]
-        return Added(alarms=await self._found(attempts, step.train_agents, failures))
+        hidden = await hidden_tools(step.parts) if step.parts is not None else 0
+        metrics = {"hidden_tools": float(hidden)} if hidden else {}
+        return Added(metrics, alarms=await self._found(attempts, step.train_agents, failures))
 
     async def evaluated(self, evaluations: Sequence[Evaluation]) -> Iterable[Alarm]:
         """See `StepStage.evaluated`."""

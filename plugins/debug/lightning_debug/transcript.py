@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning.store import exchanges
-from lightning.store.exchanges import Exchange, Parent
 from lightning.types import Rollout, Task, ToolEvent, Transition
+from lightning_record import exchanges
+from lightning_record.exchanges import Exchange, Parent
 
 REDACTED: Final = "a credential was left out of its texts"
 """Why the texts of a call are not whole where all of them but a credential is there."""
@@ -83,7 +83,7 @@ def transcript_of(
     parent: Parent | None = None,
 ) -> Transcript:
     """The transcript of an attempt, from all of its rows, since answered calls may be packed against others; of a branch also
-    from those of its `parent` (`lightning.store.exchanges.parents_of`).
+    from those of its `parent` (`lightning_record.exchanges.parents_of`).
 
     Raises `StoreError` for rows that cannot be read.
     """

@@ -23,6 +23,7 @@ from lightning.cli.train import train
 from lightning.config import Config, load_config
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
+from lightning.tracking.trackers import names_of
 from lightning_planner.cluster import GPUS, Cluster, find_gpu
 from lightning_planner.roofline import Memory, memory
 from lightning_planner.shape import Shape, read_shape
@@ -192,10 +193,6 @@ class DeployPlan:
         own += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         return ["train-or-resume", self.out(places), *self.train, *own, *more]
 
-    def alone_command(self, out: str, *more: str) -> list[str]:
-        """Trains with the agents on the same machine."""
-        return ["train-or-resume", out, self.agent, *self.train, "--out", out, *more]
-
     def server_command(self, places: Places) -> list[str]:
         """Serves people: the console, and the control API. It has nothing of its own, so there may be several."""
         address = ["--host", places.host, "--port", str(places.server_port)]
@@ -320,7 +317,7 @@ def _trainer_secrets(config: Config, options: Options) -> tuple[str, ...]:
     found = {one.api_key_env for one in config.gateway.providers.values()}
     found |= {config.optimizer_model.api_key_env} if config.optimizer_model.base_url else set()
     found |= {alert.removeprefix("webhook:") for alert in config.trainer.alerts if alert.startswith("webhook:")}
-    found |= {"WANDB_API_KEY"} if "wandb" in config.trainer.trackers else set()
+    found |= {"WANDB_API_KEY"} if "wandb" in names_of(config) else set()
     return tuple(sorted({name for name in (*found, *options.trainer_secrets) if name}))
 
 
@@ -399,7 +396,7 @@ def _below(project: Path, path: Path, option: str) -> Path:
 
 def _extras(config: Config, engine: str) -> tuple[str, ...]:
     """The extras of lightning that the trainer needs."""
-    trackers = {"tensorboard", "wandb", "mlflow", "trackio", "otel"} & set(config.trainer.trackers)
+    trackers = {"tensorboard", "wandb", "mlflow", "trackio", "otel"} & set(names_of(config))
     engines = {"verl"} if engine == "verl" else set()
     return tuple(sorted({"torch", "vllm", "postgres", *trackers, *engines}))
 

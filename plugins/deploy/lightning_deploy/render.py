@@ -20,6 +20,7 @@ from lightning.errors import ConfigError, MissingExtraError
 
 from lightning_deploy.agent_sources import LEFT_OUT, own_source
 from lightning_deploy.deploy_plan import PORT, DeployPlan, Places
+from lightning_deploy.sweep import read_json
 
 Lock = Callable[[Sequence[str], Sequence[str], str], str]
 
@@ -184,7 +185,7 @@ def _bucket(plan: DeployPlan) -> str:
 
 def _sky_command(plan: DeployPlan, folder: Path, cloud: Cloud) -> str:
     out = f"/runs/{plan.name}" if cloud.spot else f"runs/{plan.name}"
-    _, *rest = plan.alone_command(out)
+    rest = [out, plan.agent, *plan.train, "--out", out]  # it trains with the agents on the same machine
     # By its interpreter: a bucket by which SkyPilot sends the project keeps no permissions.
     line = shlex.join(["sh", f"{folder.as_posix()}/scripts/train-or-resume", *rest])
     return f'{line} --store "$LIGHTNING_STORE"' if cloud.store else line
@@ -205,7 +206,7 @@ class Written:
 
 def write(files: Mapping[str, str], folder: Path, *, force: bool = False) -> Written:
     """Write what is new or was not edited; with `force`, all of it."""
-    digests = _record(folder)
+    digests: dict[str, str] = read_json(folder / RECORD) or {}
     written, unchanged, kept = [], [], []
     for name, text in files.items():
         there = _read(folder / name)
@@ -238,14 +239,6 @@ def diff(files: Mapping[str, str], folder: Path) -> Iterator[str]:
             yield from difflib.unified_diff(
                 before, text.splitlines(keepends=True), shown, f"{folder}/{name}, generated"
             )
-
-
-def _record(folder: Path) -> dict[str, str]:
-    try:
-        found: dict[str, str] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found
 
 
 def _read(file: Path) -> str | None:

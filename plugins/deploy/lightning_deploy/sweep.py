@@ -318,8 +318,13 @@ def _begun(run: PlannedRun) -> str:
 
 def _report(folder: Path, run: PlannedRun) -> dict[str, Any] | None:
     """What a run wrote at its end; None where it has not come to it, or was killed while it wrote."""
+    return read_json(folder / run.name / REPORT)
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """The object in a file; None where there is no such file, or something else in it."""
     try:
-        found: dict[str, Any] = json.loads((folder / run.name / REPORT).read_text())
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found

@@ -189,15 +189,12 @@ def _enforcing() -> str:
             *(one["name"] for one in containers),
             *(one.get("image", "") for one in containers),
         ]
+        # EKS' plugin may be there and told to do nothing.
+        turned_off = any("--enable-network-policy=false" in one.get("args", ()) for one in containers)
         for enforcer in ENFORCERS:
-            if any(enforcer in name for name in names) and not _turned_off(containers):
+            if any(enforcer in name for name in names) and not turned_off:
                 return enforcer
     return ""
-
-
-def _turned_off(containers: list[dict[str, Any]]) -> bool:
-    """Whether EKS' plugin is there and told to do nothing."""
-    return any("--enable-network-policy=false" in one.get("args", ()) for one in containers)
 
 
 def _get(*what: str) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""The questions about a chat template that vLLM's own `/v1/messages` asks when it starts, answered by the policy server.
+"""What vLLM's chat gives a chat template, and the questions about one that vLLM's own `/v1/messages` asks when it starts,
+answered by the policy server.
 
 The invariant: nothing is assumed of a template. Each question is asked once for a policy, with prompts that are the same but
 for what is asked about; while there is no answer, the request goes on as it is, and that is said.
@@ -15,12 +16,29 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import orjson
-from lightning.gateway.dialects import Tokenize, effort_in_template
+from lightning.gateway.dialects import Tokenize
 from lightning.gateway.http import Body, RefusalError, UpstreamError
-from lightning.gateway.policy import NO_ANSWER, Policy
+from lightning.gateway.policy import Policy
+from lightning.gateway.upstream import UNANSWERED
 
 log = logging.getLogger(__name__)
 
+IN_THE_PROMPT = (
+    "messages",
+    "tools",
+    "chat_template",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+)
+"""What of a chat request makes its prompt, under the names that `/tokenize` takes."""
+FOR_THE_TEMPLATE = ("reasoning_effort", "documents")
+"""What vLLM's chat gives the template as well, and `/tokenize` takes among the template's own parameters."""
+NO_ANSWER = (*UNANSWERED, RefusalError, ValueError, KeyError, TypeError)
+"""What asking raises when there is no answer, or one that is no vLLM's."""
 SYSTEM_LATER = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
 A_TOOL = {"type": "function", "function": {"name": "t", "parameters": {"type": "object", "properties": {}}}}
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -32,6 +50,21 @@ MERGED = (
 AS_IT_IS = "requests go on as they are (said once for each policy)"
 ASK_AGAIN = 60.0
 """Seconds for which a policy server that could not answer is asked no more."""
+
+
+def effort_in_template(effort: object) -> dict[str, object]:
+    """What vLLM's chat gives a template for `reasoning_effort`."""
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+def prompt_of(chat: Body) -> Body:
+    """What vLLM's `/tokenize` needs to make the prompt that a chat request has."""
+    prompt = {name: chat[name] for name in IN_THE_PROMPT if name in chat}
+    given = {name: chat[name] for name in FOR_THE_TEMPLATE if chat.get(name) is not None}
+    if given:
+        thinking = effort_in_template(given["reasoning_effort"]) if "reasoning_effort" in given else {}
+        prompt["chat_template_kwargs"] = thinking | (chat.get("chat_template_kwargs") or {}) | given
+    return prompt
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import orjson
-from lightning.gateway.dialects import prompt_of
 from lightning.gateway.http import (
     JSON_TYPE,
     Body,
@@ -24,6 +23,7 @@ from lightning.gateway.http import (
 from lightning.gateway.stages import recording_refusals
 from lightning.gateway.upstream import UNANSWERED
 
+from lightning_dialects.chat_template import prompt_of
 from lightning_dialects.messages import Messages, chat_request
 from lightning_dialects.translated import readable
 
@@ -42,7 +42,7 @@ class CountTokens:
     def __init__(self, parts: Parts) -> None:
         self._config, self._identity, self._policies = parts.config, parts.identity, parts.policies
         self._forwarder, self._parts = parts.forwarder, parts
-        self._dialect = Messages()
+        self._dialect = Messages(parts.config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Never raises for what is the agent's or vLLM's fault."""

@@ -297,16 +297,17 @@ class Messages(Translated):
     id_prefix = "msg_"
 
     def hosted_tools(self, body: Body) -> list[str]:
-        """See `Dialect`."""
+        """See `Translated`."""
         with readable():
             return [str(tool["type"]) for tool in items_of(body.get("tools") or [], "tools") if _is_hosted(tool)]
 
     def without_hosted_tools(self, body: Body) -> Body:
-        """See `Dialect`."""
+        """See `Translated`."""
         return {**body, "tools": [tool for tool in body["tools"] if not _is_hosted(tool)]}
 
     def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
         """See `Dialect`."""
+        body = self.runnable(body)
         most = body.get("max_tokens")
         if not isinstance(most, int) or most < 1:
             raise refuse_parameter("max_tokens", f"must be a positive integer, not {most!r}.")

@@ -1,4 +1,4 @@
-"""The Responses API and Anthropic's Messages API, as a plugin."""
+"""OpenAI's older text API and its Responses API, and Anthropic's Messages API, as a plugin."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
+    from lightning.config import GatewayConfig
     from lightning.gateway.calls import Parts
     from lightning.gateway.dialects import Dialect
     from starlette.types import ASGIApp
 
 
 @hookimpl
-def register_dialects(register: Callable[[str, Callable[[], Dialect]], None]) -> None:
-    """`responses` and `messages`."""
+def register_dialects(register: Callable[[str, Callable[[GatewayConfig], Dialect]], None]) -> None:
+    """`completions`, `responses` and `messages`."""
+    from lightning_dialects.completions import Completions
     from lightning_dialects.messages import Messages
     from lightning_dialects.responses import Responses
 
+    register("completions", lambda _: Completions())
     register("responses", Responses)
     register("messages", Messages)
 

@@ -59,6 +59,7 @@ class Responses(Translated):
 
     def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
         """See `Dialect`."""
+        body = self.runnable(body)
         if not body.get("input") and not (before and body.get("input") is None):
             raise refuse_parameter("input", "is missing or empty; send a text or a list of items.")
         instructions = body.get("instructions")
@@ -72,12 +73,12 @@ class Responses(Translated):
         return chat, ResponseTranslator(response_id, body, chat, names, said)
 
     def hosted_tools(self, body: Body) -> list[str]:
-        """See `Dialect`."""
+        """See `Translated`."""
         with readable():
             return hosted_tools(body)
 
     def without_hosted_tools(self, body: Body) -> Body:
-        """See `Dialect`."""
+        """See `Translated`."""
         return without_hosted_tools(body)
 
 

@@ -9,17 +9,47 @@ closed is never opened again.
 from __future__ import annotations
 
 import contextlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from lightning.bounded import Once
+from lightning.config import GatewayConfig
 from lightning.gateway.dialects import Chat, Plan, refuse_parameter, strip_reasoning
 from lightning.gateway.http import Body, RefusalError, event_of, write_object
+
+log = logging.getLogger(__name__)
 
 
 class Translated(Chat):
     """Asks for a chat completion and reads ids and logprobs from it."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._drops_hosted_tools = config.hosted_tools == "drop"
+        self._said = Once()
+
+    @abstractmethod
+    def hosted_tools(self, body: Body) -> list[str]:
+        """The types of the tools of a request that a provider's servers would run. Raises `RefusalError` (422)."""
+
+    @abstractmethod
+    def without_hosted_tools(self, body: Body) -> Body:
+        """The request without them."""
+
+    def runnable(self, body: Body) -> Body:
+        """The request, without tools that nobody here can run where they are to be dropped; each type of them is said once."""
+        types = self.hosted_tools(body) if self._drops_hosted_tools else []
+        if not types:
+            return body
+        for kind in filter(self._said.first, sorted(types)):
+            log.warning(
+                "agents ask for the tool %r, which runs on a provider's servers: it is left out (gateway.hosted_tools), and "
+                "the model never hears of it. Said once",
+                kind,
+            )
+        return self.without_hosted_tools(body)
 
     def plan(self, body: Body) -> Plan:
         """See `Dialect`."""

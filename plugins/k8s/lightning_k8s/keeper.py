@@ -13,6 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
+from lightning.asyncio_utils import cancel, is_set_within
 from lightning.errors import RunnerError
 from lightning.types import Status
 
@@ -205,9 +206,7 @@ class Keeper:
             self._followers = [self._follow(mirror) for mirror in self._mirrors]
             while True:
                 await self._look(secret)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._pace.look):  # `wait_for` may lose a cancellation on Python 3.11
-                        await self._changed.wait()
+                await is_set_within(self._changed, self._pace.look)
                 self._changed.clear()
         finally:
             ending = asyncio.create_task(self._end())
@@ -277,9 +276,7 @@ class Keeper:
             await asyncio.gather(*(self._cluster.delete(path, name, grace=grace) for name in names))
 
     async def _end(self) -> None:
-        for task in self._followers:
-            task.cancel()
-        await asyncio.gather(*self._followers, return_exceptions=True)
+        await cancel(*self._followers)
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._clear()

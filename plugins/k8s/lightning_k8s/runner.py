@@ -12,6 +12,7 @@ import socket
 from pkgutil import resolve_name
 
 from lightning.addresses import leads_to_itself
+from lightning.asyncio_utils import cancel
 from lightning.config import KubernetesConfig, RunnerConfig
 from lightning.errors import ConfigError, RunnerError
 from lightning.runner.agent_serialization import check_agent, name_of
@@ -30,17 +31,15 @@ class KubernetesRunner:
     Raises `ConfigError` for settings that make no pod, `RunnerError` for an agent that a pod could not import or call.
     """
 
+    concurrency = 0
+    """No agent runs in this process."""
+
     def __init__(self, agent: Agent, config: RunnerConfig, pace: Pace | None = None) -> None:
         self._config, self._pace = config, pace or Pace()
         if not config.k8s.agent:
             check_agent(agent)
         self._agent = config.k8s.agent or reference_to(agent)
         self._cluster: Cluster | None = None
-
-    @property
-    def concurrency(self) -> int:
-        """0: no agent runs in this process."""
-        return 0
 
     async def start(self) -> None:
         """Read the template and connect. Raises `ConfigError` or `MissingExtraError`. Idempotent."""
@@ -76,8 +75,7 @@ class KubernetesRunner:
             await keeper.run(await _own_pod(cluster, self._config.k8s))
         finally:
             if watching is not None:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+                await cancel(watching)
 
     async def close(self) -> None:
         """Disconnect. Idempotent; `start` may follow."""

@@ -17,7 +17,7 @@ from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.config import load_config
 from lightning.errors import ConfigError
 
-from lightning_planner.cluster import Assumptions, Cluster, assume, find_gpu
+from lightning_planner.cluster import Cluster, assume, find_gpu
 from lightning_planner.costs import Changes
 from lightning_planner.planner import (
     LABEL,
@@ -28,7 +28,6 @@ from lightning_planner.planner import (
     make_plan,
 )
 from lightning_planner.recorded import Recorded, read_run, recorded_config, schedule_of
-from lightning_planner.roofline import Memory
 from lightning_planner.shape import Shape, read_shape
 
 
@@ -150,11 +149,23 @@ def _show(
     if plans and plans[0].memory:
         say("")
         for use in plans[0].memory:
-            _show_memory(use)
+            verdict = "[green]fits" if use.fits else "[red]does not fit"
+            print_table(
+                ["memory of a GPU, GB", "", "from"],
+                [
+                    *([item.name, f"{item.bytes / 1e9:.1f}", escape(item.how)] for item in use.items),
+                    ["all", f"[bold]{use.used / 1e9:.1f}", f"of {use.available / 1e9:.0f}: {verdict}"],
+                ],
+                title=escape(use.role),
+            )
     for note in dict.fromkeys(note for one in plans for note in one.notes):
         say(f"[yellow]note[/] {escape(note)}")
     if cluster is not None:
-        _show_assumptions(cluster.assumptions)
+        say("")
+        print_table(
+            ["assumed", "", "--assume NAME=NUMBER changes it"],
+            [[name, f"{value:g}", escape(why)] for name, value, why in cluster.assumptions.listed()],
+        )
 
 
 def _where(shape: Shape | None, cluster: Cluster | None) -> str:
@@ -166,6 +177,8 @@ def _where(shape: Shape | None, cluster: Cluster | None) -> str:
 
 
 def _show_plans(plans: Sequence[Plan], where: str) -> None:
+    schedule = plans[0].schedule
+    groups = f"{schedule.tasks_per_step} groups of {schedule.group_size} a step, {schedule.concurrency} agents at once"
     print_table(
         ["simulated", *(f"max_staleness {one.schedule.max_staleness}" for one in plans)],
         [
@@ -181,30 +194,5 @@ def _show_plans(plans: Sequence[Plan], where: str) -> None:
             ["places busy", *(f"{one.places_busy:.0%} of {one.schedule.concurrency}" for one in plans)],
             ["trainer busy", *(f"{one.trainer_busy:.0%}" for one in plans)],
         ],
-        title=escape(f"{where}; {_rollouts(plans)}"),
-    )
-
-
-def _rollouts(plans: Sequence[Plan]) -> str:
-    schedule = plans[0].schedule
-    return f"{schedule.tasks_per_step} groups of {schedule.group_size} a step, {schedule.concurrency} agents at once"
-
-
-def _show_memory(use: Memory) -> None:
-    verdict = "[green]fits" if use.fits else "[red]does not fit"
-    print_table(
-        ["memory of a GPU, GB", "", "from"],
-        [
-            *([item.name, f"{item.bytes / 1e9:.1f}", escape(item.how)] for item in use.items),
-            ["all", f"[bold]{use.used / 1e9:.1f}", f"of {use.available / 1e9:.0f}: {verdict}"],
-        ],
-        title=escape(use.role),
-    )
-
-
-def _show_assumptions(assumptions: Assumptions) -> None:
-    say("")
-    print_table(
-        ["assumed", "", "--assume NAME=NUMBER changes it"],
-        [[name, f"{value:g}", escape(why)] for name, value, why in assumptions.listed()],
+        title=escape(f"{where}; {groups}"),
     )

@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 
 from lightning.algorithms.presets import PRESETS
 from lightning.batch import Trajectory, build_samples
-from lightning.config import Config, settings, with_settings
+from lightning.config import Config
+from lightning.config import recorded_config as settings_of_record
 from lightning.errors import DataError
 from lightning.store.codec import ITEM, pack
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.training_data import all_rollouts, is_trainable
 from lightning.trainer.weight_sync import HELD_SECONDS
-from lightning.types import Json, Rollout, StepRecord, TokenIds, Transition, shared_prefix
+from lightning.types import Json, Rollout, StepRecord, TokenIds, Transition, by_key, shared_prefix
 
 from lightning_planner.costs import Schedule
 
@@ -113,7 +114,7 @@ async def read_run(store: Store, run: str) -> Recorded:
         raise DataError(f"run {run!r} has no committed step: give one that has trained; `lightning runs` lists them")
     points = {point.step: point.values for point in await store.metrics(run)}
     rollouts = [one for one in await all_rollouts(store, run, split=TRAIN) if one.status.ended]
-    reader = _Reader(store, records, _strings(stored.config.get("train_agents")))
+    reader = _Reader(store, records, strings(stored.config.get("train_agents")))
     groups = await reader.groups(rollouts)
     if not any(rollout.calls for group in groups for rollout in group.rollouts):
         raise DataError(
@@ -190,18 +191,8 @@ def _step(record: StepRecord, values: Mapping[str, float], rows: int) -> Recorde
 
 
 def recorded_config(config: Mapping[str, Json]) -> Config:
-    """The settings of a run's record; one that is not recorded is at its default, one that this release does not know any more
-    is left out."""
-    known: dict[str, object] = {}
-    keys = [setting.key for setting in settings()]
-    sections = {key.rpartition(".")[0] for key in keys}
-    for key in keys:
-        value: Json = config.get("config")
-        for part in key.split("."):
-            value = _table(value).get(part)
-        if value is not None and key not in sections:
-            known[key] = value
-    return with_settings(Config(), known)
+    """The settings of a run's record; what this release does not have is left out."""
+    return settings_of_record(_table(config.get("config")))[0]
 
 
 def schedule_of(config: Config, *, group_size: int, dynamic_sampling: bool, steps: int = 20) -> Schedule:
@@ -223,7 +214,8 @@ def _table(value: Json) -> Mapping[str, Json]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _strings(value: Json) -> list[str]:
+def strings(value: Json) -> list[str]:
+    """The items of a list as texts; none where it is no list."""
     return [str(item) for item in value] if isinstance(value, Sequence) and not isinstance(value, str) else []
 
 
@@ -238,10 +230,7 @@ class _Reader:
 
     async def groups(self, rollouts: Sequence[Rollout]) -> tuple[RecordedGroup, ...]:
         """The groups that a step looked at, in the order they began."""
-        taken: dict[str, list[Rollout]] = {}
-        for rollout in rollouts:
-            if rollout.group in self._step_of:
-                taken.setdefault(rollout.group, []).append(rollout)
+        taken = by_key((one for one in rollouts if one.group in self._step_of), lambda rollout: rollout.group)
         flat = [rollout for members in taken.values() for rollout in members]
         read: dict[str, RecordedRollout] = {}
         for first in range(0, len(flat), CHUNK):

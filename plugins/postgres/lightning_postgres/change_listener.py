@@ -7,11 +7,10 @@ begins and again when it ends: so none is missed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
-from lightning.asyncio_utils import end
+from lightning.asyncio_utils import end, is_set_within
 from lightning.store.threads import Bell
 
 from lightning_postgres import failures
@@ -37,9 +36,7 @@ class Listener:
         """Return when changes are heard. Raises `StoreError` when the server cannot be reached or refuses."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._listen())
-        try:
-            await asyncio.wait_for(self._ready.wait(), self._settings.timeout)
-        except TimeoutError:
+        if not await is_set_within(self._ready, self._settings.timeout):
             refused = failures.translate(self._error, self._settings)
             raise refused from self._error
 
@@ -73,10 +70,7 @@ class Listener:
 
     async def _stay(self, connection: Any, lost: asyncio.Event) -> None:
         while not lost.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PING):
-                    await lost.wait()
-            if not lost.is_set():
+            if not await is_set_within(lost, PING):
                 await connection.execute("SELECT 1", timeout=PING)
 
     def _heard(self, _connection: Any, _process: int, _channel: str, payload: str) -> None:
@@ -91,10 +85,7 @@ class EventWatch:
 
     async def wait(self, timeout: float) -> bool:
         """See `RunWatch.wait`. Raises `StoreError` after the store was closed."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await self._event.wait()
+        changed = await is_set_within(self._event, timeout)
         self._check()
-        changed = self._event.is_set()
         self._event.clear()
         return changed

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import ssl
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import Any, Final
 
 import asyncpg
-from lightning.store.codec import ParentsView
 from lightning.store.rows import Row, Value
+from lightning_db.parents_view import ParentsView
 
 from lightning_postgres.settings import Settings
 
@@ -55,6 +56,16 @@ async def connect(settings: Settings, *, statement_seconds: float | None) -> asy
         max_cached_statement_lifetime=0,
         server_settings={**_SESSION, "search_path": settings.schema},
     )
+
+
+@asynccontextmanager
+async def connected(settings: Settings, statement_seconds: float | None) -> AsyncIterator[Any]:
+    """A connection for the block. What it has not committed by then is not done."""
+    connection = await connect(settings, statement_seconds=statement_seconds)
+    try:
+        yield connection
+    finally:
+        connection.terminate()
 
 
 def channel(settings: Settings) -> str:

@@ -14,8 +14,9 @@ from collections.abc import AsyncIterator
 from typing import Any, Final, Generic, TypeVar
 
 from lightning.errors import StoreError
-from lightning.store.codec import ParentCache, ParentsView
+from lightning.store.codec import ParentCache
 from lightning.store.relational.transaction import Again, Operation
+from lightning_db.parents_view import ParentsView
 
 from lightning_postgres import failures
 from lightning_postgres.connection import PostgresTransaction, connect

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from lightning.errors import DataError, StoreError
+from lightning.store.pages import batched
 from lightning.store.relational.transaction import Operation, SqlPart, Transaction, make_tables
 from lightning.store.sqlite.connection import Settings as SqliteSettings
 from lightning.store.sqlite.connection import connect as connect_sqlite
@@ -28,7 +29,7 @@ from lightning_db.export_files import new_file
 from lightning_db.relational import RelationalKeeper, groups_in, parts
 
 from lightning_postgres import failures
-from lightning_postgres.connection import PostgresTransaction, connect
+from lightning_postgres.connection import PostgresTransaction, connected
 from lightning_postgres.settings import from_url
 from lightning_postgres.store import PostgresStore
 
@@ -131,19 +132,15 @@ class PostgresKeeper(RelationalKeeper):
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[Any]:
-        """A connection of one's own; what was not committed on it is not done."""
-        connection: Any = None
+        """A connection of one's own. Raises what the server refuses in the words of `failures`."""
         try:
-            connection = await connect(self._settings, statement_seconds=PATIENCE)
-            yield connection
+            async with connected(self._settings, PATIENCE) as connection:
+                yield connection
         except Exception as error:
             refused = failures.translate(error, self._settings)
             if refused is error:
                 raise
             raise refused from error
-        finally:
-            if connection is not None:
-                connection.terminate()
 
 
 async def _make_groups(transaction: Transaction, groups: Mapping[str, SqlPart], where: object) -> None:
@@ -186,14 +183,9 @@ async def _copy_out(connection: Any, made: sqlite3.Connection, table: str) -> No
     places = ", ".join("?" * len(names))
     insert = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({places})"  # noqa: S608 — names of ours
     select = f"SELECT {', '.join(names)} FROM {table}"  # noqa: S608 — likewise
-    batch: list[tuple[Any, ...]] = []
     made.execute("BEGIN")
-    async for row in connection.cursor(select, prefetch=BATCH):
-        batch.append(tuple(row))
-        if len(batch) == BATCH:
-            await asyncio.to_thread(made.executemany, insert, batch)
-            batch = []
-    made.executemany(insert, batch)
+    async for rows in batched(aiter(connection.cursor(select, prefetch=BATCH)), BATCH):
+        await asyncio.to_thread(made.executemany, insert, [tuple(row) for row in rows])
     made.execute("COMMIT")
 
 

@@ -11,7 +11,8 @@ from typing import Final, TypeVar
 from urllib.parse import unquote
 
 from lightning.errors import ConfigError
-from lightning.store.url import StoreURL, parse, redacted, split_port, split_userinfo
+from lightning.store.url import StoreURL, parse, redacted, split_userinfo
+from lightning_db.server_url import split_port
 
 N = TypeVar("N", int, float)
 SSL: Final = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")

@@ -16,7 +16,8 @@ from typing import Any, Final, TypeVar
 
 from lightning.store.relational.store import RelationalStore
 from lightning.store.relational.transaction import Again, Operation
-from lightning.store.threads import Bell, LoopThread, check_process, closed_error
+from lightning.store.threads import Bell, check_process, closed_error
+from lightning_db.loop_thread import LoopThread
 
 from lightning_postgres.change_listener import EventWatch, Listener
 from lightning_postgres.connection import watched

@@ -6,14 +6,12 @@ refused untouched.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from lightning.errors import SchemaError, StoreError
 from lightning.store import schema
 
-from lightning_postgres.connection import connect, in_postgres, lock_key
+from lightning_postgres.connection import connected, in_postgres, lock_key
 from lightning_postgres.connections import Patience
 from lightning_postgres.settings import Settings
 
@@ -45,12 +43,12 @@ async def make_tables(settings: Settings, make: bool) -> None:
 
 
 async def _make_tables(settings: Settings, make: bool) -> None:
-    async with _connected(settings, settings.timeout) as connection:
+    async with connected(settings, settings.timeout) as connection:
         if await _are_made(connection, settings):
             return
     if not make:
         raise SchemaError(f"{settings.place} holds no store: check ?schema= in the URL")
-    async with _connected(settings, None) as connection:  # another process may take its time
+    async with connected(settings, None) as connection:  # another process may take its time
         await connection.execute("BEGIN")
         await connection.execute("SELECT pg_advisory_xact_lock($1)", lock_key(settings, "tables"))
         if not await _are_made(connection, settings):
@@ -59,15 +57,6 @@ async def _make_tables(settings: Settings, make: bool) -> None:
             for statement in STATEMENTS:
                 await connection.execute(statement)
         await connection.execute("COMMIT")
-
-
-@asynccontextmanager
-async def _connected(settings: Settings, statement_seconds: float | None) -> AsyncIterator[Any]:
-    connection = await connect(settings, statement_seconds=statement_seconds)
-    try:
-        yield connection
-    finally:
-        connection.terminate()
 
 
 async def _are_made(connection: Any, settings: Settings) -> bool:

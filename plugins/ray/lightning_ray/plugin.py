@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl
+from lightning.hooks import hookimpl, made_later
 
 if TYPE_CHECKING:
     from lightning.cli.check import Check
@@ -22,7 +22,7 @@ def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]]
 @hookimpl
 def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Check]]], None]) -> None:
     """`ray`."""
-    register("ray", check_ray)
+    register("ray", made_later("lightning_ray.doctor:check_ray"))
 
 
 def ray_runner(agent: Agent, config: Config) -> Runner:
@@ -30,10 +30,3 @@ def ray_runner(agent: Agent, config: Config) -> Runner:
     from lightning_ray.runner import RayRunner
 
     return RayRunner(agent, config.runner)
-
-
-def check_ray(tried: str | None) -> Iterable[Check]:
-    """See `lightning_ray.doctor`."""
-    from lightning_ray import doctor
-
-    return doctor.check_ray(tried)

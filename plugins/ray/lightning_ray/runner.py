@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning
 from lightning.addresses import leads_to_itself
+from lightning.asyncio_utils import cancel
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.runner.agent_serialization import pack_agent
@@ -54,6 +55,7 @@ class RayRunner:
 
     def __init__(self, agent: Agent, config: RunnerConfig) -> None:
         self._config = config
+        self.concurrency = config.concurrency
         self._shipped = pack_agent(agent)
         self._cluster: RayCluster | None = None
         self._places: asyncio.Queue[_Host | None] = asyncio.Queue()
@@ -62,11 +64,6 @@ class RayRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed_starts = 0
         self._many_machines = False
-
-    @property
-    def concurrency(self) -> int:
-        """Rollouts at once."""
-        return self._config.concurrency
 
     async def start(self) -> None:
         """Connect, ask for all actors, and wait for the first one. Raises `RunnerError` when there is none. Idempotent."""
@@ -119,9 +116,7 @@ class RayRunner:
     async def close(self) -> None:
         """Kill every actor, and disconnect. Idempotent; `start` may follow."""
         cluster, self._cluster = self._cluster, None
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         if cluster is not None:
             for host in tuple(self._hosts):
                 self._discard(cluster, host)

@@ -29,16 +29,17 @@ from weakref import WeakKeyDictionary
 
 import orjson
 from lightning.errors import DataError, StoreError
-from lightning.gateway.call import well_shaped
 from lightning.gateway.http import Body, RefusalError, read_object, write_object
 from lightning.gateway.identity import NO_RETRY, Claims
 from lightning.gateway.stages import CallStage
 from lightning.memory_budget import compact
 from lightning.redaction import redacted_json, storable
-from lightning.store.conversation import CONVERSATION, conversation_in, pack
 from lightning.store.protocol import Store
 from lightning.types import CONVERSATION_ID, SERVED, CallStatus, Conversation, Json, Rollout, Status, Task, Transition
 from starlette.types import Scope
+
+from lightning_record.conversation import CONVERSATION, conversation_in, pack
+from lightning_record.texts import well_shaped
 
 if TYPE_CHECKING:
     from lightning.gateway.call import Answer, Call, Request
@@ -157,7 +158,7 @@ class ConversationsStage(CallStage):
     """A call with the key of a session belongs to the rollout of its conversation."""
 
     api, after, before = 1, ("branches",), ("history",)
-    answers = ("session",)
+    answers = only_for = ("session",)
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -165,8 +166,6 @@ class ConversationsStage(CallStage):
 
     async def admitted(self, call: Call, request: Request) -> None:
         """Find or begin the conversation."""
-        if not call.claims.session:
-            return
         self._conversations.resource = self._parts.resource
         previous, version = call.dialect.continues(request.body), call.policy.version
         call.claims = await self._conversations.of(call.claims, request.scope, request.body, previous, version)
@@ -356,7 +355,9 @@ class HistoryStage(CallStage):
         """What later requests may go on with is stored with the call."""
         self._entries.pop(call, None)
         is_answered = answer.status and answer.outcome is CallStatus.OK
-        said = well_shaped(call.translator.conversation) if call.translator is not None and is_answered else None
+        said = (
+            well_shaped(call.sent.translator.conversation) if call.sent.translator is not None and is_answered else None
+        )
         if said is not None:
             self._entries[call] = entry = await self._history.entry(call.attempt, call.capture.id, said)
             if entry.stored is not None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
+    from lightning.config import Config
     from lightning.gateway.calls import Parts
     from lightning.gateway.stages import CallStage
+    from lightning.trainer.stages import StepStage
     from starlette.types import ASGIApp
 
 
@@ -23,6 +25,19 @@ def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | 
     register("conversations", ConversationsStage)
     register("history", HistoryStage)
     register("texts", texts.stage)
+
+
+@hookimpl
+def register_step_stages(register: Callable[[str, Callable[[Config], StepStage | None]], None]) -> None:
+    """`record`."""
+    register("record", replayable)
+
+
+def replayable(config: Config) -> StepStage:
+    """The stage, which is imported when a run is made."""
+    from lightning_record.replayable import ReplayableStage
+
+    return ReplayableStage()
 
 
 @hookimpl

@@ -11,20 +11,21 @@ import asyncio
 import json
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from lightning.gateway.call import well_shaped
-from lightning.gateway.http import Body, beside, write_object
+from lightning.gateway.call import SHAPE_ERRORS
+from lightning.gateway.http import Body, UpstreamError, beside, write_object
 from lightning.gateway.stages import CallStage
 from lightning.redaction import has_many_texts, may_be_redacted, redacted_json
-from lightning.store import exchanges
-from lightning.store.exchanges import NOBODY, TEXTS, WHOLE, Flag, Said, canonical, written
 from lightning.types import CallStatus, Transition, shared_prefix
+
+from lightning_record import exchanges
+from lightning_record.exchanges import NOBODY, TEXTS, WHOLE, Flag, Said, canonical, written
 
 if TYPE_CHECKING:
     from lightning.gateway.call import Answer, Call, Request
@@ -304,6 +305,17 @@ class WholeReply:
         return {**self._head, "object": kind, "choices": [_joined(self._choices[at]) for at in sorted(self._choices)]}
 
 
+Made = TypeVar("Made")
+
+
+def well_shaped(make: Callable[[], Made]) -> Made:
+    """What is made of an answer that was read. Raises `UpstreamError` where it was not shaped like vLLM's."""
+    try:
+        return make()
+    except SHAPE_ERRORS as error:
+        raise UpstreamError(f"its answer is not shaped like vLLM's ({error!r})") from error
+
+
 class TextsStage(CallStage):
     """What the agent sends and gets is stored with its call."""
 
@@ -328,7 +340,7 @@ class TextsStage(CallStage):
 
     async def sending(self, call: Call, body: Body) -> None:
         """Read the stream that the agent gets."""
-        if call.plan.stream and call.translator is None and (asked := self._asked.get(call)) is not None:
+        if call.sent.plan.stream and call.sent.translator is None and (asked := self._asked.get(call)) is not None:
             call.readers.append(asked[1].add)
 
     async def settled(self, call: Call, answer: Answer) -> None:
@@ -363,13 +375,13 @@ def _shown(call: Call, answer: Answer, streamed: WholeReply) -> Shown:
     """What the agent is shown of its call. Raises `UpstreamError`."""
     if not answer.status:
         return Shown()
-    has_ids = call.plan.keep_ids
+    has_ids = call.sent.plan.keep_ids
     if not call.started:
         body = answer.body if answer.outcome is CallStatus.OK else as_json(answer.body)
         return Shown(answer.status, body, has_ids)
     if answer.outcome is not CallStatus.OK:
         return Shown()
-    whole = well_shaped(streamed.whole if call.translator is None else call.translator.answer)
+    whole = well_shaped(streamed.whole if call.sent.translator is None else call.sent.translator.answer)
     return Shown(answer.status, write_object(whole), has_ids)
 
 

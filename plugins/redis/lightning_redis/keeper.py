@@ -238,7 +238,7 @@ class RedisKeeper:
         for member in members:
             keys += [key for each in self._of_attempts(member) for key in each]
             arguments += [member.rollout, member.attempts]
-        (word, *_) = await link.run(lua_scripts.FORGET, keys, *arguments)
+        (word, *_) = await link.run(lua_scripts.of_store("forget"), keys, *arguments)
         return bool(word != "grown")
 
     def _removal(self, run: str, member: _Member) -> list[Command]:

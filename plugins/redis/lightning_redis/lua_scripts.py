@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from typing import Final
 
@@ -30,7 +31,9 @@ class Script:
     sha: bytes
 
 
-def _load(name: str) -> Script:
+@cache
+def of_store(name: str) -> Script:
+    """The store's own script of that name."""
     return script(name, _LUA.joinpath(f"{name}.lua").read_text("utf-8"))
 
 
@@ -50,18 +53,3 @@ def script(name: str, body: str) -> Script:
 def _named(body: str, what: str) -> Sequence[str]:
     lines = (line for line in body.splitlines() if line.startswith(f"-- {what}:"))
     return next(lines, "").partition(":")[2].split()
-
-
-CREATE: Final = _load("create")
-LEASE: Final = _load("lease")
-RENEW: Final = _load("renew")
-COMPLETE: Final = _load("complete")
-RELEASE: Final = _load("release")
-APPEND: Final = _load("append")
-MARK_ABORTED: Final = _load("mark_aborted")
-COMMIT: Final = _load("commit")
-FORGET: Final = _load("forget")
-PUT_RUN: Final = _load("put_run")
-PUT_STATE: Final = _load("put_state")
-KEEP_STATE: Final = _load("keep_state")
-LOG_METRICS: Final = _load("log_metrics")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.errors import import_extra
-from lightning.hooks import hookimpl
+from lightning.hooks import hookimpl, made_later
 
 if TYPE_CHECKING:
     from lightning.store.protocol import Store
@@ -19,23 +18,11 @@ SCHEMES = ("redis", "rediss")
 def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> None:
     """`redis://` and `rediss://`."""
     for scheme in SCHEMES:
-        register(scheme, redis_store)
+        register(scheme, made_later("lightning_redis.store:RedisStore.from_url", "redis"))
 
 
 @hookimpl(optionalhook=True)
 def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -> None:
     """`redis://` and `rediss://`."""
     for scheme in SCHEMES:
-        register(scheme, redis_keeper)
-
-
-def redis_store(url: str) -> Store:
-    """See `lightning_redis.store`. Raises `MissingExtraError` when the client is not installed."""
-    store: Store = import_extra("redis", "lightning_redis.store").RedisStore.from_url(url)
-    return store
-
-
-def redis_keeper(url: str) -> Keeper:
-    """See `lightning_redis.keeper`. Raises as `redis_store` does."""
-    keeper: Keeper = import_extra("redis", "lightning_redis.keeper").RedisKeeper(url)
-    return keeper
+        register(scheme, made_later("lightning_redis.keeper:RedisKeeper", "redis"))

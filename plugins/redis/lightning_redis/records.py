@@ -66,7 +66,9 @@ async def put_run(link: Link, run: Run) -> Run:
     """See `Store.put_run`. A run without a time of its own is created now."""
     config = rows.dump(dict(run.config), f"the configuration of run {run.id!r}")
     text = rows.dump([run.name, config, run.project])
-    rest = done(await link.run(lua_scripts.PUT_RUN, [link.keys("runs")], *(run.id, time_text(run.created_at), text)))
+    rest = done(
+        await link.run(lua_scripts.of_store("put_run"), [link.keys("runs")], *(run.id, time_text(run.created_at), text))
+    )
     return _run(run.id, rest[0])
 
 
@@ -135,7 +137,7 @@ async def commit_step(link: Link, record: StepRecord) -> None:
     *columns, extras = rows.STEPS.values(record, without=("run", "step", "at"))
     text, reuse = rows.dump([*columns, extras_to_text(extras)]), rollout_state.reuse_of(record)
     word, *rest = await link.run(
-        lua_scripts.COMMIT,
+        lua_scripts.of_store("commit"),
         [link.keys("standing"), *(link.keys(name, record.run) for name in ("steps", "proofs", "changes"))],
         *(record.run, record.step, record.digest, time_text(record.at), text, len(record.rollouts), reuse.limit),
         *(part for name, attempt in record.rollouts for part in (name, attempt, int(name in reuse.rollouts))),
@@ -204,7 +206,7 @@ async def log_metrics(link: Link, run: str, step: int, values: Mapping[str, floa
     known_as = rollout_state.known_as(once, "log_metrics", run, step, *pairs)
     done(
         await link.run_once(
-            lua_scripts.LOG_METRICS, [link.keys("metrics", run)], known_as, step, len(values), rest=pairs
+            lua_scripts.of_store("log_metrics"), [link.keys("metrics", run)], known_as, step, len(values), rest=pairs
         )
     )
 
@@ -228,14 +230,16 @@ async def put_state(link: Link, run: str, key: str, value: Json, once: str | Non
     text = rows.dump(value, f"the state {key!r}")
     known_as = rollout_state.known_as(once or "", "put_state", run, key, text)
     keys = [link.keys("state", run), link.keys("changes", run)]
-    done(await link.run_once(lua_scripts.PUT_STATE, keys, known_as, key, text))
+    done(await link.run_once(lua_scripts.of_store("put_state"), keys, known_as, key, text))
 
 
 async def keep_state(link: Link, run: str, key: str, value: Json) -> Json:
     """See `Store.keep_state`."""
     text = rows.dump(value, f"the state {key!r}")
     rest = done(
-        await link.run(lua_scripts.KEEP_STATE, [link.keys("state", run), link.keys("changes", run)], *(key, text))
+        await link.run(
+            lua_scripts.of_store("keep_state"), [link.keys("state", run), link.keys("changes", run)], *(key, text)
+        )
     )
     return rows.load(rest[0].decode(errors="replace"), f"the state {key!r} of run {run!r}")
 

@@ -46,7 +46,7 @@ async def create(link: Link, rollouts: Sequence[Rollout]) -> int:
         arguments += [place("all", run), place("pending", run), place("step", rollout.step, run), place("changes", run)]
     tables = [link.keys(name) for name in ("counter", "standing", "columns", "uses")]
     (new,) = done(
-        await link.run(lua_scripts.CREATE, (*tables, *places), *arguments),
+        await link.run(lua_scripts.of_store("create"), (*tables, *places), *arguments),
         elsewhere=lambda rest: rollout_state.created_elsewhere(rollouts[int(rest[0])]),
     )
     for rollout in rollouts:
@@ -131,7 +131,7 @@ async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once:
     """See `Store.lease`."""
     rollout_state.check_lease(worker, limit, ttl)
     reply = await link.run_once(
-        lua_scripts.LEASE,
+        lua_scripts.of_store("lease"),
         [
             *(link.keys(name) for name in ("standing", "columns", "attempts", "uses", "held")),
             *(link.keys(name, run) for name in ("pending", "running", "failed", "leases", "changes")),
@@ -155,7 +155,7 @@ async def renew(link: Link, lease: Lease, ttl: float) -> Lease:
     rollout = lease.rollout.id
     run = (await link.home(rollout)).run
     word, *rest = await link.run(
-        lua_scripts.RENEW,
+        lua_scripts.of_store("renew"),
         (link.keys("standing"), link.keys("leases", run)),
         *(rollout, lease.attempt, lease.worker, float(ttl)),
     )
@@ -172,7 +172,7 @@ async def complete(link: Link, rollout: str, attempt: int, outcome: Outcome, spe
     end = rollout_state.ending(rollout, outcome)
     run = (await link.home(rollout)).run
     word, *rest = await link.run(
-        lua_scripts.COMPLETE,
+        lua_scripts.of_store("complete"),
         [
             *(link.keys(name) for name in ("standing", "columns", "attempts", "labels", "uses", "held")),
             *(link.keys(name, run) for name in ("pending", "running", "succeeded", "failed", "leases", "changes")),
@@ -200,7 +200,7 @@ async def release(link: Link, worker: str, once: str) -> int:
         runs = sorted({(await link.home(rollout)).run for rollout in rollouts})
         keys = [link.keys(what, run) for run in runs for what in ("pending", "running", "leases", "changes")]
         word, *rest = await link.run_once(
-            lua_scripts.RELEASE,
+            lua_scripts.of_store("release"),
             [link.keys(table) for table in ("standing", "attempts", "held")],
             known_as,
             worker,

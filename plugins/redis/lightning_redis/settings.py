@@ -12,7 +12,8 @@ from typing import Final
 from urllib.parse import unquote
 
 from lightning.errors import ConfigError
-from lightning.store.url import parse, redacted, split_port, split_userinfo
+from lightning.store.url import parse, redacted, split_userinfo
+from lightning_db.server_url import split_port
 
 DURABILITIES: Final = ("process", "power", "everysec", "none")
 OPTIONS: Final = ("prefix", "durability", "timeout", "ca")

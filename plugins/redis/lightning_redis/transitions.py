@@ -17,8 +17,9 @@ from typing import Final
 
 from lightning.errors import StoreError, UnavailableError
 from lightning.store import codec, rollout_state, rows
-from lightning.store.codec import LOADED_CALLS, Fingerprint, KnownTransition, ParentsView, Prompt, choose
+from lightning.store.codec import LOADED_CALLS, Fingerprint, KnownTransition, Prompt, choose
 from lightning.types import Caller, Transition
+from lightning_db.parents_view import ParentsView
 
 from lightning_redis import calls, lua_scripts
 from lightning_redis.calls import CallKey, Decoder, Stored
@@ -100,7 +101,7 @@ async def append(link: Link, transitions: Sequence[Transition]) -> int:
             batch.add(transition, group, trunk, digests.get(i))
         head = (calls.DIGEST_BYTES, GROUP_ROOTS, len(transitions))
         word, *rest = await link.run(
-            lua_scripts.APPEND, (link.keys("standing"), *batch.places), *head, *batch.arguments
+            lua_scripts.of_store("append"), (link.keys("standing"), *batch.places), *head, *batch.arguments
         )
         if word == "ok":
             parents.publish()
@@ -163,7 +164,7 @@ async def _mark_aborted(link: Link, transition: Transition, stored: Stored, dige
     keys = (link.keys("standing"), link.keys("calls", attempt, rollout))
     changed = calls.pack(transition, stored.parent, digest, stored.blob)
     head = (rollout, attempt, seq, calls.DIGEST_BYTES, stored.digest, changed)
-    word, *rest = await link.run(lua_scripts.MARK_ABORTED, keys, *head)
+    word, *rest = await link.run(lua_scripts.of_store("mark_aborted"), keys, *head)
     if word == "refused":
         raise refuse(rest[0], rollout, attempt)
     if word not in ("ok", "changed"):  # changed: by another who says the same; who appends looks again

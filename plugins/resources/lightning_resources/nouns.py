@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from lightning.errors import DataError
-from lightning.store.rows import Row, versions_from_resources
+from lightning.errors import DataError, StoreError
+from lightning.store.rows import Row, as_mapping
 from lightning.types import Json, not_json
 
 LATEST: Final = "latest"
@@ -97,6 +97,12 @@ def check_alias(alias: str) -> None:
         raise DataError(f"{alias!r} cannot name an alias: use a word such as production, no number and without @ and #")
 
 
+def no_version(version: int, name: object, there: Iterable[Resource]) -> StoreError:
+    """The error for a version of a resource that is not one of those there are."""
+    known = ", ".join(str(resource.version) for resource in there) or "none"
+    return StoreError(f"there is no version {version} of the resource {name!r}; there are: {known}")
+
+
 def uses_of_versions(name: str, counted: Iterable[Row]) -> list[ResourceUse]:
     """What was earned under each version of a resource, by version, run and split.
 
@@ -105,7 +111,7 @@ def uses_of_versions(name: str, counted: Iterable[Row]) -> list[ResourceUse]:
     """
     totals: dict[tuple[int, str, str], tuple[int, int, int, float]] = {}
     for run, split, text, rollouts, scored, failed, reward in counted:
-        version = versions_from_resources(text, f"a rollout of run {run!r}").get(name)
+        version = as_mapping(text, f"the resources of a rollout of run {run!r}").get(name)
         if version is not None:
             before = totals.get((version, run, split), (0, 0, 0, 0.0))
             totals[version, run, split] = (

@@ -15,7 +15,7 @@ from lightning.store.operation import ANY, LOOK, TRAIN, Operation, OperationGrou
 from lightning.store.protocol import Store
 
 from lightning_resources.names import ProjectNames
-from lightning_resources.nouns import LATEST, Alias, Resource, ResourceUse
+from lightning_resources.nouns import LATEST, Alias, Resource, ResourceUse, no_version
 
 
 class ResourceOperations(Protocol):
@@ -81,8 +81,7 @@ async def _of_project(store: Store, project: str, asked: Operation, arguments: d
 
 async def _check_version(store: Store, stored: str, name: object, version: int) -> None:
     if await get_resource(store, stored, version) is None:
-        known = ", ".join(str(resource.version) for resource in await list_resources(store, stored)) or "none"
-        raise StoreError(f"there is no version {version} of the resource {name!r}; there are: {known}")
+        raise no_version(version, name, await list_resources(store, stored))
 
 
 async def _owns(store: Store, project: str, names: ProjectNames, each: Resource | Alias | ResourceUse) -> bool:

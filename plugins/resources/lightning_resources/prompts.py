@@ -110,12 +110,8 @@ async def _found(store: Store, text: str, home: str, project: str) -> Resource:
     place = reference.place or home
     if not place:
         return await find(store, reference)
-    other = plugins().store(existing_store(place))
-    await other.open(make=False)
-    try:
+    async with plugins().opened_store(existing_store(place), make=False) as other:
         resource = await find(of_project(other, project), replace(reference, place=""))
-    finally:
-        await other.close()
     origin: dict[str, Json] = {"store": redacted(place), "version": resource.version}
     return await put_resource(store, replace(resource, metadata={**resource.metadata, "origin": origin}))
 

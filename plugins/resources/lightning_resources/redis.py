@@ -17,7 +17,7 @@ from lightning_redis.loop_client import Link, done
 from lightning_redis.records import stamped
 from lightning_redis.rollout_codec import listed
 
-from lightning_resources.nouns import LATEST, Alias, Resource, ResourceUse, check_alias, uses_of_versions
+from lightning_resources.nouns import LATEST, Alias, Resource, ResourceUse, check_alias, no_version, uses_of_versions
 from lightning_resources.sql import read
 
 PUT: Final = lua_scripts.script(
@@ -152,8 +152,7 @@ async def set_alias(link: Link, name: str, alias: str, version: int, once: str) 
         *(alias, version),
     )
     if reply[0] == "unknown":
-        known = ", ".join(str(resource.version) for resource in await versions(link, name)) or "none"
-        raise StoreError(f"there is no version {version} of the resource {name!r}; there are: {known}")
+        raise no_version(version, name, await versions(link, name))
     moved_to, at = done(reply)
     return Alias(name, alias, int(moved_to), float(at))
 

@@ -15,7 +15,7 @@ from lightning.store import rollout_state, rows
 from lightning.store.relational.transaction import SqlPart, Transaction, done_once
 from lightning.types import Json
 
-from lightning_resources.nouns import LATEST, Alias, Resource, ResourceUse, check_alias, uses_of_versions
+from lightning_resources.nouns import LATEST, Alias, Resource, ResourceUse, check_alias, no_version, uses_of_versions
 
 TABLES: Final = (
     """CREATE TABLE resources (
@@ -119,7 +119,7 @@ async def set_alias(transaction: Transaction, name: str, alias: str, version: in
 async def _set_alias(transaction: Transaction, name: str, alias: str, version: int) -> Alias:
     await transaction.alone(f"resource {name}")
     if await get(transaction, name, version) is None:
-        raise await _unknown(transaction, name, version)
+        raise no_version(version, name, await versions(transaction, name))
     current = await transaction.one(SELECT_ALIAS, (name, alias))
     if current is not None and current[4] == version:
         return Alias(*current[2:])
@@ -183,11 +183,6 @@ async def _once(
 async def _target(transaction: Transaction, name: str, alias: str) -> int | None:
     row = await transaction.one(SELECT_ALIAS, (name, alias))
     return None if row is None else int(row[4])
-
-
-async def _unknown(transaction: Transaction, name: str, version: int) -> StoreError:
-    known = ", ".join(str(resource.version) for resource in await versions(transaction, name)) or "none"
-    return StoreError(f"there is no version {version} of the resource {name!r}; there are: {known}")
 
 
 def read(row: rows.Row) -> Resource:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from lightning.asyncio_utils import cancel
 from lightning.trainer.algorithm import samples_dynamically
 from lightning.trainer.epochs import epoch_at
 from lightning.trainer.plan import (
@@ -90,8 +91,7 @@ class Pipeline(Sampler):
     async def close(self) -> None:
         """See `Sampler.close`: agents that run are ended, their leases given back."""
         if self._worker is not None:
-            self._worker.cancel()
-            await asyncio.gather(self._worker, return_exceptions=True)
+            await cancel(self._worker)
 
     async def step(self, step: int) -> Sampled:
         """See `Sampler.step`. Waits until the pacer has a pick; the time between two picks is what it took to sample."""

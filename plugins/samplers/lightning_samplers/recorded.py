@@ -74,13 +74,8 @@ async def open_record(place: str, pinned: Json, project: str) -> AsyncIterator[R
     has no scored rollouts, and where some that the run began with are gone.
     """
     where, _, only = split_reference(place, "#")
-    url = existing_store(where)
-    store = plugins().store(url)
-    await store.open()
-    try:
+    async with plugins().opened_store(existing_store(where)) as store:
         yield await _read(store, redacted(place), only, pinned, project)
-    finally:
-        await store.close()
 
 
 async def _read(store: Store, place: str, only: str, pinned: Json, project: str) -> Record:

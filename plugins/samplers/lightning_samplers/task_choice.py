@@ -21,7 +21,7 @@ from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
-from lightning.store.pages import each_rollout, each_step
+from lightning.store.pages import batched, each_rollout, each_step
 from lightning.store.protocol import Store
 from lightning.trainer.epochs import is_over
 from lightning.trainer.plan import TRAIN
@@ -91,7 +91,7 @@ class TaskChoice(TaskOrder):
             steps |= dict.fromkeys(record.groups, record.step)
             self._steps = record.step + 1
         seen: dict[int, Earned] = {}
-        async for rollouts in _together(each_rollout(store, run.id, split=TRAIN)):
+        async for rollouts in _ended(store, run.id):
             begun = (one for one in rollouts if one.parent is None)
             taken = [one for one in begun if one.group in steps]
             for one, earned in zip(taken, await self._earned(store, taken), strict=True):
@@ -199,7 +199,7 @@ class TaskChoice(TaskOrder):
                 over.append(other.id)
         known = TaskChoice(self._tasks, self._seed, self._policy_fault)
         for name in over:
-            async for rollouts in _together(each_rollout(store, name, split=TRAIN)):
+            async for rollouts in _ended(store, name):
                 known._add(-1, await known._earned(store, rollouts))
         counts = known._sums[:, [0, 3, 4]].sum(axis=1)
         share = np.minimum(1.0, PAST_ROLLOUTS / np.maximum(counts, 1.0))
@@ -227,14 +227,7 @@ def _key(task: Task) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
-async def _together(rollouts: AsyncIterator[Rollout]) -> AsyncIterator[list[Rollout]]:
-    """Those that have ended, many at once."""
-    found: list[Rollout] = []
-    async for rollout in rollouts:
-        if rollout.status.ended:
-            found.append(rollout)
-        if len(found) == READ_AT_ONCE:
-            yield found
-            found = []
-    if found:
-        yield found
+def _ended(store: Store, run: str) -> AsyncIterator[list[Rollout]]:
+    """The rollouts of training that have ended, many at once."""
+    each = each_rollout(store, run, split=TRAIN)
+    return batched((one async for one in each if one.status.ended), READ_AT_ONCE)

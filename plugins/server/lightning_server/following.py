@@ -7,6 +7,7 @@ at the gateway; then the version is loaded and probed behind the closed gateway,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections import deque
@@ -20,6 +21,7 @@ from lightning.config import Config
 from lightning.engines.logprob_gap import GapBound, bound_for
 from lightning.errors import ConfigError, PolicyServerError, StoreError
 from lightning.gateway.gateway import Gateway
+from lightning.gateway.policy import Policy
 from lightning.policy_server.protocol import PolicyServer, Probe
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
@@ -37,6 +39,7 @@ LOOK_SECONDS = 1.0
 DRAIN_SECONDS = 60.0
 """How long calls in flight may take before the gateway opens again and the version waits; at most half of
 `gateway.hold_timeout`."""
+DRAIN_LOOK = 0.005
 MOST_WAIT = 600.0
 """Seconds until the next try, which doubles with each that failed."""
 DROP: Final = 3.0
@@ -48,6 +51,17 @@ MOST = 1024
 """Tokens that are asked about at most."""
 MOST_LOOKED_AT, LOOKED_AT_ONCE = 1024, 32
 """Conversations of a run that are searched for an answer, the newest first: as many may be unanswered as there are clients."""
+
+
+async def drained(policy: Policy, seconds: float) -> bool:
+    """Call it inside a hold: wait until vLLM has answered every call that was sent, so that its tokens are all of the present
+    version. Whether it has in time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while policy.sampling:  # noqa: ASYNC110 — each call tells by itself, once an update
+                await asyncio.sleep(DRAIN_LOOK)
+    policy.freeze()
+    return not policy.sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +141,7 @@ class Follower:
                 wanted.version,
             )
         async with self.gateway.hold():
-            if not await self.gateway.drain(min(DRAIN_SECONDS, self.config.gateway.hold_timeout / 2)):
+            if not await drained(self.gateway.own, min(DRAIN_SECONDS, self.config.gateway.hold_timeout / 2)):
                 logger.warning("%s@%d waits: calls in flight did not end in time", wanted.name, wanted.version)
                 return False
             problem = await self._exchange(wanted, folder, own, before)
@@ -154,7 +168,7 @@ class Follower:
             return ""
         back = await self._logprobs(self.folder, was, before)
         if again := self._bound(self.config.policy_server.dtype).problem_of(np.abs(np.array(back) - np.array(old))):
-            self.gateway.policy_lost()
+            self.gateway.own.lose()
             raise PolicyServerError(
                 f"{wanted.name}@{wanted.version} failed ({problem}), and version {was} could not be put back: {again}"
             )
@@ -164,7 +178,7 @@ class Follower:
         """Have the policy server serve weights (None: those it has) as a version; its logprobs of tokens, but the first."""
         probe = Probe(ids, [0.0] * len(ids)) if ids else None
         update = await self.policy.update(weights, version, probe)
-        self.gateway.policy_updated(update)
+        self.gateway.own.update(update)
         return update.served
 
     def _fidelity(self, own: RecordedProbe, served: Sequence[float]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl, hookspec, later
+from lightning.hooks import hookimpl, hookspec, later, made_later
 
 if TYPE_CHECKING:
     import asyncio
@@ -35,13 +35,13 @@ def register_web_apps(register: Callable[[str, Callable[[Host], WebApp]], None])
 @hookimpl
 def register_servers(register: Callable[[str, Callable[[], RunServer]], None]) -> None:
     """`lightning`."""
-    register("lightning", _server)
+    register("lightning", made_later("lightning_server.control:LightningServer"))
 
 
 @hookimpl
 def register_fleets(register: Callable[[str, Callable[[], Fleet]], None]) -> None:
     """`store`: gateways and trainers that meet in the store."""
-    register("store", _fleet)
+    register("store", made_later("lightning_server.fleet.member:ServerFleet"))
 
 
 @hookimpl
@@ -53,14 +53,14 @@ def register_ports(register: Callable[[str, PortGuard], None]) -> None:
 @hookimpl
 def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
     """`remote`."""
-    register("remote", _remote)
+    register("remote", made_later("lightning_server.remote_runner:remote_runner"))
 
 
 @hookimpl
 def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> None:
     """`http` and `https`."""
-    register("http", _http_store)
-    register("https", _http_store)
+    register("http", made_later("lightning_server.http_store:HttpStore"))
+    register("https", made_later("lightning_server.http_store:HttpStore"))
 
 
 @hookimpl
@@ -92,31 +92,7 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None] 
     )
 
 
-def _server() -> RunServer:
-    from lightning_server.control import LightningServer
-
-    return LightningServer()
-
-
-def _fleet() -> Fleet:
-    from lightning_server.fleet.member import ServerFleet
-
-    return ServerFleet()
-
-
 def _guarded(app: ASGIApp, limits: LimitsConfig) -> tuple[ASGIApp, type[asyncio.Protocol]]:
     from lightning_server.port import Guard, patient
 
     return Guard(app, limits), patient(limits)
-
-
-def _remote(agent: Agent, config: Config) -> Runner:
-    from lightning_server.remote_runner import remote_runner
-
-    return remote_runner(agent, config)
-
-
-def _http_store(url: str) -> Store:
-    from lightning_server.http_store import HttpStore
-
-    return HttpStore(url)

@@ -26,9 +26,11 @@ from lightning.addresses import is_loopback
 from lightning.bounded import Bounded
 from lightning.config import LimitsConfig
 from lightning.gateway.connections import CLIENT
-from lightning.gateway.http import JSON_TYPE, KEY, RefusalError, send_bytes
+from lightning.gateway.http import JSON_TYPE, KEY, RefusalError, packed_with, send_bytes
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lightning_server.content_encoding import unpacking
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +66,8 @@ class Shares(Bounded[bytes, Share]):
         self._share = most
 
     def of(self, client: bytes, now: float) -> Share:
-        """The share of a client."""
-        return self.used(client) or self.keep(client, Share(self._share, self._share, now))
+        """The share of a client, which asks now."""
+        return self.keep(client, self.get(client) or Share(self._share, self._share, now))
 
     def keep(self, client: bytes, share: Share) -> Share:
         """Remember a share."""
@@ -104,6 +106,8 @@ class Guard:
             scope[KEY].is_no_call()
         try:
             judged = send if token.good else self._judging(scope, send, scope[CLIENT], token, address)
+            if packed := packed_with(scope):
+                receive = unpacking(scope, receive, packed)
             await self._app(scope, receive, judged)
         finally:
             token.in_flight -= 1
@@ -112,7 +116,7 @@ class Guard:
         """The shares of the token and of the address. Raises `RefusalError` (429)."""
         where = (scope["client"] or ("",))[0].encode()
         client, now = scope[CLIENT], time.monotonic()
-        token = self._tokens.used(client) or self._untried.of(client or where, now)
+        token = (self._tokens if client in self._tokens else self._untried).of(client or where, now)
         address = self._strangers.of(where, now)
         limit = self._limits.concurrent_requests
         if limit and token.in_flight >= limit:

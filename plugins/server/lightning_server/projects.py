@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 from lightning.bounded import Aging, Bounded
 from lightning.errors import ConflictError, DataError
-from lightning.store.operation import Operation, Operations, Rule, UnseenError
+from lightning.store.operation import Operation, Operations, UnseenError
 from lightning.store.protocol import Page, RunWatch, Store
 from lightning.store.rollout_state import unknown_rollout
 from lightning.types import DEFAULT_PROJECT, Lease, Rollout, Run, Span, StepRecord, Transition
@@ -64,14 +64,11 @@ class ProjectStore(Operations):
     """
 
     def __init__(self, store: Store, project: str | None) -> None:
-        self._store, self._project = store, project
+        self._store = store
+        self.project = project
+        """The project that is seen; None: all."""
         self._names = Names(project)
         self._known = Aging[tuple[str, str], bool](REMEMBERED)
-
-    @property
-    def project(self) -> str | None:
-        """The project that is seen; None: all."""
-        return self._project
 
     async def open(self, *, make: bool = True) -> None:
         """Nothing: the store under it is open as long as its owner wants."""
@@ -83,7 +80,9 @@ class ProjectStore(Operations):
         """Do an operation on what the project sees."""
         try:
             if operation.owned is not None:
-                return await self._judged(operation, operation.owned, arguments)
+                if self.project is None:
+                    return await operation.on(self._store)(**arguments)
+                return await operation.owned(self._store, self.project, operation, arguments)
             for kind, identity in dict.fromkeys(_touched(arguments)):
                 await self._check(kind, identity)
         except UnseenError:
@@ -93,21 +92,15 @@ class ProjectStore(Operations):
         inward = {name: self._in(name, value) for name, value in arguments.items()}
         return await self._out(await operation.on(self._store)(**inward))
 
-    async def _judged(self, operation: Operation, rule: Rule, arguments: dict[str, Any]) -> Any:
-        """Do an operation that has a rule of its own."""
-        if self._project is None:
-            return await operation.on(self._store)(**arguments)
-        return await rule(self._store, self._project, operation, arguments)
-
     # what is seen -----------------------------------------------------------------------------------------------
     async def _check(self, kind: str, identity: str) -> None:
         """Raise `UnseenError` for what the project does not see, `DataError` for what can be no name."""
-        if kind == "run" and not await self._sees_run(identity):
+        if kind == "run" and not await self._sees(kind, identity):
             raise UnseenError(f"run {identity!r} is unknown: create it with put_run() first")
-        if kind == "rollout" and not await self._sees(identity):
+        if kind == "rollout" and not await self._sees(kind, identity):
             raise UnseenError(str(unknown_rollout(identity)))
-        if kind == "project" and self._project not in (None, identity):
-            raise DataError(f"a token of project {self._project!r} makes nothing for {identity!r}")
+        if kind == "project" and self.project not in (None, identity):
+            raise DataError(f"a token of project {self.project!r} makes nothing for {identity!r}")
         if kind == "worker":
             check_id(identity, "worker")
         if kind == "key":
@@ -117,38 +110,27 @@ class ProjectStore(Operations):
                 )
             check_id(identity, "key of the state")
 
-    def _is_known(self, kind: str, identity: str) -> bool:
-        return bool(self._known.fresh((kind, identity), time.monotonic(), FORGET_AFTER))
-
     def _know(self, kind: str, identities: Iterable[str]) -> None:
         """These are of the project."""
         now = time.monotonic()
         for identity in identities:
             self._known.keep((kind, identity), (True, now))
 
-    async def _sees_run(self, run: str) -> bool:
-        if is_of_servers(run):
+    async def _sees(self, kind: str, identity: str) -> bool:
+        """Whether a run or a rollout is of the project."""
+        if kind == "run" and is_of_servers(identity):
             return False
-        if self._project is None:
+        if self.project is None or self._known.fresh((kind, identity), time.monotonic(), FORGET_AFTER):
             return True
-        if self._is_known("run", run):
-            return True
-        found = await self._store.get_run(run) if run != WHOLE_STORE else None
-        if found is None or found.project != self._project:
-            return False
-        self._know("run", [run])
-        return True
-
-    async def _sees(self, rollout: str) -> bool:
-        if self._project is None:
-            return True
-        if self._is_known("rollout", rollout):
-            return True
-        found = await self._store.get_rollout(rollout)
-        if found is None or not await self._sees_run(found.run):
-            return False
-        self._know("rollout", [rollout])
-        return True
+        if kind == "run":
+            run = await self._store.get_run(identity) if identity != WHOLE_STORE else None
+            seen = run is not None and run.project == self.project
+        else:
+            rollout = await self._store.get_rollout(identity)
+            seen = rollout is not None and await self._sees("run", rollout.run)
+        if seen:
+            self._know(kind, [identity])
+        return seen
 
     # names on the way in and out --------------------------------------------------------------------------------
     def _in(self, name: str, value: Any) -> Any:
@@ -166,7 +148,7 @@ class ProjectStore(Operations):
             case list():
                 return [await self._out(item) for item in value if self._owns(item)]
             case Page():
-                if self._project is not None:
+                if self.project is not None:
                     self._know("rollout", [rollout.id for rollout in value.items])
                 return replace(value, items=tuple(map(self._names.rollout_out, value.items)))
             case Rollout():
@@ -176,19 +158,19 @@ class ProjectStore(Operations):
         return value
 
     def _owns(self, item: object) -> bool:
-        return not isinstance(item, Run) or self._project in (None, item.project)
+        return not isinstance(item, Run) or self.project in (None, item.project)
 
     # what has rules of its own ----------------------------------------------------------------------------------
     async def put_run(self, run: Run) -> Run:
         """See `Store.put_run`. A run that names no project becomes one of this; raises `DataError` for another's,
         `ConflictError` when another project has the id."""
         check_run_id(run.id)
-        if self._project is None:
+        if self.project is None:
             return await self._store.put_run(run)
-        if run.project not in (DEFAULT_PROJECT, self._project):
-            raise DataError(f"run {run.id!r} is of project {run.project!r}, and the token of {self._project!r}")
-        stored = await self._store.put_run(replace(run, project=self._project))
-        if stored.project != self._project:
+        if run.project not in (DEFAULT_PROJECT, self.project):
+            raise DataError(f"run {run.id!r} is of project {run.project!r}, and the token of {self.project!r}")
+        stored = await self._store.put_run(replace(run, project=self.project))
+        if stored.project != self.project:
             raise ConflictError(f"the id {run.id!r} of a run is taken: choose another one")
         return stored
 
@@ -196,18 +178,15 @@ class ProjectStore(Operations):
         self, project: str | None = None, *, after: str = "", limit: int | None = None, brief: bool = False
     ) -> list[Run]:
         """See `Store.list_runs`."""
-        if self._project is None:
+        if self.project is None:
             return await self._store.list_runs(project, after=after, limit=limit, brief=brief)
-        if project not in (None, self._project):
+        if project not in (None, self.project):
             return []
-        return await self._store.list_runs(self._project, after=after, limit=limit, brief=brief)
-
-    def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
-        """See `Store.watch`. Entering it raises `StoreError` for a run that is not there."""
-        return self._watch(run)
+        return await self._store.list_runs(self.project, after=after, limit=limit, brief=brief)
 
     @asynccontextmanager
-    async def _watch(self, run: str) -> AsyncIterator[RunWatch]:
+    async def watch(self, run: str) -> AsyncIterator[RunWatch]:
+        """See `Store.watch`. Entering it raises `StoreError` for a run that is not there."""
         await self._check("run", run)
         async with self._store.watch(run) as watch:
             yield watch

@@ -113,9 +113,7 @@ async def _followed(resources: AsyncExitStack, model: str) -> Followed:
 
     # Places are looked through by loops of their own.
     url, reference = await asyncio.to_thread(locate, model.removeprefix(PREFIX), "runs")
-    store = plugins().store(url)
-    await store.open()
-    resources.push_async_callback(store.close)
+    store = await resources.enter_async_context(plugins().opened_store(url))
     return Followed(store, reference, await find(store, reference), _folder(url))
 
 

@@ -162,9 +162,7 @@ async def serve(
     database = Path(os.path.abspath(folder / "lightning.db"))  # noqa: ASYNC240, PTH100 — says where, does not look
     async with AsyncExitStack() as resources:
         resources.enter_context(claim_folder(folder))
-        store = plugins().store(sqlite_url(database))
-        await store.open()
-        resources.push_async_callback(store.close)
+        store = await resources.enter_async_context(plugins().opened_store(sqlite_url(database)))
         await check_exposure(store, config.gateway.host, place=sqlite_url(database))
         run = Run(database.parent.name, "serve", {"model": str(model)}, time.time())
         check_ports(config.gateway, config.policy_server)
@@ -229,9 +227,7 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
         )
     project = project_of(config)
     async with AsyncExitStack() as resources:
-        store = plugins().store(url)
-        await store.open()
-        resources.push_async_callback(store.close)
+        store = await resources.enter_async_context(plugins().opened_store(url))
         await check_exposure(store, config.server.host, place=url)
         settings = on_server_port(config).gateway
         gateway = Gateway(store, [], settings, secret=await gateway_secret(store), shared=True)

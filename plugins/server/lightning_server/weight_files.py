@@ -20,7 +20,6 @@ from urllib.parse import unquote
 from lightning.asyncio_utils import end
 from lightning.bounded import Bounded
 from lightning.errors import ConfigError, LightningError
-from lightning.gateway.http import client_left
 from lightning.store.protocol import Store
 from lightning.types import Scope as TokenScope
 from lightning_resources.nouns import Resource, ResourceKind
@@ -141,6 +140,12 @@ class WeightFiles:
             if len(piece) < length:
                 raise OSError("the file was cut while it was read")
             yield piece
+
+
+async def client_left(receive: Receive) -> None:
+    """Return when the client has closed its connection; what is left of the request's body is thrown away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def while_listening(receive: Receive, opening: Coroutine[Any, Any, int]) -> int | None:

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import mlflow
 from lightning.errors import PluginError, import_extra
-from lightning.store.exchanges import Exchange
 from lightning.store.protocol import Store
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Json, ToolEvent, Transition
+from lightning_record.exchanges import Exchange
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
@@ -135,7 +135,7 @@ class MLflow:
                 start_time_ns=nanoseconds(begin),
                 run_id=self._run,
             )
-            for call, exchange in calls_of(record):
+            for call, exchange in await calls_of(record, store):
                 self._call(top, call, exchange)
             for event in record.tool_events:
                 self._tool(top, event)

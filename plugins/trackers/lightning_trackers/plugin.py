@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
     from lightning.config import Config
+    from lightning.hooks import RegisterTracker
     from lightning.tracking.protocol import Tracker
 
 TRACKERS = {
@@ -21,13 +21,15 @@ TRACKERS = {
     "trackio": "Trackio",
 }
 """The class of each tracker. Its module has the tracker's name, as has the extra that installs its library."""
+USUAL = "tensorboard"
+"""The one that is meant where a user names none."""
 
 
 @hookimpl
-def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], None]) -> None:
+def register_trackers(register: RegisterTracker) -> None:
     """`trackers=["tensorboard", "otel", "wandb", "mlflow", "trackio"]`."""
     for name in TRACKERS:
-        register(name, partial(make_tracker, name))
+        register(name, partial(make_tracker, name), usual=name == USUAL)
 
 
 def make_tracker(name: str, _: Config) -> Tracker:

@@ -1,6 +1,7 @@
 """What trackers of several systems share: which run of theirs is ours, what an attempt says, and errors with their cure.
 
-The invariant: only the core is imported, so that a tracker needs its own library and no other tracker's.
+The invariant: only the core and the reader of recorded texts are imported, so that a tracker needs its own library and no other
+tracker's.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any, Final
 from uuid import uuid4
 
 from lightning.errors import LightningError, PluginError
-from lightning.store.exchanges import Exchange, read
+from lightning.store.protocol import Store
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Json, Span, Transition
+from lightning_record.exchanges import Exchange, parents_of, read
 
 PROJECT: Final = "lightning"
 """The project, or experiment, of runs for which the environment names none."""
@@ -139,9 +141,10 @@ def times_of(record: AttemptRecord, spans: Sequence[Span] = ()) -> tuple[float, 
     return min([*begins, end - seconds]), end
 
 
-def calls_of(record: AttemptRecord) -> list[tuple[Transition, Exchange | None]]:
+async def calls_of(record: AttemptRecord, store: Store) -> list[tuple[Transition, Exchange | None]]:
     """The model calls with what was sent and got, where it is recorded. Raises `StoreError` for what cannot be read."""
-    pairs = zip(record.transitions, read(record.transitions, record.branch_of), strict=True)
+    (parent,) = await parents_of(store, [record.rollout])
+    pairs = zip(record.transitions, read(record.transitions, parent), strict=True)
     return [(call, exchange) for call, exchange in pairs if call.choice == 0]
 
 

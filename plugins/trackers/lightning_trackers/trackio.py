@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import trackio
-from lightning.store.exchanges import Exchange
 from lightning.store.protocol import Store
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Json, ToolEvent, Transition
+from lightning_record.exchanges import Exchange
 
 from lightning_trackers.shared import (
     PROJECT,
@@ -57,7 +57,7 @@ class Trackio:
 
     async def attempt(self, record: AttemptRecord, store: Store) -> None:
         """Write an attempt as a trace."""
-        calls, (begin, end) = calls_of(record), times_of(record)
+        calls, (begin, end) = await calls_of(record, store), times_of(record)
         said = [exchange for _, exchange in calls if exchange is not None]
         messages = messages_of(said[-1]) if said else []
         trace = trackio.Trace(

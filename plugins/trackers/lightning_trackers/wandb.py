@@ -99,7 +99,8 @@ class WandB:
         facts = facts_of(record) | {"error": error_of(record)}
         facts["tokens"] = sum(len(call.response_ids) for call in record.transitions)
         facts["input"] = _text(record.rollout.task.input)
-        said = [exchange for _, exchange in calls_of(record) if exchange is not None and exchange.reply is not None]
+        calls = await calls_of(record, store)
+        said = [exchange for _, exchange in calls if exchange is not None and exchange.reply is not None]
         facts["answer"] = _text(messages_of(said[-1])[-1].get("content")) if said else ""
         self._rows.append([facts.get(name) for name in COLUMNS])
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from lightning.errors import MissingExtraError
-from lightning.hooks import hookimpl
+from lightning.hooks import hookimpl, made_later
 
 if TYPE_CHECKING:
     from lightning.cli.check import Check
@@ -24,7 +24,7 @@ def register_engines(register: Callable[[str, Callable[[Config], Engine]], None]
 @hookimpl
 def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Check]]], None]) -> None:
     """`verl`."""
-    register("verl", check_verl)
+    register("verl", made_later("lightning_verl.doctor:check_verl"))
 
 
 def verl_engine(config: Config) -> Engine:
@@ -35,10 +35,3 @@ def verl_engine(config: Config) -> Engine:
     from lightning_verl.engine import VerlEngine
 
     return VerlEngine(config)
-
-
-def check_verl(tried: str | None) -> Iterable[Check]:
-    """See `lightning_verl.doctor`."""
-    from lightning_verl import doctor
-
-    return doctor.check_verl(tried)

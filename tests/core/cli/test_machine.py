@@ -14,10 +14,12 @@ from lightning.cli import check as installed
 from lightning.installation import install_command
 from lightning.plugins import Plugins
 from lightning.plugins import stages as named
-from lightning.testing.tiny_models import make_tiny_family, make_tiny_model
+from lightning.testing.tiny_models import make_tiny_model
 from torch import nn
 from torch.nn.functional import dropout
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP
+
+from tests.tiny_families import make_tiny_family
 
 
 @pytest.fixture
@@ -83,14 +85,14 @@ def register_call_stages(register):
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (STAGE, "the stages 'history' and 'stranger' both stand at 'kept'"),
+        (STAGE, "the stages 'advice' and 'stranger' both stand at 'kept'"),
         (STAGE.replace("api = 1", "api = 7"), "of the plugin 'stranger' was written for API 7"),
         (STAGE.replace("Stage())", "Stage(1, 2))"), "of the plugin 'stranger' (strange 1.0) cannot be made (TypeError"),
     ],
 )
 def test_doctor_says_which_stage_of_calls_cannot_stand(lightning, install, monkeypatch, source: str, said: str) -> None:
     report = json.loads(lightning("doctor", "--json").out)
-    assert check(report, "stages of calls")["detail"] == "branches, conversations, history, traces, texts"
+    assert check(report, "stages of calls")["detail"] == "branches, conversations, history, traces, advice, texts"
     install("strange", {"stranger": "strange_stage"}, {"strange_stage": source})
     monkeypatch.setattr(named, "plugins", Plugins)
     ran = lightning("doctor", "--json")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import ConfigError, UnavailableError
 from lightning.gateway.dialects import is_constrained
-from lightning.gateway.http import RefusalError, read_object, write_object
+from lightning.gateway.http import RefusalError, read_body, read_object, write_object
 from lightning.gateway.identity import TokenSigner, is_canonical, parse_caller
 from lightning.types import EXPIRED, Caller, CallStatus, Outcome
 
@@ -280,10 +280,16 @@ async def test_bad_requests_are_a_422_that_names_the_field(house, payload, named
     assert not house.fake.requests
 
 
-async def test_a_missing_prompt_is_a_422(house):
-    http = await house.http()
-    answer = await http.post("/completions", json={"prompt": ""})
-    assert answer.status_code == 422
+@pytest.mark.parametrize("encoding", [b"gzip", b"br", b"identity, ZSTD"])
+async def test_a_packed_body_that_nothing_has_unpacked_is_refused_unread(encoding):
+    async def receive():
+        raise AssertionError("it is not read")
+
+    name = encoding.decode().lower().removeprefix("identity, ")
+    with pytest.raises(RefusalError, match=f"content-encoding is '{name}', and nothing here unpacks it") as caught:
+        await read_body({"headers": [(b"content-encoding", encoding)]}, receive, 100)
+    assert (caught.value.status, caught.value.headers) == (415, ((b"accept-encoding", b"identity"),))
+    assert "send it as it is, or to a port that a plugin guards. The plugin 'server' brings it." in str(caught.value)
 
 
 @pytest.mark.parametrize(

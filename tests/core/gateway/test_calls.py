@@ -141,65 +141,6 @@ async def test_parallel_calls_with_one_prompt_are_as_many_transitions(house):
     assert [step.seq for step in steps] == [0, 1, 2]
 
 
-async def test_completions_with_text_and_with_ids(house):
-    client = await house.client()
-    answer = await client.completions.create(model="policy", prompt="once upon")
-    assert answer.choices[0].text == house.fake.default.text
-    assert answer.choices[0].logprobs is None
-    await client.completions.create(model="policy", prompt=[5, 6, 7], logprobs=0)
-    first, second = await house.transitions()
-    assert first.id == answer.id
-    assert first.id.startswith("cmpl-")
-    assert list(second.prompt_ids) == [5, 6, 7]
-    assert len(second.logprobs) == len(second.response_ids)
-
-
-async def test_several_prompts_are_several_transitions_with_their_own_prompt(house):
-    client = await house.client()
-    answer = await client.completions.create(model="policy", prompt=[[5, 6], [7, 8, 9]], n=2)
-    assert len(answer.choices) == 4
-    steps = await house.transitions()
-    assert [list(step.prompt_ids) for step in steps] == [[5, 6], [5, 6], [7, 8, 9], [7, 8, 9]]
-    assert [step.choice for step in steps] == [0, 1, 2, 3]
-
-
-ECHOES = [
-    {"prompt": "once upon"},
-    {"prompt": "once upon", "logprobs": 1},
-    {"prompt": ["once upon", "a time"], "n": 2},
-    {"prompt": "once upon", "return_token_ids": True},
-]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("asked", ECHOES)
-async def test_an_echo_is_what_vllm_says_and_is_recorded(house, asked, stream):
-    http = await house.http()
-    asked = {"max_tokens": 5, "echo": True, "stream": stream, **asked}
-    through = await http.post("/completions", json={"model": "policy", **asked})
-    plain = await http.post(f"{house.fake.url}/v1/completions", json={"model": house.fake.model, **asked})
-    assert contents(through) == contents(plain)
-    assert "once upon" in through.text or asked.get("return_token_ids")
-    steps = await house.transitions()
-    assert len(steps) == (4 if "n" in asked else 1)
-    assert all(len(step.response_ids) == len(step.logprobs) == 6 for step in steps)
-    assert [len(step.prompt_ids) for step in steps] == [2] * len(steps)
-    assert house.fake.requests[0].body["echo"] is ("logprobs" in asked), "real vLLM can fail where it echoes and counts"
-
-
-@pytest.mark.parametrize("asked", [{"prompt": [5, 6]}, {"prompt": "once upon", "truncate_prompt_tokens": 1}])
-async def test_an_echo_whose_text_is_not_known_passes_through_and_is_said(house, asked, warnings_of):
-    http = await house.http()
-    asked = {"max_tokens": 5, "echo": True, **asked}
-    through = await http.post("/completions", json={"model": "policy", **asked})
-    plain = await http.post(f"{house.fake.url}/v1/completions", json={"model": house.fake.model, **asked})
-    assert contents(through) == contents(plain)
-    (step,) = await house.transitions()
-    assert not step.response_ids
-    (said,) = warnings_of()
-    assert "leave 'echo' out" in said
-
-
 def contents(answer: httpx.Response) -> list[dict]:
     """An answer, or a stream's chunks, without what differs between two calls."""
     events = answer.text.split("\n\n") if answer.text.startswith("data:") else [f"data: {answer.text}"]
@@ -391,9 +332,8 @@ async def test_a_call_without_ids_is_answered_and_said_once(house, caplog):
     message = {"role": "assistant", "content": "four"}
     choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": None, "logprobs": None}
     client = await house.client()
-    await client.completions.create(model="policy", prompt="once", echo=True, max_tokens=0)
     await client.chat.completions.create(model="policy", messages=HI)
-    assert not caplog.records, "ids that were not asked for, or that came, are not missing"
+    assert not caplog.records, "ids that came are not missing"
     house.fake.default = Reply(raw=json.dumps({"id": "x", "choices": [choice], "prompt_token_ids": [1, 2]}).encode())
     for _ in range(2):
         answer = await client.chat.completions.create(model="policy", messages=HI)
@@ -403,9 +343,12 @@ async def test_a_call_without_ids_is_answered_and_said_once(house, caplog):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["chat/completions", "completions"])
-async def test_packed_logprobs_are_those_of_json_and_the_agent_sees_neither(house, path, stream, caplog):
+async def test_packed_logprobs_are_those_of_json_and_the_agent_sees_neither(house, stream, caplog):
     """A vLLM without the middleware is understood, and said once."""
+    await packed_is_json_and_unseen(house, "chat/completions", stream, caplog)
+
+
+async def packed_is_json_and_unseen(house, path, stream, caplog):
     caplog.set_level(logging.INFO, "lightning.gateway.calls")
     http = await house.http()
     asked = {"model": "policy", "messages": HI, "prompt": "once", "n": 2, "stream": stream}
@@ -438,33 +381,6 @@ async def test_packed_logprobs_that_are_none_are_a_502(house, packed):
     client = await house.client()
     with pytest.raises(openai.InternalServerError, match="not shaped like vLLM"):
         await client.chat.completions.create(model="policy", messages=HI)
-
-
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
-
-
-@pytest.mark.parametrize("shows", [False, True])
-async def test_tools_that_the_chat_template_hides_are_said_once_and_counted(house, shows, warnings_of):
-    house.fake.shows_tools = shows
-    client = await house.client()
-    await client.chat.completions.create(model="policy", messages=HI)
-    assert await house.gateway.hidden_tools() == 0
-    for _ in range(3):
-        await client.chat.completions.create(model="policy", messages=HI, tools=TOOLS)
-    await client.chat.completions.create(model="policy", messages=HI, tools=TOOLS, tool_choice="none")
-    assert await house.gateway.hidden_tools() == (0 if shows else 3)
-    said = warnings_of()
-    assert len(said) == (0 if shows else 1)
-    assert all("chat template does not show the tools" in line and "--chat-template" in line for line in said)
-
-
-async def test_a_policy_server_that_cannot_say_is_asked_a_few_times_and_nothing_is_claimed(house, warnings_of):
-    house.fake.tokenizes = False
-    client = await house.client()
-    for _ in range(5):
-        await client.chat.completions.create(model="policy", messages=HI, tools=TOOLS)
-        assert await house.gateway.hidden_tools() == 0
-    assert not warnings_of()
 
 
 LONG = [

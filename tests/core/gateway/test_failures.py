@@ -285,7 +285,7 @@ async def test_an_agent_that_hangs_up_during_an_update_is_not_at_fault(house):
     client = await house.client()
     async with house.gateway.hold():
         asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
-        await house.until(lambda: house.gateway._own.gate.waiting)
+        await house.until(lambda: house.gateway.own.gate.waiting)
         asking.cancel()
         (step,) = await house.recorded()
     assert (step.status, step.finish_reason) == (CallStatus.ERROR, UNSERVED)
@@ -339,7 +339,7 @@ async def test_a_silent_call_of_a_server_that_was_replaced_ends(build):
     client = await house.client()
     asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
     await house.until(lambda: house.fake.requests)
-    house.gateway.replace_upstream(Upstream(house.fake.url, "tiny"), Upstream(house.fake.url, "tiny"))
+    house.gateway.own.pool.replace(Upstream(house.fake.url, "tiny"), Upstream(house.fake.url, "tiny"))
     with pytest.raises(openai.APIError, match=r"gateway\.upstream_timeout"):
         await asking
     (step,) = await house.recorded()
@@ -415,20 +415,20 @@ async def test_requests_wait_for_a_restarted_server(build):
     await house.fake.close()
     client = await house.client()
     asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
-    await house.until(lambda: not house.gateway._own.pool.healthy)
+    await house.until(lambda: not house.gateway.own.pool.healthy)
     async with FakeVLLM(model="tiny") as other:
-        house.gateway.replace_upstream(Upstream(house.fake.url, "tiny"), Upstream(other.url, "tiny"))
+        house.gateway.own.pool.replace(Upstream(house.fake.url, "tiny"), Upstream(other.url, "tiny"))
         await asking
     assert len(await house.transitions()) == 1
 
 
 async def test_a_server_that_comes_back_at_its_address_is_found_by_the_health_check(build):
     house = await build()
-    house.gateway._own.pool.check_every = 0.02
+    house.gateway.own.pool.check_every = 0.02
     await house.fake.close()
     client = await house.client()
     asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
-    await house.until(lambda: not house.gateway._own.pool.healthy)
+    await house.until(lambda: not house.gateway.own.pool.healthy)
     await house.fake.start()
     await asking
     assert len(await house.transitions()) == 1
@@ -437,10 +437,10 @@ async def test_a_server_that_comes_back_at_its_address_is_found_by_the_health_ch
 async def test_a_sick_server_gets_nothing(build):
     async with FakeVLLM() as sick, FakeVLLM() as well:
         house = await build(upstreams=[Upstream(sick.url, "tiny"), Upstream(well.url, "tiny")])
-        house.gateway._own.pool.check_every = 0.02
+        house.gateway.own.pool.check_every = 0.02
         sick.healthy = False
         await (await house.client()).models.list()  # health checks begin with the first request
-        await house.until(lambda: house.gateway._own.pool.healthy == 1)
+        await house.until(lambda: house.gateway.own.pool.healthy == 1)
         for _ in range(5):
             await (await house.client()).chat.completions.create(model="policy", messages=HI)
         assert (len(sick.requests), len(well.requests)) == (0, 5)
@@ -460,16 +460,16 @@ async def test_no_server_at_all_is_a_503_with_the_cure(build):
 
 async def test_a_restart_may_take_longer_than_a_server_is_waited_for(build):
     house = await build()
-    house.gateway._own.pool.grace = 0.2
+    house.gateway.own.pool.grace = 0.2
     await house.fake.close()
     client = await house.client()
     asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
-    await house.until(lambda: not house.gateway._own.pool.healthy)
+    await house.until(lambda: not house.gateway.own.pool.healthy)
     async with FakeVLLM(model="tiny") as other:
         async with house.gateway.hold():
             await asyncio.sleep(0.5)
             assert not asking.done()
-            house.gateway.replace_upstream(Upstream(house.fake.url, "tiny"), Upstream(other.url, "tiny"))
+            house.gateway.own.pool.replace(Upstream(house.fake.url, "tiny"), Upstream(other.url, "tiny"))
         await asking
     (step,) = await house.transitions()
     assert step.status is CallStatus.OK
@@ -569,7 +569,7 @@ async def test_a_port_in_use_is_named():
 
 async def test_bad_upstreams_are_named():
     with pytest.raises(GatewayError, match=r"at least one Upstream\(url, model\)"):
-        Gateway(MemoryStore(), [], GatewayConfig(), secret=b"s" * 32).policy_lost()
+        Gateway(MemoryStore(), [], GatewayConfig(), secret=b"s" * 32).own.lose()
     with pytest.raises(GatewayError, match="localhost:8000"):
         Gateway(MemoryStore(), [Upstream("localhost:8000", "m")], GatewayConfig(), secret=b"s" * 32)
 
@@ -588,7 +588,7 @@ async def test_closing_lets_calls_end(build):
 async def test_nothing_is_kept_for_finished_calls(house):
     client = await house.client()
     await asyncio.gather(*(client.chat.completions.create(model="policy", messages=HI) for _ in range(20)))
-    await house.until(lambda: not house.gateway._own.calls)
+    await house.until(lambda: not house.gateway.own.calls)
 
 
 @pytest.mark.slow
@@ -608,9 +608,9 @@ async def test_a_thousand_calls_at_once(build):
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         async with house.gateway.hold():
             calls = [asyncio.create_task(ask(http)) for _ in range(1000)]
-            await house.until(lambda: house.gateway._own.gate.waiting == 1000)
+            await house.until(lambda: house.gateway.own.gate.waiting == 1000)
         await house.until(lambda: len(house.fake.in_flight()) == 1000)
-        assert len(house.gateway._own.calls) == 1000
+        assert len(house.gateway.own.calls) == 1000
         house.fake.resume()
         assert set(await asyncio.gather(*calls)) == {200}
     assert [step.seq for step in await house.transitions()] == list(range(1000))

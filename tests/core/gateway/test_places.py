@@ -36,7 +36,7 @@ class Elsewhere(Ask):
 
 @lightning.hookimpl
 def register_dialects(register):
-    register("PATH", DIALECT)
+    register("PATH", lambda config: DIALECT())
 
 
 @lightning.hookimpl

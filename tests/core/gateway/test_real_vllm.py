@@ -10,7 +10,7 @@ import openai
 import pytest
 from lightning.config.sections import GatewayConfig
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.dialects import Capture, Chat, Completions
+from lightning.gateway.dialects import Capture, Chat, Dialect
 from lightning.gateway.http import EventCutter, data_of
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
 from lightning.policy_server.vllm_server import OwnedVLLM
@@ -18,7 +18,7 @@ from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import CallStatus, Rollout, Run, Task, VersionRun
 
-from tests.core.gateway.test_calls import ECHOES, contents
+from tests.core.gateway.test_calls import contents
 
 pytestmark = pytest.mark.slow
 
@@ -56,50 +56,18 @@ def chunks_of(payload: bytes) -> list[dict]:
     return found
 
 
-def told(chunks: list[dict]) -> dict[int, tuple[str, list[int], list[list[int]]]]:
-    """Each choice's text, prompt and the prompt's offsets, however tokens were put together to chunks: where a letter is
-    several tokens, vLLM's offsets of the answer depend on the chunks."""
-    found: dict[int, tuple[str, list[int], list[list[int]]]] = {}
-    for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
-        text, offsets, prompts = found.get(choice["index"], ("", [], []))
-        prompt = [choice["prompt_token_ids"]] if choice["prompt_token_ids"] else []
-        logprobs = choice["logprobs"] or {"text_offset": []}
-        found[choice["index"]] = (text + choice["text"], offsets + logprobs["text_offset"], prompts + prompt)
-    return {
-        index: (text, offsets[: sum(map(len, prompts))], prompts) for index, (text, offsets, prompts) in found.items()
-    }
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+async def test_the_fake_refuses_what_does_not_fit_as_vllm_does(real, vllm, limit):
+    length, _, through, step = await too_long(
+        real, vllm, "chat/completions", lambda length: {"messages": HI, limit: length + 1}
+    )
+    # answered with the room that is left
+    assert (step.status, step.max_tokens_asked) == (CallStatus.OK, length + 1)
+    assert 0 < through.json()["usage"]["completion_tokens"] == len(step.response_ids) < length
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("asked", ECHOES)
-async def test_an_echo_is_vllms_own_and_is_recorded(real, vllm, asked, stream):
-    http = await real.http()
-    asked = {"max_tokens": 5, "top_k": 1, "echo": True, "stream": stream, **asked}
-    through = await http.post("/completions", json={"model": "policy", **asked})
-    plain = await http.post(f"{vllm.url}/v1/completions", json={"model": vllm.model, **asked})
-    assert told(contents(through)) == told(contents(plain))
-    if not stream and "logprobs" not in asked:  # the last bits of a logprob are anybody's
-        assert contents(through) == contents(plain)
-    if not stream:
-        assert [choice["logprobs"] and choice["logprobs"]["text_offset"] for choice in through.json()["choices"]] == [
-            choice["logprobs"] and choice["logprobs"]["text_offset"] for choice in plain.json()["choices"]
-        ]
-    steps = await real.transitions()
-    assert all(0 < len(step.response_ids) == len(step.logprobs) and step.prompt_ids for step in steps)
-
-
-@pytest.mark.parametrize(
-    ("path", "asked"),
-    [
-        ("completions", lambda length: {"prompt": [5] * (length - 3), "max_tokens": 10}),
-        ("completions", lambda length: {"prompt": [5] * (length + 20)}),
-        ("completions", lambda length: {"prompt": "a b c d " * length, "max_tokens": 2}),
-        ("completions", lambda length: {"prompt": "a", "max_tokens": length + 1}),
-        ("chat/completions", lambda length: {"messages": HI, "max_tokens": length + 1}),
-        ("chat/completions", lambda length: {"messages": HI, "max_completion_tokens": length + 1}),
-    ],
-)
-async def test_the_fake_refuses_what_does_not_fit_as_vllm_does(real, vllm, path, asked):
+async def too_long(real, vllm, path, asked):
+    """The fake refuses it as vLLM does. Also the model's length, vLLM's refusal, the gateway's answer and what was recorded."""
     http = await real.http()
     (card, *_) = (await http.get(f"{vllm.url}/v1/models")).json()["data"]
     real.fake.max_model_len = length = card["max_model_len"]
@@ -108,21 +76,7 @@ async def test_the_fake_refuses_what_does_not_fit_as_vllm_does(real, vllm, path,
     assert (said.status_code, said.json()["error"]) == (400, fakes.json()["error"])
     through = await http.post(f"/{path}", json=asked(length), timeout=120.0)  # all the room may be filled
     (step,) = await real.transitions()
-    if path == "chat/completions":  # answered with the room that is left
-        assert (step.status, step.max_tokens_asked) == (CallStatus.OK, length + 1)
-        assert 0 < through.json()["usage"]["completion_tokens"] == len(step.response_ids) < length
-        return
-    assert step.status is CallStatus.REFUSED
-    assert through.json()["error"]["message"].startswith(said.json()["error"]["message"])
-    assert through.json()["error"]["code"] == "context_length_exceeded"
-
-
-async def test_whether_the_template_shows_tools_is_found_out(real, vllm):
-    """The tiny model's template knows them."""
-    client = await real.client()
-    await client.chat.completions.create(model="policy", messages=HI, tools=TOOLS, **FEW)
-    assert await real.gateway.hidden_tools() == 0
-    assert real.gateway._own.tools._shown is True
+    return length, said, through, step
 
 
 async def test_streamed_ids_are_the_plain_ones_and_vllms(real, vllm):
@@ -216,18 +170,6 @@ async def test_forced_tool_call_through_the_client(real):
     assert streamed.constrained
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_completions_of_several_prompts(real, stream):
-    http = await real.http()
-    prompts = [[5, 6, 7], [8, 9]]
-    body = {"prompt": prompts, "n": 2, "max_tokens": 4, "ignore_eos": True, "stream": stream, "seed": 1}
-    assert (await http.post("/completions", json=body)).status_code == 200
-    steps = await real.transitions()
-    assert [list(step.prompt_ids) for step in steps] == [prompts[0]] * 2 + [prompts[1]] * 2
-    assert [step.choice for step in steps] == [0, 1, 2, 3]
-    assert all(len(step.response_ids) == len(step.logprobs) == 4 for step in steps)
-
-
 async def test_vllms_own_refusals_come_through(real):
     client = await real.client()
     with pytest.raises(openai.BadRequestError, match="top_logprobs"):
@@ -253,7 +195,7 @@ async def test_an_update_inside_a_call_splits_its_tokens(real, served):
                 if begun == {0, 1} and update is None:
                     async with real.gateway.hold():
                         update = await vllm.update(served.second / "model.safetensors", old + 1)
-                        real.gateway.policy_updated(update)
+                        real.gateway.own.update(update)
         assert update is not None
         steps = (await real.transitions())[-2:]
         request_id = steps[0].id.removeprefix("chatcmpl-")
@@ -364,9 +306,12 @@ async def test_the_fake_has_vllms_shapes(vllm, path, ids):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["chat/completions", "completions"])
-async def test_packed_logprobs_are_vllms_own(real, vllm, path, stream):
+async def test_packed_logprobs_are_vllms_own(real, vllm, stream):
     """The same tokens, asked for packed and as JSON: numbers bit for bit, and no other difference in the answer."""
+    await packed_as_json(real, vllm, Chat(), stream, logprobs=True)
+
+
+async def packed_as_json(real, vllm, dialect: Dialect, stream: bool, **given: object) -> None:
     asked = {
         "model": vllm.model,
         "messages": HI,
@@ -375,13 +320,13 @@ async def test_packed_logprobs_are_vllms_own(real, vllm, path, stream):
         "n": 2,
         "stream": stream,
         **FEW,
+        **given,
     }
-    asked["logprobs"] = 0 if path == "completions" else True
     http = await real.http()
     found = []
     for headers in ({HEADER: WANTED}, {}):
-        answer = await http.post(f"{vllm.url}/v1/{path}", json=asked, headers=headers)
-        dialect, capture = Chat() if path != "completions" else Completions(), Capture("x")
+        answer = await http.post(f"{vllm.url}/v1{dialect.path}", json=asked, headers=headers)
+        capture = Capture("x")
         for chunk in contents(answer):
             dialect.read(chunk, capture)
         found.append(capture.choices)

@@ -16,10 +16,11 @@ from contextlib import asynccontextmanager
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.config import GatewayConfig
 from lightning.gateway import Upstream, http, upstream
 from lightning.gateway import call as gateway_call
 from lightning.gateway.call import SHAPE_ERRORS
-from lightning.gateway.dialects import Capture
+from lightning.gateway.dialects import Capture, has_negative
 from lightning.gateway.gateway import spoken
 from lightning.gateway.http import EventCutter, UpstreamError, data_of
 from lightning.policy_server.packed_logprobs import FIELD, pack
@@ -100,7 +101,7 @@ ANSWER = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("dialect", spoken(), ids=lambda dialect: dialect.path)
+@pytest.mark.parametrize("dialect", spoken(GatewayConfig()), ids=lambda dialect: dialect.path)
 @settings(max_examples=60)
 @given(said=st.lists(ANSWER | JSON, max_size=3), stream=st.booleans())
 def test_answers_of_any_shape_are_read_or_called_misshapen(dialect, said, stream):
@@ -303,3 +304,8 @@ async def test_bodies_that_are_no_requests_are_refused(house, body):
     http = await house.http()
     reply = await http.post("/chat/completions", content=body)
     assert reply.status_code == 422
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(0, 150_000)))
+def test_a_negative_id_is_seen_wherever_it_stands(ids):
+    assert has_negative(array("i", ids)) == any(each < 0 for each in ids)

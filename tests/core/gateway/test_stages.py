@@ -14,13 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.config.sections import ProviderConfig
-from lightning.errors import ConfigError, GatewayError, StoreError
+from lightning.errors import ConfigError, DataError, GatewayError, StoreError
+from lightning.gateway.call import Answer, Call, Request
+from lightning.gateway.dialects import Chat
+from lightning.gateway.identity import Claims
 from lightning.gateway.stages import API, CONTRACT, POINTS, CallStage, Line, NamedStage
 from lightning.plugins import Plugins
 from lightning.plugins import stages as named
 from lightning.plugins.stages import StageError
 from lightning.testing import Reply
-from lightning.types import UNSERVED, CallStatus, Fault, Outcome, Rollout, Task
+from lightning.types import UNNAMED, UNSERVED, CallStatus, Fault, Outcome, Rollout, Task
 
 ANSWERS = """
 import lightning
@@ -50,7 +53,7 @@ class Stage(CallStage):
 
     async def settled(self, call, answer):
         self.seen.append(("settled", answer.status, answer.outcome.value))
-        if call.plan.requested_model == "void":
+        if call.sent.plan.requested_model == "void":
             raise RefusalError(409, "void", "Not this one.")
 
     async def kept(self, call, transitions):
@@ -120,6 +123,38 @@ async def test_a_stage_answers_a_call_which_is_then_no_call(stranger, build) -> 
     assert [asked for asked in house.fake.requests if "completions" in asked.path] == []
 
 
+@pytest.mark.parametrize("kinds", [(), ("branch",), ("session",), ("session", "branch")])
+async def test_a_stage_stands_in_the_calls_of_the_keys_that_it_is_only_for(kinds: tuple[str, ...]) -> None:
+    seen: list[str] = []
+
+    class Keyed(CallStage):
+        api, answers, only_for = 1, ("branch", "session"), kinds
+
+        async def admitted(self, call, request):
+            seen.append("admitted")
+
+        async def sending(self, call, body):
+            seen.append("sending")
+
+        async def settled(self, call, answer):
+            seen.append("settled")
+
+        async def kept(self, call, transitions):
+            seen.append("kept")
+
+    line = Line([NamedStage("keyed", Keyed())])
+    for claims in (Claims("r", 1, 0.0), Claims("r", 1, 0.0, branch=True), Claims("r", 1, 0.0, session="run")):
+        call = Call(Chat(), UNNAMED, claims, lambda: pytest.fail("no policy is asked for"), [])
+        await line.admitted(call, Request({}, b"", {}, None))
+        await line.sending(call, {})
+        await line.settled(call, Answer(200))
+        await line.kept(call, [])
+        await line.broken_off(call, Answer(0))
+        stands = not kinds or (claims.branch and "branch" in kinds) or (claims.session and "session" in kinds)
+        assert seen == (["admitted", "sending", "settled", "kept", "settled"] if stands else [])
+        seen.clear()
+
+
 @pytest.mark.parametrize("said", [{"user": "refused"}, {"model": "void"}, {"model": "void", "stream": True}])
 async def test_what_a_stage_refuses_is_refused_and_recorded(stranger, build, said) -> None:
     stranger()
@@ -169,6 +204,12 @@ async def test_a_stage_for_another_api_is_refused_with_the_cure(stranger, build)
         ("def settled(self, call, answer): ...", "'settled' of the stage .* is awaited: begin it with `async def`"),
         ('carries_out = ("sums",)', "`carries_out` of the stage .* has 'sums', which is no setting of the gateway"),
         ('after = ("texts")', "`after` of the stage .* is a text: make it a tuple"),
+        ('answers = ("branch")', "`answers` of the stage .* is a text: make it a tuple"),
+        ('only_for = ("branch")', "`only_for` of the stage .* is a text: make it a tuple"),
+        (
+            'only_for = ("twig",)',
+            "`only_for` of the stage .* names keys that there are none of: twig. There are branch, session",
+        ),
     ],
 )
 async def test_what_is_written_wrongly_is_refused_at_the_start(stranger, build, written: str, said: str) -> None:
@@ -483,6 +524,25 @@ async def test_extras_that_are_too_large_fail_the_call_by_the_plugins_name_and_n
     assert "plugin 'stranger' gives 10485760 bytes, and a plugin may keep 8912896" in call.error
     assert (call.status, call.finish_reason, {**call.extras}.keys()) == (CallStatus.ERROR, UNSERVED, {"texts"})
     assert len(call.response_ids) > 0
+
+
+async def test_a_stage_refuses_what_cannot_begin_as_another_rollout_did() -> None:
+    def planner(raised: Exception) -> Line:
+        async def planned(self: object, rollout: Rollout) -> None:
+            raise raised
+
+        return Line(
+            [NamedStage("planner", type("Planner", (CallStage,), {"api": API, "planned": planned})(), "1", "p")]
+        )
+
+    one = Rollout("r", "run", Task("q"), "g", parent=("t", 1, 0))
+    await Line(()).planned(one)
+    with pytest.raises(DataError, match="no such call"):
+        await planner(DataError("no such call")).planned(one)
+    with pytest.raises(
+        StageError, match=r"the stage 'planner' of the plugin 'p' failed on the rollout r \(planned: Key"
+    ):
+        await planner(KeyError("t")).planned(one)
 
 
 def teller(told: Callable[..., object]) -> NamedStage:

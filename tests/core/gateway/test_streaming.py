@@ -121,20 +121,6 @@ async def test_tool_call_stream_through_the_openai_client(house):
     assert len(step.response_ids) == len(step.logprobs) > 5
 
 
-async def test_completions_stream(house):
-    client = await house.client()
-    stream = await client.completions.create(model="policy", prompt=[[4, 5], [6]], stream=True)
-    texts = ["", ""]
-    async for chunk in stream:
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-        assert not getattr(chunk.choices[0], "token_ids", None)
-        assert not chunk.choices[0].logprobs
-    assert texts == [house.fake.default.text] * 2
-    first, second = await house.transitions()
-    assert (list(first.prompt_ids), list(second.prompt_ids)) == ([4, 5], [6])
-    assert len(first.response_ids) == len(first.logprobs) > 3
-
-
 async def test_tokens_arrive_while_vllm_is_still_sampling(house):
     house.fake.pause()
     client = await house.client()

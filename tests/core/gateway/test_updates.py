@@ -28,7 +28,7 @@ async def update(house, version: int) -> Update:
         await asyncio.sleep(0.02)
         done = Update(version, house.fake.in_flight())
         house.fake.resume()
-        house.gateway.policy_updated(done)
+        house.gateway.own.update(done)
     return done
 
 
@@ -36,10 +36,10 @@ async def test_a_request_that_arrives_during_an_update_waits(house):
     client = await house.client()
     async with house.gateway.hold():
         asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
-        await house.until(lambda: house.gateway._own.gate.waiting == 1)
+        await house.until(lambda: house.gateway.own.gate.waiting == 1)
         await asyncio.sleep(0.05)
         assert not house.fake.requests
-        house.gateway.policy_updated(Update(1))
+        house.gateway.own.update(Update(1))
     await asking
     (step,) = await house.transitions()
     assert step.versions == (VersionRun(0, 1),)
@@ -73,7 +73,7 @@ async def test_a_client_that_leaves_during_a_hold_was_not_served(house):
     client = await house.client()
     async with house.gateway.hold():
         asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
-        await house.until(lambda: house.gateway._own.gate.waiting)
+        await house.until(lambda: house.gateway.own.gate.waiting)
         asking.cancel()
         (step,) = await house.recorded()
     assert (step.status, step.finish_reason) == (CallStatus.ERROR, UNSERVED)
@@ -142,7 +142,7 @@ async def test_a_call_that_ends_between_resume_and_the_account_is_split_too(hous
         await house.until(lambda: not house.fake.in_flight())
         await asyncio.sleep(0.05)
         assert not asking.done()
-        house.gateway.policy_updated(done)
+        house.gateway.own.update(done)
     assert (await asking).status_code == 200
     (step,) = await house.transitions()
     assert step.versions == (VersionRun(0, 0), VersionRun(next(iter(done.in_flight.values())), 1))
@@ -175,12 +175,12 @@ async def test_servers_are_updated_one_after_another(build):
     async with FakeVLLM() as first, FakeVLLM() as second:
         upstreams = [Upstream(fake.url, fake.model) for fake in (first, second)]
         house = await build(upstreams=upstreams)
-        slots = house.gateway._own.pool.slots
+        slots = house.gateway.own.pool.slots
         clients = {}
         while len(clients) < 2:  # one rollout that stays with each server
             client = await house.client()
             lease = house.leases[-1]
-            clients.setdefault(slots.index(house.gateway._own.pool._choose(lease.rollout.id, ())), (client, lease))
+            clients.setdefault(slots.index(house.gateway.own.pool._choose(lease.rollout.id, ())), (client, lease))
 
         async def ask(number):
             return await clients[number][0].chat.completions.create(model="policy", messages=HI)
@@ -196,23 +196,23 @@ async def test_servers_are_updated_one_after_another(build):
             done = Update(1, first.in_flight())
             for fake in (first, second):
                 fake.resume()
-            house.gateway.policy_updated(done, upstreams[0])
+            house.gateway.own.update(done, upstreams[0])
         await asyncio.gather(*asking)
         for number in (0, 1):
             await ask(number)
         async with house.gateway.hold():
-            house.gateway.policy_updated(Update(1), upstreams[1])
+            house.gateway.own.update(Update(1), upstreams[1])
         await ask(1)
         found = [await house.store.transitions(clients[number][1].rollout.id) for number in (0, 1)]
         (tokens,) = done.in_flight.values()
         assert [step.versions for step in found[0]] == [(VersionRun(0, 0), VersionRun(tokens, 1)), (VersionRun(0, 1),)]
         assert [step.versions for step in found[1]] == [(VersionRun(0, 0),), (VersionRun(0, 0),), (VersionRun(0, 1),)]
         with pytest.raises(GatewayError, match="is not one of the gateway's upstreams"):
-            house.gateway.policy_updated(Update(2), Upstream("http://127.0.0.1:1", "m"))
-        assert house.gateway._own.version == 1
-        house.gateway.policy_updated(Update(2), upstreams[0])
+            house.gateway.own.update(Update(2), Upstream("http://127.0.0.1:1", "m"))
+        assert house.gateway.own.version == 1
+        house.gateway.own.update(Update(2), upstreams[0])
         restarted = Upstream(second.url, "another")  # a server that is started again has the newest weights
-        house.gateway.replace_upstream(upstreams[1], restarted)
+        house.gateway.own.pool.replace(upstreams[1], restarted)
         assert [slot.version for slot in slots] == [2, 2]
 
 

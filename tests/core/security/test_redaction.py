@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,7 +22,7 @@ from hypothesis import strategies as st
 from lightning import hookimpl, redaction
 from lightning.config import GatewayConfig
 from lightning.gateway import Gateway, Upstream
-from lightning.plugins import plugins
+from lightning.plugins import Plugins, plugins
 from lightning.redaction import (
     GONE,
     RULES,
@@ -303,6 +306,74 @@ def plugin() -> Iterator[Callable[[object], None]]:
     yield add
     for one in added:
         manager.unregister(one)
+
+
+LEAVES_OUT = """
+from lightning import hookimpl
+
+@hookimpl
+def lightning_redact(text):
+    return text.replace("Ada", "[name]")
+"""
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Plugins:
+    """The plugins of a process that has not looked for any."""
+    found = Plugins()
+    monkeypatch.setattr(redaction, "plugins", lambda: found)
+    return found
+
+
+def test_plugins_are_looked_for_once_when_the_first_text_is_redacted(install, fresh, monkeypatch) -> None:
+    install("names", {"names": "names_plugin"}, {"names_plugin": LEAVES_OUT})
+    assert redacted("Ada", "error") == "[name]"
+    monkeypatch.setattr(Plugins, "hook", property(lambda plugins: pytest.fail("they were looked for again")))
+    assert redacted("Ada", "error") == "[name]"
+    assert may_be_redacted(b"plain")
+
+
+def test_a_plugin_whose_framework_is_imported_later_redacts_from_then_on(install, fresh) -> None:
+    """Also where nobody but this asks for plugins."""
+    install("lib", modules={"framework_r": ""})
+    install("names", {"names.framework_r": "names_plugin"}, {"names_plugin": LEAVES_OUT})
+    assert redacted("Ada", "error") == "Ada"
+    assert not may_be_redacted(b"plain")
+    importlib.import_module("framework_r")
+    assert may_be_redacted(b"plain")
+    assert redacted("Ada", "error") == "[name]"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_text_waits_while_another_thread_loads_plugins(install, fresh, monkeypatch, late: bool) -> None:
+    """Loading may come back to the plugins, and even then no text passes by one that is not loaded yet."""
+    entered, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(threading, "entered", entered, raising=False)
+    monkeypatch.setattr(threading, "go_on", go_on, raising=False)
+    comes_back = "from lightning import redaction\nassert redaction.redacted('Ada', 'x') == 'Ada'\n"
+    waits = f"import threading\n{comes_back}threading.entered.set()\nassert threading.go_on.wait(60)\n"
+    install("lib", modules={"framework_s": ""})
+    install("slow", {"names.framework_s" if late else "names": "names_plugin"}, {"names_plugin": waits + LEAVES_OUT})
+    if late:
+        assert redacted("Ada", "error") == "Ada"
+        importlib.import_module("framework_s")
+    with ThreadPoolExecutor(2) as threads:
+        loading = threads.submit(fresh.plugins)
+        assert entered.wait(60)
+        saying = threads.submit(redacted, "Ada", "error")
+        with pytest.raises(TimeoutError):
+            saying.result(0.2)
+        go_on.set()
+        assert saying.result(60) == "[name]"
+        loading.result(60)
+
+
+def test_a_redactor_that_is_taken_out_is_asked_no_more(install, fresh) -> None:
+    broken = f"{LEAVES_OUT}\n@hookimpl\ndef register_tasks(register):\n    raise ValueError('no')\n"
+    install("names", {"names": "names_plugin"}, {"names_plugin": broken})
+    assert redacted("Ada", "error") == "[name]"
+    fresh.names("tasks")
+    assert redacted("Ada", "error") == "Ada"
 
 
 class Names:

@@ -66,7 +66,7 @@ def test_a_well_formed_header_over_nonsense_is_refused(
     """Counts and frames that claim whatever they like, in the codec's own shape."""
     low, high = (_frame(size) for size in sizes)
     counts[4] = len(low)
-    head = b"\x01" + digest + b"".join(codec._to_varint(count) for count in counts)
+    head = b"\x01" + digest + b"".join(codec.to_varint(count) for count in counts)
     assert decoded(head + low + high, parent) is None
     assert decoded(head + frames, parent) is None
 
@@ -79,7 +79,7 @@ def _frame(size: int) -> bytes:
 @pytest.mark.parametrize("count", HUGE)
 def test_header_and_frame_that_agree_on_too_much_cost_no_memory(count: int) -> None:
     frame = _frame(2 * count)
-    head = b"\x01" + b"x" * 8 + b"".join(codec._to_varint(n) for n in (0, count, 0, 0, len(frame)))
+    head = b"\x01" + b"x" * 8 + b"".join(codec.to_varint(n) for n in (0, count, 0, 0, len(frame)))
     tracemalloc.start()
     try:
         assert decoded(head + frame + frame) is None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError, StoreError
-from lightning.store import exchanges
-from lightning.store.rows import LARGEST_EXTRA, extras_digest, pack_extras, unpack_extras
+from lightning.store.rows import extras_digest, pack_extras, unpack_extras
 
 NAMES = st.text(min_size=1, max_size=16).filter(str.isprintable)
 
@@ -30,16 +28,6 @@ def test_a_value_that_is_cut_off_is_refused(name: str, kept: bytes, data: st.Dat
     packed = pack_extras({name: kept}, "them") or b""
     with pytest.raises(StoreError, match="the extras of x are corrupt in the database"):
         unpack_extras(packed[: data.draw(st.integers(1, len(packed) - 1))], "the extras of x")
-
-
-def test_the_largest_exchange_fits() -> None:
-    """Noise: nothing of it is compressed."""
-    noise = os.urandom(exchanges.LARGEST)
-    packed = exchanges.pack("/chat/completions", 200, noise, noise[::-1])
-    assert exchanges.LARGEST * 2 < len(packed) <= LARGEST_EXTRA
-    assert exchanges.LARGEST_FRAME < LARGEST_EXTRA
-    kept = {exchanges.TEXTS: packed}
-    assert unpack_extras(pack_extras(kept, "them"), "them") == kept
 
 
 def test_extras_are_bytes() -> None:

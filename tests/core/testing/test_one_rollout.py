@@ -40,8 +40,6 @@ def check(record: lightning.testing.RolloutRecord) -> None:  # type: ignore[name
     assert record.rollout.rewards == {"reward": 1.0, "brief": 0.5}
     first, last = record.transitions
     assert [call.caller.agent for call in record.transitions] == ["solver", "solver"]
-    assert [exchange.path for exchange in record.exchanges] == ["/chat/completions"] * 2
-    assert record.exchanges[1].reply["choices"][0]["message"]["content"] == "it is 4"
     (event,) = record.tool_events
     assert (event.name, event.result, event.response_id) == ("add", '{"sum": 4}', first.id)
     assert record.rewards_of_calls == {first.id: {"format": 0.75}}
@@ -66,7 +64,6 @@ def test_an_async_agent_and_a_script_that_is_a_function() -> None:
 
     record = rollout(ask, "tea", lambda body: Reply(f"the word is {body['messages'][-1]['content']}"))
     assert record.rollout.reward == 1.0
-    assert record.exchanges[0].path == "/responses"
 
 
 def test_what_the_agent_raises_is_in_the_record() -> None:
@@ -82,7 +79,6 @@ def test_a_call_after_the_last_reply_is_refused_with_the_cause() -> None:
     record = rollout(agent, 1, SCRIPT[:1])
     assert record.rollout.reward is None
     assert "the script has 1 replies, and the agent asks once more" in record.rollout.error
-    assert record.exchanges[1].status == 400
 
 
 @pytest.mark.parametrize("name", ["rollout", "RolloutRecord"])

@@ -19,7 +19,7 @@ from lightning.store.memory import MemoryStore
 from lightning.tracking import trackers
 from lightning.tracking.jsonl import JsonLines
 from lightning.tracking.protocol import AttemptRecord
-from lightning.tracking.trackers import Trackers
+from lightning.tracking.trackers import Trackers, names_of
 from lightning.types import Rollout, Run, Task
 
 TRACKER = """
@@ -49,6 +49,20 @@ def tracker(install, monkeypatch: pytest.MonkeyPatch):
         return sys.modules[module]
 
     return make
+
+
+def test_a_run_that_names_no_tracker_has_the_usual_ones(tracker, install, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker("mine")
+    assert names_of(Config()) == trackers.plugins().usual("trackers")
+    assert {"jsonl"} <= set(names_of(Config())) <= {"jsonl", "tensorboard"}, (
+        "a tracker is asked for, unless it says otherwise"
+    )
+    code = TRACKER.format(name="theirs", start="pass", log="pass").replace("Tracker())", "Tracker(), usual=True)")
+    install("theirs", {"theirs": "theirs_tracker"}, {"theirs_tracker": code})
+    monkeypatch.setattr(trackers, "plugins", Plugins)
+    assert "theirs" in names_of(Config())
+    for named in ((), ("jsonl",), ("mine", "jsonl")):
+        assert names_of(with_settings(Config(), {"trainer.trackers": named})) == named
 
 
 def test_every_value_reaches_the_tracker_in_order(tracker, tmp_path: Path) -> None:

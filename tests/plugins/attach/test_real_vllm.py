@@ -17,7 +17,7 @@ from lightning.policy_server import vllm_server
 from lightning.policy_server.control import NotOursError, VLLMControl
 from lightning.policy_server.vllm_server import OwnedVLLM
 from lightning_attach.attached import AttachedControl, AttachedVLLM
-from lightning_attach.transfer import LocalSender, OverNetwork, TransferRoutes
+from lightning_attach.transfer import LocalSender, OverNetwork
 
 from tests.core.policy_server.test_vllm import GAP, PROMPT, Owner, adapters_of, begun, call, forward, gap, gap_of, probe
 
@@ -133,9 +133,9 @@ async def test_a_transfer_that_breaks_off_is_undone(
     update = await server.update(first / "model.safetensors", 21, probe(first))
     assert max(probe(first).gaps(update.served)) <= GAP
     control = server._running()
-    routes = TransferRoutes(control)
-    for begin in (control.pause, routes.expect_weights, routes.start):
-        await begin()
+    await control.pause()
+    await control.rpc("lightning_expect", control.claimed_as)
+    await control.call("POST", "/start_weight_update")
     await server.close()  # without an end of the update, as when its trainer is killed
     other = AttachedVLLM(first, config, over_gloo())
     await other.start()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.asyncio_utils import outside_of_loops
-from lightning.batch.branches import RecordedRollout
 from lightning.instrument import emit, install_tap
 from lightning.plugins import plugins
 from lightning.plugins.stages import NamedStage
@@ -19,7 +18,7 @@ from lightning.store.protocol import Attempt
 from lightning.testing.contract_house import House
 from lightning.testing.fake_vllm import FakeVLLM, Reply, Script
 from lightning.types import Json, Rollout, Task, Transition
-from lightning_branching.recorded import read_whole
+from lightning_branching.recorded import RecordedRollout, read_whole
 from lightning_branching.tools import BRANCHES, BranchToolsStage
 
 LINE = AttemptLine([NamedStage(BRANCHES, BranchToolsStage())])

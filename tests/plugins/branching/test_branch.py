@@ -21,7 +21,6 @@ from lightning.cli.locate import with_store
 from lightning.config import Config, with_settings
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError, DataError
-from lightning.store import exchanges
 from lightning.store.url import sqlite_url
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.runs import claim_folder
@@ -30,6 +29,7 @@ from lightning_branching import policies
 from lightning_branching.branch_parent import RECORDED, config_of, find_parent
 from lightning_branching.branching import BranchReport, branch
 from lightning_branching.policies import EvaluatedModel, model_of_run
+from lightning_record import exchanges
 
 from tests.core.trainer.test_tiny_run import equal, model
 from tests.core.trainer.test_tiny_run import train as train

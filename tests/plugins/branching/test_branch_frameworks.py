@@ -11,9 +11,9 @@ from typing import Annotated, Any, TypedDict
 
 import httpx
 import pytest
-from lightning.batch.branches import is_void
 from lightning.testing import Reply, ToolCall
 from lightning.types import LLM, Task
+from lightning_branching.recorded import is_void
 
 from tests.plugins.branching.branching import brancher
 

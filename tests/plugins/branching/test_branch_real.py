@@ -13,9 +13,9 @@ import pytest
 from lightning.cli.locate import with_store
 from lightning.policy_server.auto_settings import BLOCK_TOKENS
 from lightning.policy_server.protocol import Usage
-from lightning.store import exchanges
 from lightning.store.url import sqlite_url
 from lightning.types import Transition
+from lightning_record import exchanges
 
 from tests.plugins.debug.evaluating import said
 

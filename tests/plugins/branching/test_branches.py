@@ -15,19 +15,18 @@ from typing import Any
 import httpx
 import lightning
 import pytest
-from lightning.batch.branches import recorded_rollout
 from lightning.errors import StoreError
 from lightning.gateway import call as gateway_call
-from lightning.store import exchanges
-from lightning.store.exchanges import Parent
 from lightning.testing import Reply, vllm_replies
 from lightning.trainer.how_to_call import HowToCall
 from lightning.types import LLM, CallStatus, Fault, Rollout, Status, Task, Transition
-from lightning_branching import branched_attempt
-from lightning_branching.branched_attempt import BranchedAttempt
-from lightning_branching.branches import Branches
+from lightning_branching import branches
+from lightning_branching.branches import BranchedAttempt, Branches
 from lightning_branching.divergence import diverged
+from lightning_branching.recorded import recorded_rollout
 from lightning_branching.stage import BranchesStage
+from lightning_record import exchanges
+from lightning_record.exchanges import Parent
 
 from tests.plugins.branching.branching import Brancher, brancher, numbered
 
@@ -166,7 +165,7 @@ def test_of_parallel_calls_with_a_clock_the_one_that_was_meant_is_compared(made:
 
 
 def test_an_agent_that_leaves_a_call_out_is_void(made: Brancher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(branched_attempt, "PATIENCE", 0.2)
+    monkeypatch.setattr(branches, "PATIENCE", 0.2)
     turns = itertools.count()
 
     def agent(task: Task, llm: LLM) -> float:

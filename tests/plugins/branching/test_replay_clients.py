@@ -8,9 +8,9 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from lightning.batch.branches import recorded_rollout
 from lightning.testing import Reply, ToolCall, rollout
 from lightning.types import LLM, Task
+from lightning_branching.recorded import recorded_rollout
 from lightning_branching.replay import replay_agent
 from lightning_record.texts import WholeReply
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, TypedDict
 import agents
 import httpx
 import pytest
-from lightning.batch.branches import recorded_rollout
 from lightning.testing import Reply, ToolCall, rollout
 from lightning.types import LLM, Task
+from lightning_branching.recorded import recorded_rollout
 from lightning_branching.replay import ReplayResult, replay_agent
 
 pytestmark = pytest.mark.framework

@@ -9,19 +9,19 @@ from unittest.mock import AsyncMock
 
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.batch.branches import is_void
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, GatewayError, StoreError
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
 from lightning.plugins import Plugins
 from lightning.runner.attempt_completion import report
-from lightning.store import exchanges
 from lightning.trainer import samplers
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.samplers import Asked
 from lightning.types import UNSERVED, CallStatus, Fault, Outcome, Rollout, Task
 from lightning_branching.branches import Branches
+from lightning_branching.recorded import is_void
+from lightning_record import exchanges
 
 from tests.core.gateway.conftest import build as build
 from tests.core.gateway.conftest import house as house

@@ -19,9 +19,7 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.config import Config, with_settings
 from lightning.credit import Branched
 from lightning.errors import ConfigError, DataError
-from lightning.store import exchanges
 from lightning.testing.fake_vllm import Reply
-from lightning.testing.tiny_models import make_tiny_family
 from lightning.tracking.trackers import attempts_of
 from lightning.trainer.algorithm import AlgorithmSchedule, warn_of_credit
 from lightning.trainer.samplers import Asked
@@ -30,6 +28,9 @@ from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.types import Status, Task
 from lightning_branching.tree_sampling import check_tree
 from lightning_proof.audit import audit
+from lightning_record import exchanges
+
+from tests.tiny_families import make_tiny_family
 
 Open = Callable[..., AbstractAsyncContextManager[Any]]
 TREE = {"trainer__sampling": "tree"}
@@ -87,10 +88,11 @@ async def test_a_group_samples_no_more_tokens_than_without(bench: Open, tmp_path
         every = await all_rollouts(made.store, "run", split="train", step=0)
         for group in await load_groups(made.store, every, ()):
             for member in group.trajectories:  # also where a flawed parent is left out of the group, for a judge
-                asked = exchanges.read(member.transitions, member.branch_of)
+                asked = exchanges.read(member.transitions, exchanges.parent_of(member))
                 assert all(each is not None and each.request for each in asked)
                 (record,) = await attempts_of(made.store, member.rollout)
-                assert exchanges.read(record.transitions, record.branch_of) == asked
+                (parent,) = await exchanges.parents_of(made.store, [member.rollout])
+                assert exchanges.read(record.transitions, parent) == asked
             tokens = [
                 (member.rollout.parent is not None, sum(len(call.response_ids) for call in member.transitions))
                 for member in group.trajectories

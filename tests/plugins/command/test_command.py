@@ -22,6 +22,7 @@ from lightning.runner.protocol import Agent, Runner
 from lightning.testing import rollout
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Task
 from lightning_command.running import MOST, CommandResult
+from lightning_record.exchanges import read
 
 NOWHERE = LLM("http://127.0.0.1:1/v1", "k-of-the-rollout", "policy")
 
@@ -313,5 +314,5 @@ def test_a_program_of_node_is_an_agent_with_agents_of_its_own() -> None:
     record = rollout(agent, "2 + 2?", ["add them", "4"])
     assert record.rollout.reward == 1.0
     assert [call.caller.agent for call in record.transitions] == ["planner", "node"]
-    asked = [exchange.request["messages"][0]["content"] for exchange in record.exchanges if exchange]
+    asked = [exchange.request["messages"][0]["content"] for exchange in read(record.transitions) if exchange]
     assert asked == ["2 + 2?", "add them"]

@@ -11,14 +11,14 @@ from typing import Any
 
 import lightning
 import pytest
-from lightning.batch.branches import RecordedCall, RecordedRollout, prefix_of
-from lightning.store.exchanges import Exchange
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.testing import ToolCall, rollout
 from lightning.types import Fault, Outcome, Rollout, Run, Task
+from lightning_branching.recorded import RecordedCall, RecordedRollout, prefix_of
 from lightning_console.places import SERVER, Places
 from lightning_console.queries.branches import inherited
+from lightning_record.exchanges import Exchange
 
 from tests.plugins.branching.test_branch import INLINE, recorded
 from tests.plugins.branching.test_branch import runs as runs

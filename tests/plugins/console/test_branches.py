@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.store import exchanges
-from lightning.store.exchanges import TEXTS
 from lightning.store.memory import MemoryStore
 from lightning.types import Json, Outcome, Rollout, Run, Task
 from lightning_console.answers import answer
@@ -19,6 +17,8 @@ from lightning_console.export import export_pages
 from lightning_console.pages.group import Action, Line, make_tree
 from lightning_console.places import SERVER, Places
 from lightning_console.router import show
+from lightning_record import exchanges
+from lightning_record.exchanges import TEXTS
 from lightning_server.projects import Projects
 
 from tests.plugins.console.made_branches import EDIT, TRUNK, VOID, end, write

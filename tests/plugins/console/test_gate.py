@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from collections.abc import AsyncIterator
@@ -11,13 +12,16 @@ from typing import Any
 
 import httpx
 import pytest
+from lightning.config import LimitsConfig
 from lightning.errors import MissingExtraError, UnavailableError
+from lightning.gateway.connections import Entrance
 from lightning.installation import install_command
 from lightning.store.memory import MemoryStore
 from lightning.types import Scope
 from lightning_console.web import gate
 from lightning_console.web.gate import VISITOR, Door, Gate, OwnDoor, TokenDoor
 from lightning_server.auth import Authenticator, issue_token
+from lightning_server.port import Guard
 from lightning_server.tokens import put_token, revoke_token
 from starlette.responses import PlainTextResponse
 
@@ -26,8 +30,8 @@ ASKS = {"fn_name": "show", "data": {"address": "runs"}, "component_id": 1, "sess
 
 
 @asynccontextmanager
-async def opened(door: Door, *, secure: bool = False) -> AsyncIterator[httpx.AsyncClient]:
-    """A browser before a gate behind which everybody is greeted by name."""
+async def opened(door: Door, *, secure: bool = False, guarded: bool = False) -> AsyncIterator[httpx.AsyncClient]:
+    """A browser before a gate behind which everybody is greeted by name; `guarded` as a port is."""
 
     async def inside() -> object:
         async def greet(scope, receive, send) -> None:
@@ -40,7 +44,8 @@ async def opened(door: Door, *, secure: bool = False) -> AsyncIterator[httpx.Asy
         return {"asked": asked, "by": VISITOR.get().name}
 
     gate = Gate(door, "/console", inside, {"show": answer, "act": answer}, secure=secure)  # type: ignore[arg-type]
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url=BASE) as client:
+    app = Entrance(Guard(gate, LimitsConfig()), LimitsConfig(), loopback=True) if guarded else gate
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE) as client:
         yield client
 
 
@@ -219,6 +224,28 @@ async def test_what_opens_nothing_is_told_so_and_counted_as_a_wrong_token(store:
             assert "set-cookie" not in answer.headers
         marked = await client.get("/console/login?next=%22%3E%3Cscript%3E")
         assert "<script>" not in marked.text
+
+
+async def test_a_packed_form_is_bounded_as_it_comes_and_as_it_is_unpacked(store: MemoryStore) -> None:
+    plain = await token_of(store, Scope.VIEWER)
+    sent: list[int] = []
+
+    async def empty() -> AsyncIterator[bytes]:
+        """It becomes nothing, however much of it comes."""
+        for number in range(10_000):
+            sent.append(number)
+            yield gzip.compress(b"") * 10
+
+    headers = {"content-encoding": "gzip", "content-type": "application/x-www-form-urlencoded"}
+    async with opened(TokenDoor(Authenticator(store)), guarded=True) as client:
+        bomb = gzip.compress(b"x" * 2_000_000)
+        for content, status in ((gzip.compress(f"token={plain}".encode()), 303), (bomb, 413), (empty(), 413)):
+            answer = await client.post("/console/login", content=content, headers=headers)
+            assert answer.status_code == status, answer.text
+            assert ("More than 4096 bytes were sent" in answer.text) is (status == 413)
+        assert len(sent) < 30
+        answer = await client.post("/console/login", content=b"x", headers={**headers, "content-encoding": "br"})
+        assert answer.status_code == 415
 
 
 async def test_a_session_ends_with_its_token(store: MemoryStore) -> None:

@@ -8,9 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from lightning.store import exchanges
-from lightning.store.conversation import CONVERSATION, pack
-from lightning.store.exchanges import TEXTS
 from lightning.store.protocol import Store
 from lightning.store.sqlite import SqliteStore
 from lightning.types import (
@@ -34,6 +31,9 @@ from lightning.types import (
     token_ids,
 )
 from lightning_otel.traces.store import append_spans
+from lightning_record import exchanges
+from lightning_record.conversation import CONVERSATION, pack
+from lightning_record.exchanges import TEXTS
 from lightning_resources.nouns import Resource
 from lightning_resources.operations import put_resource, set_alias
 from lightning_server.tokens import put_token

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from lightning.errors import MissingExtraError, StoreError
 from lightning.installation import install_command
-from lightning.store import exchanges
-from lightning.store.exchanges import TEXTS
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.types import Fault, Outcome, Rollout, Run, Task, ToolEvent, Transition, logprobs, token_ids
 from lightning_db import export_files as files
 from lightning_db.export import TABLES, ColumnKind, ExportScope, Record, chosen_runs, read_table
 from lightning_db.export_files import Format, Parquet, json_line, write_table
+from lightning_record import exchanges
+from lightning_record.exchanges import TEXTS
 
 ALL = ExportScope()
 ODD = 'a "quote", \n, ü, \x00 and \ud800 half of one'

@@ -1,4 +1,4 @@
-"""A run whose policy server is scripted, with the stages of plugins at its steps."""
+"""A run whose policy server is scripted, with the stages of plugins at its steps; and the gateway of the core's tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from lightning.trainer.stages import step_line
 
+from tests.core.gateway.conftest import build, house  # noqa: F401 — fixtures
 from tests.core.trainer.conftest import open_bench, without_settling  # noqa: F401 — fixtures
 
 

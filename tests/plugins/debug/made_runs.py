@@ -21,7 +21,6 @@ from lightning.algorithms.protocol import Batch
 from lightning.config import Config, with_settings
 from lightning.engines.protocol import StepResult
 from lightning.engines.step import StepDriver
-from lightning.store import exchanges
 from lightning.store.protocol import Store
 from lightning.testing.vllm_replies import tokenize
 from lightning.trainer.context import numeric_context
@@ -44,6 +43,7 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_record import exchanges
 
 MAX_TOKENS = 320
 """Where an answer is cut off."""

@@ -28,8 +28,6 @@ from lightning.batch import Group, Trajectory
 from lightning.cli.app import main
 from lightning.credit import Weighted, centre, identical
 from lightning.errors import ConfigError, DataError, JudgeError, StoreError
-from lightning.store import exchanges
-from lightning.store.exchanges import TEXTS
 from lightning.testing import rollout
 from lightning.testing.chat_server import ChatRequest, ChatServer
 from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
@@ -38,6 +36,8 @@ from lightning_debug.dev import needs_pair, try_algorithm
 from lightning_debug.judge import Answer, Judgements
 from lightning_debug.judge_prompt import NonsenseError, agreement, order_of, question, read_scores, rollout_items
 from lightning_debug.transcript import ToolCall, Transcript, TranscriptCall
+from lightning_record import exchanges
+from lightning_record.exchanges import TEXTS
 
 from tests.core.trainer.test_tiny_run import train as train
 
@@ -150,8 +150,8 @@ def test_branches_are_judged_also_where_their_parent_was_left_out(make: Callable
         packed = exchanges.pack("/chat/completions", 200, said.request, said.reply, bases[0])
         assert len(packed) < len(own.extras[TEXTS])
         calls = (replace(own, extras={TEXTS: packed}),)
-        above = exchanges.Parent(parent.rollout.id, parent.transitions)
-        branches.append(replace(member, transitions=calls, branch_of=above))
+        begun = replace(member.rollout, parent=parent.transitions[0].key)
+        branches.append(replace(member, rollout=begun, transitions=calls, parent_calls=parent.transitions))
     assert credited(make(), Group("g", tuple(branches))) == [len(text) / 8 for text in ANSWERS[1:]]
 
 

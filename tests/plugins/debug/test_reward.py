@@ -18,8 +18,6 @@ from lightning.batch import Group, Trajectory
 from lightning.cli.app import main
 from lightning.cli.locate import locate, with_store
 from lightning.errors import ConfigError
-from lightning.store import exchanges
-from lightning.store.exchanges import TEXTS
 from lightning.testing import Reply, ToolCall, rollout
 from lightning.trainer.epochs import Epoch
 from lightning.trainer.runs import describe_algorithm
@@ -28,6 +26,8 @@ from lightning_debug import transcript
 from lightning_debug.regrade import RewardTrial, _Trial, explained_by, rank_correlation, try_grader
 from lightning_debug.run_commands import show_trial
 from lightning_debug.transcript import Transcript, text_of, tool_calls_of, transcript_of
+from lightning_record import exchanges
+from lightning_record.exchanges import TEXTS
 
 from tests.core.trainer.test_tiny_run import train as train
 

@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 
 from lightning.runner.attempt_completion import NEVER_CALLED
-from lightning.store.exchanges import TEXTS, Flag, pack, why_not_replayable
 from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition, logprobs, token_ids
 from lightning_debug.diagnosis import Attempted
 from lightning_debug.rules import LENGTH, diagnose
+from lightning_record.exchanges import TEXTS, Flag, pack, why_not_replayable
 
 WRITER = Caller("writer", ("crew", "writer"))
 

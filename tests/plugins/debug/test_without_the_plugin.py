@@ -17,7 +17,7 @@ from lightning.trainer import stages
 
 from tests.core.trainer.conftest import open_bench
 
-ABSENT = r"the stages of steps here are none\. The plugin 'debug' brings it\. Run: pip install .*disabled"
+ABSENT = r"the stages of steps here are record\. The plugin 'debug' brings it\. Run: pip install .*disabled"
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from lightning.errors import StoreError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.http import RefusalError, write_object
 from lightning.redaction import storable
-from lightning.store.conversation import CONVERSATION, conversation_in, pack
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus, Conversation, Transition, logprobs, token_ids
 from lightning_record import conversations
+from lightning_record.conversation import CONVERSATION, conversation_in, pack
 from lightning_record.conversations import Entry, History, Known, put_together
 
 from tests.core.gateway.conftest import SECRET
@@ -151,7 +151,7 @@ async def test_an_answer_whose_policy_version_is_not_known_can_be_continued(hous
     house.fake.queue(Reply("one two three", token_delay=0.02))
     asking = asyncio.create_task((await house.client(llm)).responses.create(model="policy", input="a"))
     await house.until(lambda: house.fake.requests)
-    house.gateway.policy_lost()
+    house.gateway.own.lose()
     said = await asking
     await (await another(house, llm)).responses.create(model="policy", input="b", previous_response_id=said.id)
     assert [message["content"] for message in house.fake.requests[1].body["messages"]] == ["a", "one two three", "b"]

@@ -11,13 +11,14 @@ import anthropic
 import openai
 import pytest
 from lightning import redaction
+from lightning.config import GatewayConfig
 from lightning.gateway import calls
 from lightning.gateway.gateway import spoken
-from lightning.store import exchanges
-from lightning.store.exchanges import TEXTS
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus, Transition, logprobs, token_ids
+from lightning_record import exchanges
 from lightning_record import texts as recorded
+from lightning_record.exchanges import TEXTS
 
 BODIES = {
     "chat/completions": {"messages": [{"role": "user", "content": "hi there"}]},
@@ -348,7 +349,7 @@ async def test_a_reply_with_ids_is_looked_through_only_where_a_credential_may_be
 async def test_a_large_body_is_worked_on_beside_the_calls(house, path, monkeypatch):
     """Parsed, cut and made ready for the policy server in a thread: `/health` is answered meanwhile."""
     worked = {}
-    dialect = type(next(each for each in spoken() if each.path == f"/{path}"))
+    dialect = type(next(each for each in spoken(GatewayConfig()) if each.path == f"/{path}"))
     for owner, name in ((calls, "read_object"), (recorded, "cut"), (dialect, "translate"), (dialect, "plan")):
         do = getattr(owner, name)
 

@@ -87,9 +87,11 @@ def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "redis", None)
     for name in [name for name in sys.modules if name.startswith("lightning_redis.") and name != plugin.__name__]:
         monkeypatch.delitem(sys.modules, name)
-    for made in (plugin.redis_store, plugin.redis_keeper):
+    made: dict[str, Callable[[str], object]] = {}
+    for register in (plugin.register_stores, plugin.register_keepers):
+        register(made.__setitem__)
         with pytest.raises(MissingExtraError, match=re.escape(install_command("redis"))):
-            made("redis://host")
+            made["redis"]("redis://host")
 
 
 # servers --------------------------------------------------------------------------------------------------------

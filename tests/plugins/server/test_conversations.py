@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from lightning.errors import DataError
-from lightning.store.conversation import CONVERSATION, Conversation, conversation_in, pack
 from lightning.store.memory import MemoryStore
 from lightning.types import Rollout, Run, Task, Transition, logprobs, token_ids
+from lightning_record.conversation import CONVERSATION, Conversation, conversation_in, pack
 from lightning_server.http_store import HttpStore
 
 from tests.servers.control import ControlServer

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import re
 import sys
 from contextlib import AsyncExitStack
@@ -15,6 +17,7 @@ from lightning.cli import app
 from lightning.config import Config, LimitsConfig, with_settings
 from lightning.errors import PluginError, PolicyServerError
 from lightning.gateway import connections
+from lightning.gateway import http as gateway_http
 from lightning.gateway import policy as gateway_policy
 from lightning.gateway.connections import Serving, bind
 from lightning.gateway.http import RefusalError, read_body, send_bytes
@@ -23,8 +26,10 @@ from lightning.store.memory import MemoryStore
 from lightning.trainer import run_server, trainer
 from lightning.trainer import stack as trainer_stack
 from lightning.trainer.stack import join_gateway, why_not_served
+from lightning.types import CallStatus
 from starlette.types import Receive, Scope, Send
 
+from tests.core.gateway.conftest import build  # noqa: F401 — a fixture
 from tests.core.trainer.test_opening import House, ask, house  # noqa: F401 — a fixture
 
 CURE = r", and there is none\. The plugin 'server' brings it\. Run: pip install .*disabled"
@@ -37,7 +42,7 @@ NO_FLEET = rf"needs a plugin that knows of gateways elsewhere{CURE}"
 def without(monkeypatch: pytest.MonkeyPatch) -> Plugins:
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "server")
     found = Plugins()
-    for module in (app, connections, gateway_policy, run_server, trainer, trainer_stack):
+    for module in (app, connections, gateway_http, gateway_policy, run_server, trainer, trainer_stack):
         monkeypatch.setattr(module, "plugins", lambda: found)
     return found
 
@@ -99,6 +104,24 @@ async def test_a_port_without_a_guard_is_on_loopback_and_bounds_what_it_reads() 
         long = {f"x-{number}": "y" * 20_000 for number in range(5)}
         assert (await http.post("/", content=b"[1]", headers=long)).status_code == 400
     await port.stop()
+
+
+@pytest.mark.usefixtures("without")
+async def test_a_packed_body_is_refused_with_what_would_unpack_it(build) -> None:  # type: ignore[no-untyped-def]  # noqa: F811
+    opened = await build()
+    http = await opened.http()
+    said = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+    answer = await http.post("/chat/completions", content=gzip.compress(said), headers={"content-encoding": "gzip"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
+    cure = r"send it as it is, or to a port that a plugin guards\. The plugin 'server' brings it\. Run: pip install .*disabled"
+    assert re.search(
+        rf"content-encoding is 'gzip', and nothing here unpacks it: {cure}", answer.json()["error"]["message"]
+    )
+    (call,) = await opened.transitions()
+    assert (call.status, opened.fake.requests) == (CallStatus.REFUSED, [])
+    for encoding in ("identity", ""):
+        answer = await http.post("/chat/completions", content=said, headers={"content-encoding": encoding})
+        assert answer.status_code == 200
 
 
 @pytest.mark.usefixtures("without")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from lightning.config import Config, with_settings
-from lightning.store.exchanges import TEXTS, pack
 from lightning.store.memory import MemoryStore
 from lightning.tracking import trackers
 from lightning.tracking.trackers import Trackers
 from lightning.types import Caller, Json, Outcome, Rollout, Run, Task, ToolEvent, Transition, logprobs, token_ids
+from lightning_record.exchanges import TEXTS, pack
 
 SECRET = "sk-" + "a1B2" * 10
 ALARM: dict[str, Json] = {"run": "run", "step": 3, "cause": "collapsed", "text": "the reward collapsed", "steps": [3]}

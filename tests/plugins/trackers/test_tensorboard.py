@@ -12,6 +12,7 @@ from lightning.config import Config
 from lightning.errors import MissingExtraError
 from lightning.installation import install_command
 from lightning.plugins import plugins
+from lightning.tracking.trackers import names_of
 
 
 def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
@@ -27,6 +28,10 @@ def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
     assert [(event.step, [(value.tag, value.simple_value) for value in event.summary.value]) for event in events] == [
         (3, [("reward", 0.5)])
     ]
+
+
+def test_a_run_that_names_no_tracker_has_tensorboard() -> None:
+    assert names_of(Config()) == ["jsonl", "tensorboard"]
 
 
 def test_without_tensorboard_the_cure_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import orjson
 from lightning.errors import DataError, MissingExtraError
+from lightning.store.codec import to_varint
 from lightning.types import Json, Span
 
 from lightning_otel.attributes import ERROR_TYPE, EXCEPTION_MESSAGE, EXCEPTION_TYPE, MAX_NAME, SERVICE_NAME, text
@@ -338,13 +339,4 @@ def refused(content_type: str, code: int, message: str) -> bytes:
     if content_type != PROTOBUF:
         return orjson.dumps({"code": code, "message": message})
     data = message.encode()
-    return b"\x08" + _varint(code) + b"\x12" + _varint(len(data)) + data
-
-
-def _varint(number: int) -> bytes:
-    parts = bytearray()
-    while number > 0x7F:
-        parts.append(number & 0x7F | 0x80)
-        number >>= 7
-    parts.append(number)
-    return bytes(parts)
+    return b"\x08" + to_varint(code) + b"\x12" + to_varint(len(data)) + data

@@ -193,7 +193,7 @@ def load_model(
     """Load a `transformers` causal LM folder for training beside a vLLM of this `max_model_len` (`engines.loading` says what no
     number means). Raises `EngineError` naming the folder and what is wrong."""
     kind = _resolve_dtype(dtype, device)
-    held = torch.bfloat16 if lora is not None and kind is torch.bfloat16 else _master(kind)
+    held = torch.float32 if kind is torch.bfloat16 and lora is None else kind
     model = read_model(folder, dtype=held).to(device)
     context = fix_positions(model, folder, max_model_len)
     if lora is not None:
@@ -246,10 +246,6 @@ def _resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype not in DTYPES:
         raise EngineError(f"engine.dtype = {dtype!r} is unknown: use auto, float32 or bfloat16")
     return DTYPES[dtype]
-
-
-def _master(kind: torch.dtype) -> torch.dtype:
-    return torch.float32 if kind is torch.bfloat16 else kind
 
 
 def _autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:

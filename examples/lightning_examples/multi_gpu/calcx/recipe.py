@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning_examples.multi_gpu.calcx.agent import agent
-from lightning_examples.multi_gpu.recipe import Recipe, grpo
-
-if TYPE_CHECKING:
-    from lightning import LightningRL
-
-
-def algorithm() -> LightningRL:
-    """GRPO with groups of 8."""
-    # Published: 4 (with a model of 1.5B). Only groups with both right and wrong rollouts teach. With a success rate of 0.8,
-    # 1 - 0.8^n - 0.2^n of them are mixed, if all problems were alike: 59 % with 4, 83 % with 8.
-    return grpo(group_size=8)
-
+from lightning_examples.multi_gpu.recipe import Recipe
 
 RECIPE = Recipe(
     agent=lambda _folder: agent,
     settings=Path(__file__).with_name("settings.toml"),
-    algorithm=algorithm,
+    # Published: 4 (with a model of 1.5B). Only groups with both right and wrong rollouts teach. With a success rate of 0.8,
+    # 1 - 0.8^n - 0.2^n of them are mixed, if all problems were alike: 59 % with 4, 83 % with 8.
+    group_size=8,
 )

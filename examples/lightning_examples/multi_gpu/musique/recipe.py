@@ -8,22 +8,12 @@ from typing import TYPE_CHECKING
 
 from lightning_examples.multi_gpu.musique.agent import PARAGRAPHS, agent
 from lightning_examples.multi_gpu.musique.prepare import CORPUS
-from lightning_examples.multi_gpu.recipe import Recipe, grpo
+from lightning_examples.multi_gpu.recipe import Recipe
 from lightning_examples.rag_openai_agents.agent import Library
 from lightning_examples.rag_openai_agents.retriever import bm25_of
 
 if TYPE_CHECKING:
-    from lightning import LightningRL
     from lightning.runner.protocol import Agent
-
-
-def algorithm() -> LightningRL:
-    """GRPO with groups of 8."""
-    # Published for retrieval: 4 (Agent Lightning's two examples), 5 (Search-R1). F1 makes few ties, so that 4 would do for
-    # the mean; 8 halve the variance of the group's baseline, and siblings share their first search's prompt in the cache.
-    # A KL penalty is published for MuSiQue by nobody. Search-R1 has 0.001 with k3; if the length of replies runs away, set it
-    # so: it costs one more forward pass, by weights that are held on the CPU.
-    return grpo(group_size=8)
 
 
 def over(folder: Path) -> Agent:
@@ -31,4 +21,12 @@ def over(folder: Path) -> Agent:
     return partial(agent, library=Library(bm25_of(folder.resolve() / CORPUS), k=PARAGRAPHS))
 
 
-RECIPE = Recipe(agent=over, settings=Path(__file__).with_name("settings.toml"), algorithm=algorithm)
+RECIPE = Recipe(
+    agent=over,
+    settings=Path(__file__).with_name("settings.toml"),
+    # Published for retrieval: 4 (Agent Lightning's two examples), 5 (Search-R1). F1 makes few ties, so that 4 would do for
+    # the mean; 8 halve the variance of the group's baseline, and siblings share their first search's prompt in the cache.
+    # A KL penalty is published for MuSiQue by nobody. Search-R1 has 0.001 with k3; if the length of replies runs away, set it
+    # so: it costs one more forward pass, by weights that are held on the CPU.
+    group_size=8,
+)

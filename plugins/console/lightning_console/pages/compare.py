@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning.errors import LightningError
+from lightning.types import by_key
 
 from lightning_console.blocks import (
     Block,
@@ -103,9 +104,7 @@ async def page(places: Places, address: Address) -> Page:
 
 def _by_seed(runs: list[Compared]) -> dict[str, list[Compared]]:
     """The runs by what they are called, those together that differ in nothing but their seed."""
-    alike: dict[str, list[Compared]] = {}
-    for run in runs:
-        alike.setdefault(run.curves.about.alike, []).append(run)
+    alike = by_key(runs, lambda run: run.curves.about.alike)
     return {
         own[0].name if len(own) == 1 else f"{chr(ord('A') + place % 26)}: {len(own)} seeds of {own[0].name}": own
         for place, own in enumerate(alike.values())

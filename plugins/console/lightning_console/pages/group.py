@@ -14,12 +14,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from lightning.batch.branches import is_void
 from lightning.errors import DataError
-from lightning.store.exchanges import parents_of
 from lightning.store.protocol import Attempt
 from lightning.trainer.reasons import reason
-from lightning.types import Rollout, Transition
+from lightning.types import Rollout, Transition, by_key
+from lightning_branching.recorded import is_void
+from lightning_record.exchanges import parents_of
 
 from lightning_console.blocks import (
     Block,
@@ -38,7 +38,19 @@ from lightning_console.blocks import (
     Page,
     Table,
 )
-from lightning_console.pages.words import NONE, count, located, mean_of, number, seconds, to, tone_of, trail, written
+from lightning_console.pages.words import (
+    NONE,
+    count,
+    located,
+    mean_of,
+    number,
+    seconds,
+    step_links,
+    to,
+    tone_of,
+    trail,
+    written,
+)
 from lightning_console.places import Located, Places, group_of, may_change, neighbours, why_no_calls
 from lightning_console.queries.branches import (
     Branch,
@@ -143,9 +155,7 @@ class _Tree:
             self._nodes[before[-1]] = replace(here, branches=(*here.branches, place))
 
     def _level(self, depth: int, going: Sequence[int]) -> None:
-        found: dict[tuple[int, Hashable], list[int]] = {}
-        for place in going:
-            found.setdefault((self._ways[place][-1], self._action(place, depth).same), []).append(place)
+        found = by_key(going, lambda place: (self._ways[place][-1], self._action(place, depth).same))
         for (parent, _), visitors in found.items():
             if len(self._nodes) >= self._most:
                 self._left_out += sum(self._length(place) - depth for place in visitors)
@@ -169,13 +179,9 @@ class _Tree:
 
     def _whole(self) -> tuple[TreeNode, ...]:
         """The nodes with their values, their children, and what ends at them."""
-        children: dict[int, list[int]] = {}
-        for index, node in enumerate(self._nodes[1:], 1):
-            children.setdefault(node.parent, []).append(index)
-        ends: dict[int, list[int]] = {}
-        for place, way in self._ways.items():
-            if len(way) == self._length(place) + 1:
-                ends.setdefault(way[-1], []).append(place)
+        children = by_key(range(1, len(self._nodes)), lambda index: self._nodes[index].parent)
+        whole = [place for place, way in self._ways.items() if len(way) == self._length(place) + 1]
+        ends = by_key(whole, lambda place: self._ways[place][-1])
         return tuple(self._with(index, node, children, ends) for index, node in enumerate(self._nodes))
 
     def _with(
@@ -302,7 +308,8 @@ async def group_view(located: Located, group: str, *, patience: float | None = N
     listed, grows = await _with_branches(located, rollouts, patience)
     names = [(each.rollout.id, each.rollout.attempt) for each in listed]
     calls, ended = await store.transitions_of(names), await store.attempts_of(names)
-    proof = await prove(store, located.run, _looked_at(rollouts))
+    looked_at = next((each for each in rollouts if each.trained_at_step is not None), rollouts[0])
+    proof = await prove(store, located.run, looked_at)
     known = {each.rollout.id: (place, own) for place, (each, own) in enumerate(zip(listed, calls, strict=True))}
     members = [_member(each, own, end, proof, known) for each, own, end in zip(listed, calls, ended, strict=True)]
     vocabulary = vocabulary_of(located)
@@ -348,10 +355,6 @@ async def _with_branches(
     elsewhere, grows = await branches_of(located, trunks, patience=patience)
     branches = [*mine, *(each for each in elsewhere if each.rollout.id not in ids)]
     return [*own, *(Member(each.rollout, each.key, each) for each in branches)], grows
-
-
-def _looked_at(rollouts: Sequence[Rollout]) -> Rollout:
-    return next((each for each in rollouts if each.trained_at_step is not None), rollouts[0])
 
 
 def _why_no_texts(said: Mapping[int, Sequence[Said]], vocabulary: Vocabulary) -> str:
@@ -466,14 +469,11 @@ async def page(places: Places, address: Address) -> Page:
     blocks.append(_members(view))
     if view.branches:
         blocks.append(_branches(view))
-    above = []
-    if view.proof.record is not None:
-        above.append(Link(f"step {view.proof.record.step}", to("step", found.key, view.proof.record.step)))
     return Page(
         str(address),
         f"Group {view.id}",
         blocks,
-        trail(found, *above),
+        trail(found, *step_links(found, view.proof.record)),
         live=view.live,
         previous=to("group", found.key, view.before) if view.before else "",
         next=to("group", found.key, view.after) if view.after else "",
@@ -590,8 +590,18 @@ def _split(found: Located, view: GroupView, address: Address) -> list[Block]:
     return blocks
 
 
+NUMBERS: Final = ("reward", "return", "advantage", "calls", "tokens", "seconds")
+EARNED: Final = (
+    Column("status"),
+    *(Column(name, "number") for name in NUMBERS),
+    Column("last answer"),
+    Column("why"),
+)
+"""The columns of `_earned`."""
+
+
 def _members(view: GroupView) -> Table:
-    columns = [Column("rollout"), *_earned_columns(), Column("last answer"), Column("why")]
+    columns = [Column("rollout"), *EARNED]
     rows = []
     for place, each in enumerate(view.members):
         if each.branch is None:
@@ -612,9 +622,7 @@ def _branches(view: GroupView) -> Table:
         Column(
             "changed", hint="what is another than in its parent; where nothing is, it is a sample of the same policy"
         ),
-        *_earned_columns(),
-        Column("last answer"),
-        Column("why"),
+        *EARNED,
     ]
     placed = [(place, each) for place, each in enumerate(view.members) if each.branch is not None]
     rows = []
@@ -641,11 +649,6 @@ def _begins(member: Member) -> tuple[int, int, str, int]:
     origin = member.origin
     at = (origin.parent, origin.at) if origin is not None else (-1, 0)
     return *at, member.key, member.rollout.index
-
-
-def _earned_columns() -> list[Column]:
-    numbers = ("reward", "return", "advantage", "calls", "tokens", "seconds")
-    return [Column("status"), *(Column(name, "number") for name in numbers)]
 
 
 def _earned(view: GroupView, place: int) -> list[Cell]:

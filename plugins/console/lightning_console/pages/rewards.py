@@ -12,13 +12,13 @@ from typing import Any, Final
 
 import numpy as np
 from lightning.errors import LightningError
-from lightning.store.exchanges import parents_of
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import Rollout, Run, Status
+from lightning.types import Rollout, Run, Status, by_key
 from lightning_debug.regrade import BESIDES, STRONG, Regraded, explained_by, rank_correlation
 from lightning_debug.transcript import transcript_of
+from lightning_record.exchanges import parents_of
 
 from lightning_console.blocks import (
     Block,
@@ -130,11 +130,7 @@ _memo: Memo[Rewards] = Memo(kept=16)
 
 async def read_rewards(store: Store, run: Run) -> Rewards:
     """The rewards of a run's training rollouts. Raises `StoreError`."""
-
-    async def make() -> Rewards:
-        return await _read(store, run)
-
-    return await _memo.get(store, run.id, await stamp_of(store, run.id), lambda: apart(make))
+    return await _memo.get(store, run.id, await stamp_of(store, run.id), lambda: apart(lambda: _read(store, run)))
 
 
 async def _read(store: Store, run: Run) -> Rewards:
@@ -150,7 +146,7 @@ async def _read(store: Store, run: Run) -> Rewards:
     rewards = np.array([each.now for each in looked], dtype=np.float64)
     correlations = []
     for name in (*names, *(BESIDES if not unread else ())):
-        values = [_number(each, name) for each in looked]
+        values = [each.besides.get(name, each.parts.get(name)) for each in looked]
         known = [place for place, value in enumerate(values) if value is not None]
         other = np.array([values[place] for place in known], dtype=np.float64)
         correlations.append(
@@ -167,10 +163,6 @@ async def _read(store: Store, run: Run) -> Rewards:
         equal_groups=_equal(scored),
         unread=unread,
     )
-
-
-def _number(each: Regraded, name: str) -> float | None:
-    return each.besides.get(name) if name in each.besides else each.parts.get(name)
 
 
 async def _regraded(store: Store, rollouts: Sequence[Rollout]) -> tuple[list[Regraded], str]:
@@ -220,11 +212,9 @@ def _measure(name: str, steps: Sequence[int], rollouts: Sequence[Rollout]) -> Me
 
 def _equal(rollouts: Sequence[Rollout]) -> float | None:
     """The share of groups whose rewards are all equal, of those with two at least."""
-    groups: dict[str, list[float]] = {}
-    for each in rollouts:
-        groups.setdefault(each.group, []).append(each.reward or 0.0)
-    several = [own for own in groups.values() if len(own) > 1]
-    return sum(len(set(own)) == 1 for own in several) / len(several) if several else None
+    several = [own for own in by_key(rollouts, lambda each: each.group).values() if len(own) > 1]
+    equal = sum(len({each.reward or 0.0 for each in own}) == 1 for own in several)
+    return equal / len(several) if several else None
 
 
 def trials_of(found: Located) -> list[Trial]:

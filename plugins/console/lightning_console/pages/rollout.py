@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from lightning.batch.branches import is_void
 from lightning.errors import DataError
 from lightning.trainer.reasons import reason
-from lightning.types import Json, Status
+from lightning.types import Json, Status, by_key
+from lightning_branching.recorded import is_void
 
 from lightning_console.blocks import (
     Action,
@@ -43,6 +43,7 @@ from lightning_console.pages.words import (
     number,
     place_of,
     seconds,
+    step_links,
     to,
     tone_of,
     trail,
@@ -61,6 +62,7 @@ TONES: Final[dict[str, Tone]] = {
     "blocked": "warn",
     "unknown": "muted",
 }
+PROOFS: Final = {True: "proved by the step's digest", False: "not what the step recorded", None: "not derived"}
 NO_ENTROPY: Final = "the entropy of single tokens is not recorded: the run's page has its mean over each step"
 NO_RATIO: Final = "the trainer's logprobs of single tokens are not recorded: the run's page has the step's gap"
 LONGEST_ERROR: Final = 4_000
@@ -89,23 +91,16 @@ async def page(places: Places, address: Address) -> Page:
     numbers = {line.at: _call(address, line.at) for line in view.branches}
     blocks += [_rewards(view), *_calls(address, view), *branches_table(view, numbers)]
     blocks += [*_tokens(address, view), *_messages(address, view), _commands(found, view), *branch_it(found, view)]
-    last = len(view.calls)
+    group = Link(f"group {view.rollout.group}", to("group", found.key, view.rollout.group))
     return Page(
         str(address),
         f"Rollout {view.rollout.id}",
-        [block for block in blocks if block is not None],
-        trail(found, *_above(found, view)),
+        blocks,
+        trail(found, *step_links(found, view.proof.record), group),
         live=view.live,
         previous=_call(address, view.chosen - 1) if view.chosen > 1 else "",
-        next=_call(address, view.chosen + 1) if 0 < view.chosen < last else "",
+        next=_call(address, view.chosen + 1) if 0 < view.chosen < len(view.calls) else "",
     )
-
-
-def _above(found: Located, view: RolloutView) -> list[Link]:
-    links = []
-    if view.proof.record is not None:
-        links.append(Link(f"step {view.proof.record.step}", to("step", found.key, view.proof.record.step)))
-    return [*links, Link(f"group {view.rollout.group}", to("group", found.key, view.rollout.group))]
 
 
 def _call(address: Address, call: int) -> str:
@@ -134,7 +129,7 @@ def _facts(found: Located, view: RolloutView) -> Facts:
     given = sum(len(call.transition.prompt_ids) for call in view.calls if not call.transition.choice)
     facts.append(Fact("tokens", count(sampled), f"sampled, {count(given)} of prompts"))
     trained = sum(len(call.transition.response_ids) for call in view.calls if call.credit is not None)
-    facts.append(Fact("trained tokens", count(trained), _said_proof(view.proof)))
+    facts.append(Fact("trained tokens", count(trained), PROOFS[view.proof.proved]))
     for name, version in view.rollout.resources.items():
         facts.append(Fact(name, f"version {version}", to=to("resources", name, to=version)))
     if len(view.siblings) > 1 and view.beginning is None:
@@ -145,10 +140,6 @@ def _facts(found: Located, view: RolloutView) -> Facts:
 def _sibling(found: Located, view: RolloutView) -> str:
     place = view.siblings.index(view.rollout.id) if view.rollout.id in view.siblings else -1
     return to("rollout", found.key, view.siblings[(place + 1) % len(view.siblings)])
-
-
-def _said_proof(proof: StepProof) -> str:
-    return {True: "proved by the step's digest", False: "not what the step recorded", None: "not derived"}[proof.proved]
 
 
 def _words(view: RolloutView) -> list[Block]:
@@ -194,7 +185,7 @@ def _rewards(view: RolloutView) -> Table:
         if rollout.reward is not None:
             total = "the sum or other total of its parts" if rollout.rewards else "returned by the agent"
             rows.append([Cell("reward"), Cell(number(rollout.reward)), Cell("outcome"), Cell(total)])
-    for given in view.step_rewards:
+    for given in view.ended.step_rewards:
         call = numbers.get(given.response_id)
         rows.append(
             [
@@ -206,7 +197,7 @@ def _rewards(view: RolloutView) -> Table:
         )
     credit = view.proof.members.get(rollout.id)
     if credit is not None and rollout.attempt == view.attempts:
-        more = credit.total - credit.reward - sum(each.value for each in view.step_rewards)
+        more = credit.total - credit.reward - sum(each.value for each in view.ended.step_rewards)
         if abs(more) > 1e-9:
             rows.append(
                 [Cell("rules"), Cell(number(more)), Cell("the algorithm's"), Cell("tool_reward and overlong_penalty")]
@@ -223,7 +214,7 @@ def _rewards(view: RolloutView) -> Table:
 def _calls(address: Address, view: RolloutView) -> list[Block]:
     if not view.calls and view.beginning is None:
         return []
-    branches = by_call(view)
+    branches = by_key(view.branches, lambda line: line.at)
     rows = [
         [
             Cell(str(each.number), _call(address, each.number)),
@@ -245,7 +236,7 @@ def _calls(address: Address, view: RolloutView) -> list[Block]:
         Column("prompt tokens", "number"),
         Column("answer tokens", "number"),
         Column("advantage", "number"),
-        *(branch_columns() if branches else ()),
+        *(BRANCH_COLUMNS if branches else ()),
     ]
     note = f"{len(view.calls)} calls, those around the chosen one are shown" if len(rows) < len(view.calls) else ""
     rows = [*inherited_rows(view, len(columns)), *rows]
@@ -438,34 +429,21 @@ def inherited_rows(view: RolloutView, width: int) -> list[list[Cell]]:
     return rows
 
 
-def by_call(view: RolloutView) -> Mapping[int, Sequence[BranchLine]]:
-    """The branches of a rollout by the numbers of the calls at which they begin."""
-    found: dict[int, list[BranchLine]] = {}
-    for line in view.branches:
-        found.setdefault(line.at, []).append(line)
-    return found
-
-
 def branch_cells(lines: Sequence[BranchLine]) -> list[Cell]:
-    """How many branches begin at a call, and what those earned that changed nothing."""
+    """How many branches begin at a call, and the value of the state before it: the mean reward of those that are samples of the
+    same policy."""
     void = sum(is_void(each.branch.rollout) for each in lines)
     return [
         Cell(str(len(lines)) if lines else NONE, hint=f"{void} of them void" if void else ""),
-        Cell(number(value_of(lines))),
+        Cell(number(mean_of([each.branch.rollout.reward for each in lines if is_sample(each.branch)]))),
     ]
 
 
-def value_of(lines: Sequence[BranchLine]) -> float | None:
-    """The mean reward of branches that are samples of the same policy: the value of the state before their call."""
-    return mean_of([each.branch.rollout.reward for each in lines if is_sample(each.branch)])
-
-
-def branch_columns() -> list[Column]:
-    """The columns of `branch_cells`."""
-    return [
-        Column("branches", "number", "rollouts that begin as this one did and are sampled from this call on"),
-        Column("value", "number", "mean reward of the branches in which nothing was changed"),
-    ]
+BRANCH_COLUMNS: Final = (
+    Column("branches", "number", "rollouts that begin as this one did and are sampled from this call on"),
+    Column("value", "number", "mean reward of the branches in which nothing was changed"),
+)
+"""The columns of `branch_cells`."""
 
 
 def branches_table(view: RolloutView, here: Mapping[int, str]) -> list[Table]:

@@ -16,7 +16,7 @@ from lightning.trainer.plan import TRAIN
 from lightning.trainer.reasons import reason
 from lightning.trainer.replay import policy_fault_of
 from lightning.trainer.training_data import all_rollouts
-from lightning.types import Rollout, Run, Status, StepRecord
+from lightning.types import Rollout, Run, Status, StepRecord, by_key
 from lightning_debug.profile import why_untaught
 
 from lightning_console.blocks import (
@@ -146,9 +146,8 @@ async def read_step(store: Store, run: Run, number: int) -> Step:
 
 
 def _task_groups(proof: StepProof) -> list[TaskGroup]:
-    groups: dict[str, list[Rollout]] = {}
-    for rollout in sorted(proof.rollouts, key=lambda each: each.parent is not None):
-        groups.setdefault(rollout.group, []).append(rollout)
+    branches_last = sorted(proof.rollouts, key=lambda each: each.parent is not None)
+    groups = by_key(branches_last, lambda rollout: rollout.group)
     if proof.record is None or proof.epoch is None:
         return [TaskGroup(tuple(members)) for members in groups.values()]
     trained = {rollout for rollout, _ in proof.record.rollouts}
@@ -334,10 +333,7 @@ def _hint(found: Located, step: Step, each: Rollout) -> str:
 
 
 def _untaught(found: Located, step: Step) -> list[Block]:
-    reasons: dict[str, list[TaskGroup]] = {}
-    for group in step.groups:
-        if group.untaught:
-            reasons.setdefault(group.untaught, []).append(group)
+    reasons = by_key((group for group in step.groups if group.untaught), lambda group: group.untaught)
     notices = [
         Notice(
             f"{len(own)} of {len(step.groups)} groups taught nothing: {own[0].why}",
@@ -352,11 +348,11 @@ def _untaught(found: Located, step: Step) -> list[Block]:
 
 def _failures(found: Located, step: Step) -> list[Block]:
     """Rollouts that failed, by whose fault it was and why, the commonest first. Numbers make no other reason."""
-    reasons: dict[tuple[str, str], list[Rollout]] = {}
-    for one in step.proof.rollouts:
-        if one.status is Status.FAILED:
-            key = one.fault.value if one.fault else "", re.sub(r"\d+", "N", str(reason(one.error)))
-            reasons.setdefault(key, []).append(one)
+
+    def why(one: Rollout) -> tuple[str, str]:
+        return one.fault.value if one.fault else "", re.sub(r"\d+", "N", str(reason(one.error)))
+
+    reasons = by_key((one for one in step.proof.rollouts if one.status is Status.FAILED), why)
     notices = [
         Notice(
             f"{len(own)} {'rollout' if len(own) == 1 else 'rollouts'}: {reason(own[0].error)}",

@@ -12,7 +12,7 @@ from lightning.errors import DataError, LightningError
 from lightning.store.pages import each_rollout
 from lightning.trainer.plan import VAL, newest_generation, of_generation
 from lightning.trainer.summary import Evaluation, evaluations
-from lightning.types import Json, Rollout, Run
+from lightning.types import Json, Rollout, Run, by_key
 from lightning_debug.ab import DivergentCall, PairedTask, divergent_call, paired_tasks
 from lightning_debug.statistics import SequentialTest, interval
 
@@ -162,9 +162,7 @@ async def _rollouts(places: Places, name: str) -> tuple[Located, list[Rollout]]:
 
 
 def _by_task(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-    found: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
-        found.setdefault(rollout.task.id, []).append(rollout)
+    found = by_key(rollouts, lambda rollout: rollout.task.id)
     return {task: sorted(own, key=lambda each: (each.index, each.id)) for task, own in found.items()}
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 
+from lightning.cli.output import local_time
 from lightning.errors import DataError
 from lightning.store.url import parse
-from lightning.types import Json
+from lightning.types import Json, StepRecord
 
 from lightning_console.blocks import Block, Link, Notice, Notices, Tone
 from lightning_console.places import SERVER, Located, Places
@@ -61,6 +61,11 @@ def trail(found: Located, *more: Link) -> tuple[Link, ...]:
     return (Link("Runs", "runs"), Link(found.run.id, to("run", found.key)), *more)
 
 
+def step_links(found: Located, record: StepRecord | None) -> list[Link]:
+    """Opens the step that looked at a group or a rollout; nothing where none has."""
+    return [] if record is None else [Link(f"step {record.step}", to("step", found.key, record.step))]
+
+
 def cannot_read(unreadable: Mapping[str, str]) -> list[Block]:
     """Which stores cannot be read, and why."""
     notices = [Notice(f"{url} cannot be read", "bad", why) for url, why in unreadable.items()]
@@ -108,7 +113,7 @@ def seconds(value: float | None) -> str:
 
 def when(at: float | None) -> str:
     """A moment, by the clock of the machine that shows it."""
-    return NONE if not at else f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"
+    return NONE if not at else local_time(at)
 
 
 def change(before: float | None, after: float | None) -> str:

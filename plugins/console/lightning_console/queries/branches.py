@@ -14,17 +14,16 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from lightning.batch import is_prefix
-from lightning.batch.branches import CHANGES, prefix_of, recorded_rollout
+from lightning.config import recorded_config
 from lightning.errors import ConfigError, DataError, LightningError, StoreError, UnavailableError
-from lightning.store.exchanges import packed_in
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Attempt, Store
 from lightning.trainer.epochs import is_over
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.stack import why_not_served
 from lightning.types import BRANCH_VOID, Json, Rollout, Run, Transition
-from lightning_branching.branch_parent import recorded_config
-from lightning_branching.recorded import live_tools
+from lightning_branching.recorded import CHANGES, live_tools, prefix_of, recorded_rollout
+from lightning_record.exchanges import packed_in
 
 from lightning_console.places import Located, key_of
 from lightning_console.queries.conversation import one_line

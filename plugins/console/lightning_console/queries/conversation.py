@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning.errors import StoreError
-from lightning.store import exchanges
-from lightning.store.exchanges import Exchange, Parent
 from lightning.store.url import parse
 from lightning.types import Json, StepState, Transition
 from lightning_debug.transcript import REDACTED, ToolCall, said_in, text_of, tool_calls_of, why_not_whole
+from lightning_record import exchanges
+from lightning_record.exchanges import Exchange, Parent
 
 from lightning_console.places import SERVER, Located
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -28,6 +28,8 @@ MOST_OF: Final = 0.8
 """The share of the gain that is asked for: when was most of it there?"""
 LEAST: Final = 6
 """Steps that a run has at least whose gain is looked at."""
+GRID: Final = 100
+"""Points of the mean of several curves, at most."""
 LEVEL: Final = 1.96
 """Standard errors on both sides of a held-out mean: its interval of 95 %."""
 
@@ -187,9 +189,7 @@ def different_settings(runs: Sequence[Curves]) -> dict[str, list[Json]]:
     }
 
 
-def mean_and_spread(
-    curves: Sequence[tuple[Sequence[float], Sequence[float | None]]], most: int = 100
-) -> list[list[float | None]]:
+def mean_and_spread(curves: Sequence[tuple[Sequence[float], Sequence[float | None]]]) -> list[list[float | None]]:
     """The mean of curves `(xs, values)` with the least and the most of them, over where all of them are. Between its points a
     curve is straight."""
     known = [_known(xs, values) for xs, values in curves]
@@ -199,9 +199,8 @@ def mean_and_spread(
     first, last = max(xs[0] for xs, _ in known), min(xs[-1] for xs, _ in known)
     if last < first:
         return []
-    own: Iterable[float] = sorted({float(x) for xs, _ in known for x in xs if first <= x <= last})
-    places = list(own)
-    grid = np.array(places if len(places) <= most else np.linspace(first, last, most))
+    places = sorted({float(x) for xs, _ in known for x in xs if first <= x <= last})
+    grid = np.array(places if len(places) <= GRID else np.linspace(first, last, GRID))
     together = np.stack([np.interp(grid, xs, values) for xs, values in known])
     return [
         [float(x), float(column.mean()), float(column.min()), float(column.max())]

@@ -13,10 +13,10 @@ from typing import Final, Literal
 
 import numpy as np
 from lightning.errors import DataError
-from lightning.store.exchanges import parents_of
 from lightning.store.protocol import Attempt
 from lightning.trainer.runs import agent_of
 from lightning.types import UNNAMED, Rollout, StepReward, StepState, ToolEvent, Transition
+from lightning_record.exchanges import parents_of
 
 from lightning_console.places import Located, at_attempt, group_of, may_change, rollout_of, why_no_calls
 from lightning_console.queries.branches import (
@@ -122,11 +122,6 @@ class RolloutView:
         first = self.beginning
         inherited = 0 if first is None else len(first.calls) + (first.branch.edit is not None)
         return max(0, own) + inherited
-
-    @property
-    def step_rewards(self) -> tuple[StepReward, ...]:
-        """The rewards that were given inside of it."""
-        return self.ended.step_rewards
 
 
 async def rollout_view(

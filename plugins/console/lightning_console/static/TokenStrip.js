@@ -199,7 +199,7 @@ window.lightning = window.lightning || {components: {}};
     const where = given ? `given, token ${number(chosen + 1 + value.prompt_left_out)} of the prompt` : `sampled, token ${number(chosen - value.prompt + 1)} of ${number(value.texts.length - value.prompt)}`;
     const values = value.measures.map((measure) => make("tr", {}, make("th", {scope: "row"}, measure.name),
       make("td", {}, measure.values[chosen] === null || measure.values[chosen] === undefined ? "–" : `${number(measure.values[chosen], 5)}${measure.unit ? ` ${measure.unit}` : ""}`)));
-    const reasons = [...value.why, ...(value.token_reasons[String(chosen)] || [])];
+    const reasons = value.why;
     detail.replaceChildren(make("p", {class: "token"}, make("code", {}, JSON.stringify(value.texts[chosen]))), make("p", {class: "where"}, where),
       make("table", {class: "values"}, make("tbody", {}, values)),
       ...(given ? [make("p", {class: "muted"}, "It was given, not sampled: training does not push it.")] : reasonsOf(reasons)));

@@ -26,6 +26,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from lightning.bounded import Bounded
 from lightning.errors import ConfigError, LightningError
+from lightning.gateway.http import ClientGoneError, RefusalError, read_body
 from lightning.types import Scope
 from lightning_server.auth import Authenticator
 from lightning_server.errors import ApiError
@@ -398,13 +399,15 @@ async def _form(request: Request) -> dict[str, str]:
 
 
 async def _body(request: Request, longest: int) -> bytes:
-    """What was sent. Raises `ApiError` (413) for more than `longest` bytes."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > longest:
-            raise ApiError(413, "too_large", f"More than {longest} bytes were sent: no page sends so many.")
-    return bytes(body)
+    """What was sent. Raises `ApiError`, 413 for more than `longest` bytes, and `ClientDisconnect`."""
+    try:
+        return await read_body(request.scope, request.receive, longest)
+    except ClientGoneError:
+        raise ClientDisconnect from None
+    except RefusalError as refusal:
+        if refusal.code != "body_too_large":
+            raise ApiError(refusal.status, refusal.code, str(refusal)) from refusal
+        raise ApiError(413, "too_large", f"More than {longest} bytes were sent: no page sends so many.") from refusal
 
 
 def _file(name: str) -> Response:

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 
+from lightning.asyncio_utils import cancel
 from lightning.errors import LightningError, UnavailableError
 from lightning.gateway.http import event_of
 from lightning.store.protocol import Store
@@ -74,10 +75,7 @@ class Watchers:
         for topic in list(self._topics.values()):
             async with topic.news:
                 topic.news.notify_all()
-        tasks = [topic.task for topic in self._topics.values() if topic.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*(topic.task for topic in self._topics.values() if topic.task is not None))
 
     def _topic(self, store: Store, key: Hashable, run: str) -> _Topic:
         topic = self._topics.get(key)

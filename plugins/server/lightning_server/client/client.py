@@ -12,7 +12,6 @@ that attempt alone.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
@@ -27,7 +26,7 @@ from pathlib import Path
 
 import jwt
 from lightning import asyncio_utils
-from lightning.asyncio_utils import until_told
+from lightning.asyncio_utils import is_set_within, until_told
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, DataError, LightningError, StaleAttemptError, UnavailableError
 from lightning.plugins import plugins
@@ -149,8 +148,7 @@ class Client:
                 if not told:
                     logger.warning("%s. Waiting for one", error)
                     told = True
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), STARTING_PAUSE)
+                await is_set_within(stop, STARTING_PAUSE)
             else:
                 return True
         return False

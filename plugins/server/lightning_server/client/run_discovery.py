@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from lightning.asyncio_utils import cancel, is_set_within
 from lightning.errors import DataError, LightningError, StoreError, UnavailableError
 from lightning.types import Status
 
@@ -117,10 +118,7 @@ class Runs:
         try:
             yield self
         finally:
-            tasks = [finding, *self._watches.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(finding, *self._watches.values())
             self._watches.clear()
 
     async def wait(self, timeout: float) -> bool:
@@ -128,9 +126,7 @@ class Runs:
         for task in (self._finding, *self._watches.values()):
             if task is not None and task.done():
                 task.result()
-        try:
-            await asyncio.wait_for(self._news.wait(), min(timeout, self._longest))
-        except TimeoutError:
+        if not await is_set_within(self._news, min(timeout, self._longest)):
             return False
         self._news.clear()
         return True

@@ -65,18 +65,14 @@ class Member:
         self.policy.gate.close(self, OUT_OF_TOUCH)
         self._number, self._seat = 0, Seat("")
         self._valid_until = 0.0
-        self._seated = False
+        self.seated = False
+        """Whether it has a seat and has heard nothing to the contrary."""
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._owner = ""
         self._since = self._updated = 0
         self._heard: tuple[object, float] = (None, 0.0)
         self._orphaned = False
-
-    @property
-    def seated(self) -> bool:
-        """Whether it has a seat and has heard nothing to the contrary."""
-        return self._seated
 
     async def follow(self) -> None:
         """Take a seat and follow the notice, for ever; take another one when it was lost."""
@@ -96,7 +92,7 @@ class Member:
 
     async def leave(self) -> None:
         """Give the seat up; what is still in flight is unsure. Call it when `follow` has been cancelled."""
-        seated = self._seated
+        seated = self.seated
         self.lapse("")
         if seated:
             try:
@@ -109,14 +105,14 @@ class Member:
 
     def check(self) -> None:
         """Give the seat up if its time is over: the timer may be late, when this process or its machine stood still."""
-        if self._seated and self._clock() >= self._valid_until:
+        if self.seated and self._clock() >= self._valid_until:
             self.lapse("its heartbeat came too late")
 
     def lapse(self, why: str) -> None:
         """The seat is lost: hold new calls, and take nothing for known of those in flight."""
-        if not self._seated:
+        if not self.seated:
             return
-        self._seated = False
+        self.seated = False
         if self._timer is not None:
             self._timer.cancel()
         self.policy.gate.close(self, OUT_OF_TOUCH)
@@ -139,23 +135,23 @@ class Member:
                 break
             self._number += 1
         self._owner, self._orphaned, self._heard = "", False, (None, 0.0)
-        self._seated = True
+        self.seated = True
         self._valid_until = began + LAPSE
         self._renewed(began)
         self._due = began + BEAT
 
     async def _stay(self, watch: RunWatch) -> None:
         """Follow until the seat is lost. A store that refuses is asked again while there is time."""
-        while self._seated:
+        while self.seated:
             try:
                 notice = await notice_of(self._store, self._run)
                 self.check()
-                if self._seated:
+                if self.seated:
                     await self._heed(notice)
                     self.policy.told = True
-                if self._seated and self._clock() >= self._due:
+                if self.seated and self._clock() >= self._due:
                     await self._beat()
-                if self._seated:
+                if self.seated:
                     await watch.wait(max(self._due - self._clock(), 0.0))
             except StoreError as error:
                 log.debug("the store refused the gateway of run %s: %s", self._run, error)
@@ -172,7 +168,7 @@ class Member:
     def _renewed(self, began: float) -> None:
         """The store has acknowledged the heartbeat that began then. Once the time is over it is too late for that."""
         self.check()
-        if not self._seated:
+        if not self.seated:
             return
         self._valid_until = began + LAPSE
         if self._timer is not None:
@@ -185,7 +181,7 @@ class Member:
 
     def _rung(self) -> None:
         self.check()
-        if self._seated:  # the loop's clock was a little ahead
+        if self.seated:  # the loop's clock was a little ahead
             self._ring_later()
 
     # the notice -------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 
-from lightning.asyncio_utils import end
+from lightning.asyncio_utils import end, to_its_end
 from lightning.errors import ConflictError, GatewayError, PolicyServerError, StoreError
 from lightning.gateway.policy import UNKNOWN, Hold, PolicyOwner
 from lightning.gateway.upstream import Upstream
@@ -158,12 +158,7 @@ class Owner(PolicyOwner):
             yield after
         finally:
             self._notice = after.notice
-            reopening = asyncio.create_task(self._reopen(beating))
-            try:
-                await asyncio.shield(reopening)
-            except asyncio.CancelledError:
-                await asyncio.wait({reopening})  # or `close` would announce at the same time
-                raise
+            await to_its_end(self._reopen(beating))  # or `close` would announce at the same time
 
     async def _reopen(self, beating: asyncio.Task[None]) -> None:
         await end(beating)

@@ -76,7 +76,8 @@ class Asking:
         self._lock = threading.Lock()
         self._unanswered = UnansweredLeases()
         self._transport: Transport | None = None
-        self._project: str | None = None
+        self.project: str | None = None
+        """The project that the servers show to this store's token; None: all, and before `open`."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._urls)})"
@@ -93,7 +94,7 @@ class Asking:
             return
         try:
             told = (await self.version()).project
-            self._project = None if told == EVERY_PROJECT else told
+            self.project = None if told == EVERY_PROJECT else told
         except BaseException:
             await self._disconnect(transport)
             raise
@@ -119,11 +120,6 @@ class Asking:
         if self._transport is None:
             raise StoreError(f"the store at {', '.join(self._urls)} is not open: await store.open() first")
         return self._transport
-
-    @property
-    def project(self) -> str | None:
-        """The project that the servers show to this store's token; None: all, and before `open`."""
-        return self._project
 
     async def version(self) -> messages.Version:
         """The release of the server, and what this store's token may do."""

@@ -9,7 +9,6 @@ The token is sent in one header and shown nowhere.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import logging
 import os
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import aiohttp
+from lightning.asyncio_utils import cancel, is_set_within
 from lightning.errors import (
     ConfigError,
     ConflictError,
@@ -32,7 +32,8 @@ from lightning.errors import (
     UnavailableError,
 )
 from lightning.memory_budget import bounded
-from lightning.store.threads import LoopThread, check_process, closed_error
+from lightning.store.threads import check_process, closed_error
+from lightning_db.loop_thread import LoopThread
 from yarl import URL
 
 from lightning_server import json_codec
@@ -200,8 +201,7 @@ class Transport:
                 log.warning("%s; asking again for %.0f s", problem, left)
                 warned = True
             spread = delay * random.uniform(0.5, 1.0)  # noqa: S311 — clients that lost one server must not come back as one
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._over.wait(), min(left, max(problem.pause, spread)))
+            await is_set_within(self._over, min(left, max(problem.pause, spread)))
             delay = min(delay * 2, LONGEST_DELAY)
 
     async def _is_renewed(self, refused: str) -> bool:
@@ -230,8 +230,7 @@ class Transport:
             raise UnavailableError("the store was closed while it waited for news")
         finally:
             over.cancel()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel(task)
 
     async def _is_too_long(self, at: int, request: StoreRequest) -> bool:
         """Whether it is because of its length that a request was cut off: a long one, some times, by a server that answers a

@@ -59,7 +59,7 @@ class Fleet:
             await asyncio.sleep(0.02)
             hold.update = Update(version, self.fake.in_flight())
             self.fake.resume()
-            self.trainers.policy_updated(hold.update)
+            self.trainers.own.update(hold.update)
         return hold.update
 
     async def calls(self, number: int = 0) -> list[Transition]:
@@ -196,7 +196,7 @@ async def test_requests_wait_at_every_server_while_weights_change(fleet):
         await fleet.until(lambda: sum(gate.waiting for gate in gates) == 3)
         assert len(fleet.fake.requests) == 3
         hold.update = Update(1)
-        fleet.trainers.policy_updated(hold.update)
+        fleet.trainers.own.update(hold.update)
     assert {(await asked).status_code for asked in asking} == {200}
     assert [(await fleet.calls(number))[1].version for number in range(3)] == [1, 1, 1]
 

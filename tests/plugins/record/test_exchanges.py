@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import ParentGoneError, StoreError
-from lightning.store import exchanges
-from lightning.store.exchanges import TEXTS, Exchange, Parent, Said, parents_of
 from lightning.store.memory import MemoryStore
+from lightning.store.rows import LARGEST_EXTRA, pack_extras, unpack_extras
 from lightning.types import CallStatus, Rollout, Run, Task, Transition, logprobs, token_ids
+from lightning_record import exchanges
+from lightning_record.exchanges import TEXTS, Exchange, Parent, Said, parents_of
 
 TEXT = st.text(st.characters(), max_size=12)
 NUMBERS = st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False)
@@ -220,3 +222,13 @@ def test_calls_that_are_not_recorded_have_none() -> None:
     assert exchanges.read([call(0, None)]) == [None]
     assert exchanges.flags_of(call(0, None)) == 0
     assert Exchange("/chat", {}).status == 0
+
+
+def test_the_largest_exchange_fits() -> None:
+    """Noise: nothing of it is compressed."""
+    noise = os.urandom(exchanges.LARGEST)
+    packed = exchanges.pack("/chat/completions", 200, noise, noise[::-1])
+    assert exchanges.LARGEST * 2 < len(packed) <= LARGEST_EXTRA
+    assert exchanges.LARGEST_FRAME < LARGEST_EXTRA
+    kept = {exchanges.TEXTS: packed}
+    assert unpack_extras(pack_extras(kept, "them"), "them") == kept

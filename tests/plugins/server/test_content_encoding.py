@@ -9,11 +9,24 @@ import tracemalloc
 import zlib
 from collections.abc import Callable
 
+import httpx
 import pytest
 import zstandard
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from lightning.config.sections import ProviderConfig
 from lightning.gateway.connections import Entrance
-from lightning.gateway.http import RefusalError, read_body
+from lightning.gateway.http import KEY, RefusalError, RequestBody, packed_with, read_body
+from lightning.instrument.context import trace_id_of
+from lightning.memory_budget import Budget, Holders
 from lightning.types import CallStatus
+from lightning_otel.traces.store import spans
+from lightning_server.content_encoding import unpacking
+from lightning_server.serving import Sessions
+
+from tests.core.gateway.conftest import build, house
+
+__all__ = ["build", "house"]
 
 HI = [{"role": "user", "content": "hi there"}]
 CALLS: dict[str, dict] = {
@@ -90,11 +103,24 @@ async def test_what_cannot_be_unpacked_is_refused_by_name_and_recorded(house, en
     assert not house.fake.requests
 
 
-async def read(encoding: str, body: bytes, limit: int) -> bytes:
-    async def receive() -> dict:
-        return {"type": "http.request", "body": body, "more_body": False}
+async def read(encoding: str, body: bytes, limit: int, *, at_once: int = 1 << 30) -> bytes:
+    """What a route reads of a packed body that comes in messages of so many bytes."""
+    messages = [
+        {"type": "http.request", "body": body[start : start + at_once], "more_body": start + at_once < len(body)}
+        for start in range(0, len(body), at_once)
+    ]
 
-    return await read_body({"headers": [(b"content-encoding", encoding.encode())]}, receive, limit)
+    async def receive() -> dict:
+        return messages.pop(0)
+
+    budget = Budget(1 << 30)
+    held = RequestBody(budget, Holders(budget).of(b"a token"), 0, receive)
+    scope = {"headers": [(b"content-encoding", encoding.encode())], KEY: held}
+    try:
+        return await read_body(scope, unpacking(scope, held.receive, packed_with(scope)), limit)
+    finally:
+        held.close()
+        assert budget.held == 0
 
 
 @pytest.mark.parametrize("name", ["gzip", "deflate without a header", "zstd"])
@@ -134,3 +160,54 @@ async def test_what_a_packed_body_becomes_is_counted_and_given_back(build):
     entrance: Entrance = house.gateway._serving._entrance
     await asyncio.sleep(0)
     assert entrance._budget.held == 0
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 1 << 20])
+@pytest.mark.parametrize("name", [name for name in PACKED if name != "nothing"])
+async def test_a_packed_body_may_come_in_parts(name, at_once):
+    encoding, pack = PACKED[name]
+    body = json.dumps({"a": list(range(300))}).encode()
+    assert await read(encoding, pack(body), 1 << 20, at_once=at_once) == body
+
+
+async def test_a_packed_body_that_grows_beyond_the_limit_is_refused_before_it_is_unpacked():
+    """Where no header says how long it is; what it would become is empty."""
+    with pytest.raises(RefusalError, match=r"has 1056 bytes or more, the limit is 1000; raise gateway.max_body_bytes"):
+        await read("gzip", gzip.compress(b"") * 100, 1000, at_once=96)
+
+
+async def test_every_other_route_reads_them_too(build):
+    """Counting, spans, feedback and what a provider answers."""
+    asked: list[tuple[bytes, str | None]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append((await request.read(), request.headers.get("content-encoding")))
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_post("/v1/{path:.*}", answer)
+    async with TestServer(app) as server:
+        judge = ProviderConfig(base_url=str(server.make_url("/v1")), api_key_env="", models=("gpt-4o*",))
+        house = await build(providers={"judge": judge})
+        llm = await house.llm()
+        http = await house.http(llm)
+        raters = await house.http(
+            await Sessions(house.store, house.gateway, {})("shell", 3600, project="default", many=True)
+        )
+
+        async def post(path: str, said: dict, http: httpx.AsyncClient = http) -> int:
+            headers = {"content-encoding": "zstd", "content-type": "application/json"}
+            return (
+                await http.post(path, content=streamed_zstd(json.dumps(said).encode()), headers=headers)
+            ).status_code
+
+        span = {"traceId": trace_id_of(llm.api_key), "spanId": "00f067aa0ba902b7", "name": "work"}
+        traced = {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
+        judged = {"model": "gpt-4o-mini", "messages": HI}
+        assert await post("/messages/count_tokens", {"messages": HI}) == 200
+        assert await post("/traces", traced) == 200
+        assert await post("/feedback", {"response_id": "x", "reward": 1}, raters) == 404  # no such response
+        assert await post("/embeddings", {"input": "x"}) == 200
+        assert await post("/chat/completions", judged) == 200
+    assert asked == [(b'{"input": "x"}', None), (json.dumps(judged).encode(), None)]
+    assert [kept.name for kept in await spans(house.store, "rollout-0")] == ["work"]

@@ -20,16 +20,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntFlag
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import orjson
 import zstandard
-
 from lightning.errors import ParentGoneError, StoreError
 from lightning.installation import other_format
 from lightning.memory_budget import compact
 from lightning.store.protocol import Store
 from lightning.types import Json, Rollout, ToolEvent, Transition, shared_prefix
+
+if TYPE_CHECKING:
+    from lightning.batch import Trajectory
 
 TEXTS: Final = "texts"
 """The extra of a call that its exchange is."""
@@ -189,6 +191,12 @@ async def parents_of(
     return [None if key is None else Parent(key[0], calls.get(key, ())) for key in keys]
 
 
+def parent_of(member: Trajectory) -> Parent | None:
+    """`parents_of` for a rollout that a step has: its parent's calls are at hand."""
+    parent = member.rollout.parent
+    return None if parent is None else Parent(parent[0], member.parent_calls)
+
+
 def read(calls: Sequence[Transition], parent: Parent | None = None) -> list[Exchange | None]:
     """The exchange of each call of an attempt, given all of its calls; None where none is recorded. Those of a branch are read
     with its `parent` (`parents_of`).
@@ -280,7 +288,7 @@ class _Reader:
         was packed."""
         told = f"the exchange of transition {call.key} is told against call {seq} of its parent"
         if self._parent is None or self._above is None:
-            raise StoreError(f"{told}: it is read with that one's calls (`lightning.store.exchanges.parents_of`)")
+            raise StoreError(f"{told}: it is read with that one's calls (`lightning_record.exchanges.parents_of`)")
         name, calls = self._parent
         if not calls:
             raise ParentGoneError(

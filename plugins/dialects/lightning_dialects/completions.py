@@ -1,0 +1,119 @@
+"""`/v1/completions`: OpenAI's older text API, as vLLM speaks it.
+
+The invariant: what the agent sees is what vLLM would have sent it. vLLM leaves the text of an echo out for those who ask for
+token ids, so it is put there again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning.gateway.dialects import (
+    Capture,
+    Dialect,
+    Plan,
+    check_common,
+    choices_of,
+    packed_ids,
+    refuse_ignored,
+    refuse_parameter,
+    take_out,
+)
+from lightning.gateway.http import Body
+
+
+@dataclass(slots=True)
+class TextPlan(Plan):
+    """A request of this API. `echo` are the texts that the choices have to begin with, where vLLM leaves them out because ids
+    were asked for."""
+
+    echo: list[str] = field(default_factory=list)
+
+
+class Completions(Dialect):
+    """OpenAI completions (the older, raw text API).
+
+    Prompt ids and response ids are those of each choice itself, so that several prompts in one request (text or token ids)
+    become several transitions with their own prompts. An answer with `echo` begins with its prompt. The gateway puts that text
+    there: for those who ask for ids vLLM 0.31 leaves it out. vLLM itself is asked to echo only for an agent that wants
+    logprobs: a stream of several choices can fail in it when the logprobs of the prompt come late. Where the text is not known
+    here (a prompt of token ids, or one that vLLM cuts) and where nothing is to be sampled (`max_tokens` 0), such a request
+    passes through untouched and without ids of ours.
+    """
+
+    path = upstream = "/completions"
+    id_prefix = "cmpl-"
+
+    def plan(self, body: Body) -> Plan:
+        """See `Dialect`."""
+        refuse_ignored(body)
+        prompt = body.get("prompt")
+        if not isinstance(prompt, str | list) or not prompt:
+            raise refuse_parameter("prompt", "is missing or empty; send text, token ids, or a list of either.")
+        stream, n = check_common(body)
+        prompts = 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
+        keep_logprobs = body.get("logprobs") is not None
+        plan = TextPlan(body, stream, n * prompts, n, bool(body.get("return_token_ids")), keep_logprobs)
+        if body.get("echo") and not plan.keep_ids:
+            if not _is_text(prompt) or body.get("truncate_prompt_tokens") is not None or body.get("max_tokens") == 0:
+                return plan
+            plan.echo = [text for text in ([prompt] if isinstance(prompt, str) else prompt) for _ in range(n)]
+        if body.get("echo") and body.get("max_tokens") != 0:
+            body["echo"] = keep_logprobs
+        body["return_token_ids"] = True
+        if not keep_logprobs and not body.get("logprob_token_ids"):
+            body["logprobs"] = 0
+        return plan
+
+    def read(self, answer: Body, capture: Capture) -> None:
+        """See `Dialect`."""
+        for said in choices_of(answer):
+            choice = capture.choice(said.get("index", 0))
+            if (prompt := said.get("prompt_token_ids")) is not None and choice.prompt_ids is None:
+                choice.prompt_ids = packed_ids(prompt)
+            choice.read(said, _logprobs)
+
+    def strip(self, answer: Body, plan: Plan) -> bool:
+        """See `Dialect`."""
+        assert isinstance(plan, TextPlan), "this API's own"
+        changed = False
+        for choice in choices_of(answer):
+            if plan.echo:
+                changed |= _echo(choice, plan)
+            if not plan.keep_ids:
+                if not (plan.echo and plan.stream):  # a stream that echoes has them for everybody
+                    changed |= take_out(choice, "prompt_token_ids")
+                changed |= take_out(choice, "token_ids")
+            changed |= not plan.keep_logprobs and take_out(choice, "logprobs")
+            # Of an echo vLLM tells the prompt's logprobs whenever logprobs are asked for.
+            if not plan.keep_logprobs and plan.body.get("prompt_logprobs") is None:
+                changed |= take_out(choice, "prompt_logprobs")
+        return changed
+
+    def why_no_ids(self, plan: Plan, capture: Capture) -> str:
+        """See `Dialect`. Nothing is missing where nothing was to be sampled."""
+        why = "" if plan.body.get("max_tokens") == 0 else super().why_no_ids(plan, capture)
+        if why and not plan.body.get("return_token_ids"):
+            return "vLLM tells no ids of an echo unless its prompt is a whole text. Send text, or leave 'echo' out"
+        return why
+
+
+def _is_text(prompt: str | list[object]) -> bool:
+    return isinstance(prompt, str) or all(isinstance(item, str) for item in prompt)
+
+
+def _echo(said: Body, plan: TextPlan) -> bool:
+    """Put the prompt's text before a whole answer's, or before the first chunk of a stream: the one with the prompt's ids."""
+    text, holder = plan.echo[said.get("index", 0)], said.get("logprobs")
+    if said.get("prompt_token_ids") is None:
+        if plan.keep_logprobs and holder:
+            holder["text_offset"] = [offset + len(text) for offset in holder["text_offset"]]
+        return plan.keep_logprobs
+    said["text"] = text + said["text"]
+    return True
+
+
+def _logprobs(holder: Body, count: int) -> list[float | None] | None:
+    """With echo the prompt's come first."""
+    values: list[float | None] | None = holder.get("token_logprobs")
+    return None if values is None else values[-count:]

@@ -1,0 +1,19 @@
+"""Where the recording of texts stands at a step: how many of its rollouts cannot be run again."""
+
+from __future__ import annotations
+
+from lightning.trainer.stages import Added, StepStage, StepTaken
+
+from lightning_record.exchanges import why_not_replayable
+
+
+class ReplayableStage(StepStage):
+    """Adds `not_replayable`: how many rollouts of the step's groups cannot be run again from their record."""
+
+    api, before = 1, ("advice",)
+
+    async def taken(self, step: StepTaken) -> Added:
+        """See `StepStage.taken`."""
+        members = [member for group in step.groups for member in group.trajectories]
+        lost = sum(bool(why_not_replayable((*each.transitions, *each.refused), each.tool_events)) for each in members)
+        return Added({"not_replayable": float(lost)})

@@ -1,0 +1,129 @@
+"""What the body of a request was compressed with, taken off before a route reads it.
+
+The invariant: a packed body is counted as it arrives and as it is unpacked. A route is given it a piece at a time, each granted
+by the memory of bodies before it is handed on, and nothing is unpacked before the route asks for it; so the limits of bytes and
+of JSON values are those of a body that comes as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+
+import zstandard
+from lightning.gateway.http import KEY, RefusalError, RequestBody
+from starlette.types import Message, Receive, Scope
+
+PIECE = 64 * 1024
+"""Bytes that are unpacked at a time, so that others have their turn between."""
+PARTS = 1024
+"""Steps of a decoder that have a turn, where they make less than that."""
+GZIP = 31
+"""What zlib calls a body with the header of gzip, and the largest window."""
+ZSTD_STEP = 64
+"""Bytes of zstd that are unpacked at a time: they can become 2 MB, and the library knows no limit of its own."""
+ZSTD_WINDOW = 8 << 20
+"""The memory that a decoder of zstd needs at most; RFC 9659 allows no more for what is sent over HTTP."""
+SENDABLE = "gzip, deflate, zstd"
+
+
+def unpacking(scope: Scope, receive: Receive, encodings: Sequence[str]) -> Receive:
+    """What a route receives of a request whose body is packed; the scope says no more that it is. Receiving raises
+    `RefusalError`: 415 for an encoding that is not known, 400 for one that is broken, and what `RequestBody` raises."""
+    scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"content-encoding"]
+    messages = _unpacked(encodings, scope[KEY])
+
+    async def unpacked() -> Message:
+        return await anext(messages, None) or await receive()
+
+    return unpacked
+
+
+async def _unpacked(encodings: Sequence[str], held: RequestBody) -> AsyncIterator[Message]:
+    encoding = ", ".join(encodings)
+    if encoding not in READERS:
+        why = f"The body's content-encoding is {encoding!r:.80}, which is not read here; send {SENDABLE}, or none."
+        raise RefusalError(415, "unsupported_encoding", why, [(b"accept-encoding", SENDABLE.encode())])
+    parts: list[bytes] = []
+    more = True
+    while more:
+        message = await held.receive_packed()
+        if message["type"] == "http.disconnect":
+            yield message
+            return
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+        yield _message(b"")  # the route looks at how much has come, and knows how much it takes
+    payload = b"".join(parts)
+    parts.clear()
+    try:
+        for piece in _pieces(encoding, payload):
+            await held.hold(piece)
+            yield _message(piece)
+            await asyncio.sleep(0)
+    except (EOFError, zlib.error, zstandard.ZstdError) as error:
+        why = f"The body is not {encoding}, as its header content-encoding says: {error}."
+        raise RefusalError(400, "bad_encoding", why) from error
+    held.give(len(payload))
+    yield _message(b"", more=False)
+
+
+def _message(body: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def _pieces(encoding: str, payload: bytes) -> Iterator[bytes]:
+    """What a body holds, a piece at a time. Raises what the decoders raise, `EOFError` for one that is cut off."""
+    parts: list[bytes] = []
+    size = 0
+    for part in READERS[encoding](payload) if payload else ():
+        parts.append(part)
+        size += len(part)
+        if size >= PIECE or len(parts) >= PARTS:
+            yield b"".join(parts)
+            parts, size = [], 0
+    yield b"".join(parts)
+
+
+def _zlib(payload: bytes, wbits: int) -> Iterator[bytes]:
+    stream = zlib.decompressobj(wbits)
+    for start in range(0, len(payload), PIECE):
+        data = payload[start : start + PIECE]
+        while data:
+            if stream.eof:  # several, one after another, are one body
+                stream = zlib.decompressobj(wbits)
+            yield stream.decompress(data, PIECE)
+            data = stream.unused_data or stream.unconsumed_tail
+    while rest := stream.decompress(b"", PIECE):
+        yield rest
+    if not stream.eof:
+        raise EOFError("it is cut off")
+
+
+def _deflate(payload: bytes) -> Iterator[bytes]:
+    """With zlib's header, as the standard has it, or without, as some clients do."""
+    return _zlib(payload, 15 if payload[0] & 0x0F == zlib.DEFLATED else -15)
+
+
+def _zstd(payload: bytes) -> Iterator[bytes]:
+    unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW)
+    frame = unpacker.decompressobj()
+    for start in range(0, len(payload), ZSTD_STEP):
+        data = payload[start : start + ZSTD_STEP]
+        while data:
+            if frame.eof:
+                frame = unpacker.decompressobj()
+            yield frame.decompress(data)
+            data = frame.unused_data
+    if not frame.eof:
+        raise EOFError("it is cut off")
+
+
+READERS: dict[str, Callable[[bytes], Iterator[bytes]]] = {
+    "gzip": partial(_zlib, wbits=GZIP),
+    "x-gzip": partial(_zlib, wbits=GZIP),
+    "deflate": _deflate,
+    "zstd": _zstd,
+}
