@@ -14,10 +14,12 @@ from lightning.cli import check as installed
 from lightning.installation import install_command
 from lightning.plugins import Plugins
 from lightning.plugins import stages as named
-from lightning.testing.tiny_models import make_tiny_family, make_tiny_model
+from lightning.testing.tiny_models import make_tiny_model
 from torch import nn
 from torch.nn.functional import dropout
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP
+
+from tests.tiny_families import make_tiny_family
 
 
 @pytest.fixture

@@ -18,9 +18,10 @@ from lightning.errors import ConfigError, EngineError, PolicyServerError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.policy_server.model_folder import INDEX, check_weights, folder_tensors
-from lightning.testing.tiny_models import FAMILIES, Family, make_tiny_family
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny_families import FAMILIES, Family, make_tiny_family
 
 Open = Callable[..., TorchEngine]
 Make = Callable[..., Sample]

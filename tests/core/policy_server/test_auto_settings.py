@@ -26,9 +26,10 @@ from lightning.policy_server.auto_settings import (
     why_slow,
 )
 from lightning.policy_server.model_facts import ModelFacts, growing_positions, read_facts
-from lightning.testing.tiny_models import make_tiny_family
 from lightning.trainer import model as trainer_model
 from lightning.trainer.model import with_dtypes
+
+from tests.tiny_families import make_tiny_family
 
 FAST = Machine(cores=8, memory=32 * GIBI, flags=frozenset({"avx512f", "avx512_bf16"}), bfloat16_gain=lambda: 2.0)
 OLD = Machine(cores=8, memory=32 * GIBI, flags=frozenset({"avx2"}))

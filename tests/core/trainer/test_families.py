@@ -18,11 +18,12 @@ from lightning.policy_server.model_folder import check_weights, read_header
 from lightning.policy_server.protocol import Probe, Update, Usage
 from lightning.testing import vllm_replies
 from lightning.testing.fake_vllm import FakeVLLM, Reply
-from lightning.testing.tiny_models import VOCAB, Family, make_tiny_family
 from lightning.trainer import Trainer, stack
 from lightning.types import LLM, Task
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from tests.tiny_families import VOCAB, Family, make_tiny_family
 
 
 class Served:

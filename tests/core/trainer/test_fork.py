@@ -16,10 +16,11 @@ from lightning.errors import ConfigError
 from lightning.store.places import store_in
 from lightning.store.protocol import Store
 from lightning.testing import vllm_replies
-from lightning.testing.tiny_models import VOCAB, make_tiny_family
 from lightning.trainer import Trainer, stack
 from lightning.trainer.runs import agent_of
 from safetensors.torch import load_file
+
+from tests.tiny_families import VOCAB, make_tiny_family
 
 from .test_families import Served, agent
 

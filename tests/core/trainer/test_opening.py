@@ -22,7 +22,6 @@ from lightning.policy_server.protocol import Probe, Update
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM
-from lightning.testing.tiny_models import make_tiny_family
 from lightning.trainer import opening
 from lightning.trainer import stack as trainer_stack
 from lightning.trainer.how_to_call import HowToCall
@@ -30,6 +29,8 @@ from lightning.trainer.stack import Stack, check_ports, open_stack
 from lightning.trainer.stages import StepLine
 from lightning.trainer.trainer import Trainer
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Run, Status, Task
+
+from tests.tiny_families import make_tiny_family
 
 
 class Policy:

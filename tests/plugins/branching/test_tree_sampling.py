@@ -20,7 +20,6 @@ from lightning.config import Config, with_settings
 from lightning.credit import Branched
 from lightning.errors import ConfigError, DataError
 from lightning.testing.fake_vllm import Reply
-from lightning.testing.tiny_models import make_tiny_family
 from lightning.tracking.trackers import attempts_of
 from lightning.trainer.algorithm import AlgorithmSchedule, warn_of_credit
 from lightning.trainer.samplers import Asked
@@ -30,6 +29,8 @@ from lightning.types import Status, Task
 from lightning_branching.tree_sampling import check_tree
 from lightning_proof.audit import audit
 from lightning_record import exchanges
+
+from tests.tiny_families import make_tiny_family
 
 Open = Callable[..., AbstractAsyncContextManager[Any]]
 TREE = {"trainer__sampling": "tree"}

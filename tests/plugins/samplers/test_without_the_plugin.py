@@ -10,8 +10,9 @@ from lightning import Trainer
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
 from lightning.plugins import Plugins, stages
-from lightning.testing.tiny_models import make_tiny_family
 from lightning.trainer import samplers
+
+from tests.tiny_families import make_tiny_family
 
 EXTRA = r"The plugin 'samplers' brings it\. Run: .*samplers.*The plugin 'samplers' .*, which might have it, is disabled"
 

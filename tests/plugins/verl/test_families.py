@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from lightning.config import Config
 from lightning.errors import ConfigError
-from lightning.testing.tiny_models import make_tiny_family
 from lightning_verl.engine import VerlEngine
+
+from tests.tiny_families import make_tiny_family
 
 
 def test_verl_carries_over_what_it_does_not_train_and_refuses_fp8(tmp_path: Path) -> None:
