@@ -296,7 +296,8 @@ def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | N
     """Where a plugin stands at a run's beginning and end: `register("resources", make_stage)`.
 
     The factory makes a `lightning.trainer.run_stages.RunStage` of the settings, None where they do not need it. It finds the
-    prompts that a run's agents are given, or hears where the run's model lies at its end. A stage that raises ends the run.
+    prompts that a run's agents are given or the teacher that its algorithms learn from, brings what the run begins with in
+    place of its model (`--from`), or hears where the run's model lies at its end. A stage that raises ends the run.
     """
 
 

@@ -111,6 +111,8 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("fleets", ""): "server",
     ("ports", ""): "server",
     ("run_stages", "prompts"): "resources",
+    ("run_stages", "begun"): "proof",
+    ("run_stages", "teacher"): "finetuning",
     ("step_stages", "alerts"): "debug",
     ("step_stages", "rehearsed"): "debug",
 }

@@ -177,12 +177,13 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.trainer.replay",
             "lightning.trainer.teacher",
         ),
-        "an evaluation": (
-            "lightning.trainer.agents",
+        "a stage at a run's beginning and end": (
+            "lightning.trainer.lr_schedule",
             "lightning.trainer.model",
             "lightning.trainer.run_stages",
             "lightning.trainer.runs",
         ),
+        "an evaluation": ("lightning.trainer.agents",),
         "a reader of recorded runs": (
             "lightning.algorithms.presets",
             "lightning.config.fields",

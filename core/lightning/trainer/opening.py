@@ -27,20 +27,20 @@ from lightning.store.url import parse, sqlite_url
 from lightning.tracking.trackers import Trackers, names_of
 from lightning.trainer.agents import hidden_from_agents
 from lightning.trainer.algorithm import AlgorithmSchedule
-from lightning.trainer.beginning import Beginning, find_teacher
+from lightning.trainer.beginning import prepare
 from lightning.trainer.checkpoints import Checkpoints, check_disk
 from lightning.trainer.context import base_digest
 from lightning.trainer.epochs import Epoch, keep_epochs, mark_over
 from lightning.trainer.loop import Loop
 from lightning.trainer.model import with_dtypes
 from lightning.trainer.replay import optimizer_of
-from lightning.trainer.run_stages import PROBE, Prompts, RunLine, run_line
+from lightning.trainer.run_stages import PROBE, Prompts, RunLine, Start, run_line
 from lightning.trainer.runs import AGENT, check_run, claim_folder, describe_algorithm, name_folder
 from lightning.trainer.samplers import RECORDED, Brought, Sampler, TurnSampler
 from lightning.trainer.stack import Stack, open_stack
 from lightning.trainer.stages import step_line
 from lightning.trainer.summary import Evaluation, Reporter, Summary, summarize
-from lightning.trainer.teacher import Teacher, check_teacher, reference_of
+from lightning.trainer.teacher import Teacher, reference_of
 from lightning.types import Json, Run, Task
 
 
@@ -161,15 +161,20 @@ class RunOpening:
             if self._rate_chosen:
                 reporter.say(f"engine.lr is {self.config.engine.lr:g}, {self._rate_chosen}; --lr sets another")
             computed = with_dtypes(self.config, self.model, self.engine)
-            url, teacher = self._store_url or "", None
-            if isinstance(self.schedule, AlgorithmSchedule):
-                teacher = await find_teacher(self.schedule, self.model, self.out, computed, url, store)
-            if teacher is not None:
-                await asyncio.to_thread(check_teacher, self._make_engine(computed), teacher)
-            beginning = Beginning(
-                store, self.out, self.model, self.schedule, computed, self._make_engine, url, reporter, teacher
+            start = Start(
+                store,
+                run,
+                described,
+                self.out,
+                self.model,
+                self.schedule.phases if isinstance(self.schedule, AlgorithmSchedule) else (),
+                computed,
+                self._make_engine,
+                self._store_url or "",
+                reporter,
             )
-            run, epochs, self._base = await beginning.prepare(run, described, self.from_run)
+            teacher = await line.teacher(start)
+            run, epochs, self._base = await prepare(start, line, self.from_run, teacher)
             prompts = await line.prompts(store, run, self.config.runner.prompts)
             reporter.phase("starting the policy server and loading the model")
             yield Prepared(

@@ -33,12 +33,6 @@ from lightning.types import Json, StepRecord
 
 logger = logging.getLogger(__name__)
 
-FORKED: Final = "forked_from"
-"""The key of a run's configuration that names the run and the step whose weights it began with."""
-
-MODEL: Final = "forked"
-"""The folder, in the run's own, of the model that a forked run begins with where it could not take the training state."""
-
 MACHINE_SETTINGS: Final = ("device", "threads", "tokens_per_microbatch", "gradient_checkpointing", "verl")
 """Settings of the section `engine` that belong to the machine: a step is taken again with those of this one."""
 

@@ -1,31 +1,44 @@
 """Where plugins stand at a run's beginning and end: the points, and what happens when a stage fails.
 
-The invariant: stages fail closed. A stage that fails ends the run, with its plugin's name as the cause, and a prompt that only
-a stage can find is refused before anything starts where no stage is there.
+The invariant: stages fail closed. A stage that fails ends the run, with its plugin's name as the cause. What only a stage can
+find, a prompt, a teacher or another run's state, is refused before anything starts where no stage is there, also when a run
+goes on.
 
     prompts     a run begins, a dry run too: find the prompts that its agents are given
+    teacher     a training begins, or goes on: find the teacher that its algorithms learn from
+    begun       a run begins, or goes on: bring it what it begins with in place of its model
     exported    a run has ended, and its model lies in its folder: tell others
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from lightning.algorithms.protocol import Algorithm, teacher_of
 from lightning.config import Config
+from lightning.engines.protocol import Engine
 from lightning.errors import ConfigError, PluginError
 from lightning.plugins import plugins
 from lightning.plugins.stages import Contract, Stage, StageLine
 from lightning.store.protocol import Store
 from lightning.trainer.run_server import of_project
+from lightning.trainer.teacher import Teacher
 from lightning.types import Json, Rollout, Run
+
+if TYPE_CHECKING:
+    from lightning.trainer.summary import Reporter
 
 API: Final = 1
 """The number of this file's contract, as that of `lightning.runner.stages`."""
 PREFIX: Final = "resource:"
 """Begins a setting that names a text or a model instead of giving it."""
+FORKED: Final = "forked_from"
+"""The key of a run's configuration that names the run and the step whose weights it began with."""
+MODEL: Final = "forked"
+"""The folder, in the run's own, of the model that a forked run begins with where it could not take the training state."""
 PROBE: Final = "probe"
 """The key of what `exported` is told with some tokens and the trainer's logprobs of them, by which whoever loads the weights
 can tell that they are computed with: `ids`, `logprobs` (nats, the first is ignored) and the `dtype` they are of."""
@@ -53,6 +66,33 @@ class Prompts:
         """Remember the choice with the run."""
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What is known of a run before anything of it is started. `store` has all projects; `url` is that of the store where it is
+    not in the run's `folder`. `run` may not be kept yet, and `described` is what its settings are now. `phases` are its
+    algorithms with the first step of each; a search for prompts has none."""
+
+    store: Store
+    run: Run
+    described: Mapping[str, Json]
+    folder: Path
+    model: Path
+    phases: Sequence[tuple[int, Algorithm]]
+    config: Config
+    make_engine: Callable[[Config], Engine]
+    url: str
+    reporter: Reporter
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What a run begins with in place of its own model: the folder of a `model`, and a training state, which lies in its folder
+    as the checkpoint of step 0. `described` are the keys of the run's configuration that say so, `FORKED` among them."""
+
+    described: Mapping[str, Json]
+    model: Path
+
+
 class RunStage(Stage):
     """A plugin's place at a run's beginning and end; it overrides the methods of the points where it stands. `store` is as the
     run's project sees it. `LightningError`s end the run as they are; anything else is a failure of the plugin."""
@@ -64,6 +104,16 @@ class RunStage(Stage):
         """
         raise NotImplementedError
 
+    async def teacher(self, start: Start) -> Teacher:
+        """The teacher that the run's algorithms ask for (`teacher_of`): it is there, goes together with the model and the
+        engine, and is the one of the steps that were taken. One stage may stand here."""
+        raise NotImplementedError
+
+    async def begun(self, start: Start, parent: str) -> Begun:
+        """What a run begins with, or has begun with. `parent` is what the user asks for (`--from`); empty where a run goes on
+        that has begun so. A start that fails changes nothing of a run. One stage may stand here."""
+        raise NotImplementedError
+
     async def exported(self, store: Store, run: Run, folder: Path, about: Mapping[str, Json]) -> None:
         """The run's model lies in a folder. `about` says how it was made."""
 
@@ -72,7 +122,7 @@ CONTRACT: Final = Contract(
     kind=RunStage,
     asked="run_stages",
     api=API,
-    points=("prompts", "exported"),
+    points=("prompts", "teacher", "begun", "exported"),
     ordered=(),
     setting="",
     settings=(),
@@ -81,7 +131,11 @@ CONTRACT: Final = Contract(
     of="runs",
     where="trainer",
     failed=PluginError,
-    alone=(("prompts", "find the prompts of runs"),),
+    alone=(
+        ("prompts", "find the prompts of runs"),
+        ("teacher", "find the teachers of runs"),
+        ("begun", "bring what runs begin with"),
+    ),
 )
 
 
@@ -106,6 +160,37 @@ class RunLine(StageLine[RunStage]):
             with CONTRACT.blaming(each, "prompts"):
                 return await each.stage.prompts(of_project(store, run.project), run, given, home)
         return Prompts(given)
+
+    async def teacher(self, start: Start) -> Teacher | None:
+        """The teacher of a run; None for algorithms that ask for none. Raises `ConfigError` where no stage finds it."""
+        wanted = [(algorithm.name, name) for _, algorithm in start.phases if (name := teacher_of(algorithm))]
+        if not wanted:
+            return None
+        for each in self.at("teacher"):
+            with CONTRACT.blaming(each, "teacher"):
+                return await each.stage.teacher(start)
+        raise ConfigError(
+            CONTRACT.not_carried_out(
+                f"the algorithm {wanted[0][0]} learns from the teacher {wanted[0][1]}",
+                "teacher",
+                self.versions,
+                "take another algorithm",
+            )
+        )
+
+    async def begun(self, start: Start, parent: str | None) -> Begun | None:
+        """What a run begins with (`parent`, see `RunStage.begun`), or has begun with; None for its own model. Raises
+        `ConfigError` where no stage brings it."""
+        before = start.run.config.get(FORKED)
+        if parent is None and before is None:
+            return None
+        for each in self.at("begun"):
+            with CONTRACT.blaming(each, "begun"):
+                return await each.stage.begun(start, parent or "")
+        said, cure = f"the run is to begin with the weights of {parent} (--from)", "leave it out"
+        if before is not None:
+            said, cure = f"run {start.run.id!r} began with the weights of {before}", "give another `out`"
+        raise ConfigError(CONTRACT.not_carried_out(said, "begun", self.versions, cure))
 
     async def exported(self, store: Store, run: Run, folder: Path, about: Mapping[str, Json]) -> None:
         """See `RunStage.exported`."""

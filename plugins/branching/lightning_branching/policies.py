@@ -28,8 +28,9 @@ from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.epochs import Epoch, is_over, read_epochs
 from lightning.trainer.held_out import BEST
 from lightning.trainer.model import resolve_model
-from lightning.trainer.replay import FORKED, MODEL, Rewinder
+from lightning.trainer.replay import Rewinder
 from lightning.trainer.run_server import of_project
+from lightning.trainer.run_stages import FORKED, MODEL
 from lightning.types import Run, StepRecord
 from lightning_resources.nouns import ResourceKind
 from lightning_resources.operations import list_resources

@@ -24,7 +24,8 @@ from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import NUMERIC, Numeric, base_digest, machine
 from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.own_loop import OWN_LOOP
-from lightning.trainer.replay import FORKED, MODEL, Rewinder
+from lightning.trainer.replay import Rewinder
+from lightning.trainer.run_stages import FORKED, MODEL
 from lightning.types import Json, Run, StepRecord
 
 WEIGHTS: Final = "weights.safetensors"

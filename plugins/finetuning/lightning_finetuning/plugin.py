@@ -1,4 +1,4 @@
-"""DPO, SFT and distillation, as a plugin."""
+"""DPO, SFT and distillation, as a plugin: algorithms, and a stage that finds a run's teacher."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm
+    from lightning.config import Config
+    from lightning.trainer.run_stages import RunStage
 
 
 @hookimpl
@@ -21,3 +23,15 @@ def register_algorithms(register: Callable[[str, Callable[..., Algorithm]], None
     register("dpo", DPO)
     register("sft", SFT)
     register("distill", Distill)
+
+
+@hookimpl
+def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | None]], None]) -> None:
+    """`teachers`."""
+    register("teachers", _stage)
+
+
+def _stage(config: Config) -> RunStage:
+    from lightning_finetuning.teacher import Teachers
+
+    return Teachers()

@@ -1,10 +1,15 @@
-"""The command that proves what a run was trained on, as a plugin."""
+"""The command that proves what a run was trained on, and forks of runs, as a plugin."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from lightning.hooks import hookimpl, later
+
+if TYPE_CHECKING:
+    from lightning.config import Config
+    from lightning.trainer.run_stages import RunStage
 
 
 @hookimpl
@@ -14,3 +19,15 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]
         "audit",
         later("lightning_proof.audit_command:audit", "Check that a run was trained on exactly what its store holds."),
     )
+
+
+@hookimpl
+def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | None]], None]) -> None:
+    """`forks`."""
+    register("forks", _stage)
+
+
+def _stage(config: Config) -> RunStage:
+    from lightning_proof.fork import Forks
+
+    return Forks()

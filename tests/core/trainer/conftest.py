@@ -32,10 +32,11 @@ from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
-from lightning.trainer.beginning import Beginning
+from lightning.trainer.beginning import prepare
 from lightning.trainer.epochs import keep_epochs
 from lightning.trainer.loop import Loop
 from lightning.trainer.replay import optimizer_of
+from lightning.trainer.run_stages import Start, run_line
 from lightning.trainer.runs import check_run, describe_algorithm, name_folder
 from lightning.trainer.samplers import RECORDED, Asked, Sampler, sampler_of
 from lightning.trainer.stack import Stack
@@ -268,12 +269,21 @@ async def open_bench(
             "config": config.model_dump(mode="json"),
             **({} if record is None else {RECORDED: record}),
         }
-        beginning = Beginning(
-            store, folder, folder, schedule, config, lambda config: LedgerEngine(), "", Reporter(enabled=False)
-        )
         name = folder.name if parent else "run"
         run = await check_run(store, name, described, resume=True)
-        run, epochs, _ = await beginning.prepare(run, described, parent)
+        start = Start(
+            store,
+            run,
+            described,
+            folder,
+            folder,
+            schedule.phases,
+            config,
+            lambda config: LedgerEngine(),
+            "",
+            Reporter(enabled=False),
+        )
+        run, epochs, _ = await prepare(start, run_line(config), parent)
         await store.put_run(run)
         await keep_epochs(store, run, epochs)
         name_folder(folder, run.id)

@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.errors import ConfigError
-from lightning.plugins import plugins
 from lightning.types import StepRecord
-
-from .conftest import LedgerEngine
 
 Bench = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -48,46 +44,3 @@ async def test_a_step_that_is_computed_elsewhere_is_said_to_be_rounded(
             with nullcontext() if crash_at < 0 else pytest.raises(run.Crash):
                 await run.loop.run({})
     assert "step 0 is taken again with other threads (1 → 3): it is the same but for rounding" in caplog.text
-
-
-async def test_a_forks_first_rollouts_see_its_parents_weights(bench: Bench, tmp_path: Path) -> None:
-    learned, _ = await trained(bench, tmp_path / "parent", trainer__steps=2)
-    async with bench(tmp_path / "fork", parent=str(tmp_path / "parent"), trainer__steps=1) as run:
-        await run.loop.restore()
-        assert (run.policy.version, run.policy.ledger) == (0, learned)
-
-
-@pytest.mark.parametrize(
-    ("parent", "said"),
-    [
-        ("nobody@1", "no run 'nobody': neither nobody nor .*nobody is a run's folder; .* has parent"),
-        ("parent@9", "run run has 1 committed steps: there is no run@9"),
-        ("parent@last", "names no step of a run: write RUN@STEP"),
-    ],
-)
-async def test_a_fork_of_what_there_is_not_names_what_there_is(
-    bench: Bench, tmp_path: Path, parent: str, said: str
-) -> None:
-    await trained(bench, tmp_path / "parent", trainer__steps=1)
-    with pytest.raises(ConfigError, match=said):
-        async with bench(tmp_path / "fork", parent=parent):
-            pass
-
-
-async def test_a_fork_with_another_lora_begins_with_the_weights_alone(
-    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await trained(bench, tmp_path / "parent", trainer__steps=1)
-    monkeypatch.setattr("lightning.trainer.beginning.plugins", lambda: _Plugins(lambda config: LedgerEngine()))
-    async with bench(tmp_path / "fork", parent="parent@1", engine__lora={"rank": 4}, trainer__steps=1) as run:
-        assert (tmp_path / "fork" / "forked").is_dir(), "the model that the parent's engine wrote"
-        assert run.loop.checkpoints.steps() == []
-    assert "begins with its weights, and with a fresh optimizer" in caplog.text
-
-
-class _Plugins:
-    """The stores there are, and an engine of the test's own."""
-
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        self.opened_store = plugins().opened_store
-        self.engine = lambda name: make

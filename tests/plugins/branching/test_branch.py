@@ -31,8 +31,8 @@ from lightning_branching.branching import BranchReport, branch
 from lightning_branching.policies import EvaluatedModel, model_of_run
 from lightning_record import exchanges
 
-from tests.core.trainer.test_fork import equal, model
-from tests.core.trainer.test_fork import train as train
+from tests.core.trainer.test_tiny_run import equal, model
+from tests.core.trainer.test_tiny_run import train as train
 from tests.plugins.debug.evaluating import FIXED, ScriptedVLLM, asked, said
 from tests.plugins.debug.evaluating import vllm as vllm
 

@@ -17,8 +17,8 @@ from lightning.types import StepRecord
 from lightning_branching.retrain import Retraining, retrain
 from safetensors.torch import load_file, save_file
 
-from tests.core.trainer import test_fork
-from tests.core.trainer.test_fork import train as train
+from tests.core.trainer import test_tiny_run
+from tests.core.trainer.test_tiny_run import train as train
 
 KEPT: dict[str, Any] = {"trainer__keep_checkpoints": 1, "trainer__checkpoint_every": None}
 
@@ -121,8 +121,8 @@ def test_a_first_step_that_taught_nothing_is_equal(train: Any, monkeypatch: pyte
         ended.append(1)
         return 1.0 if len(ended) <= 8 else float(reward) + len(ended) % 2
 
-    original: Any = test_fork.agent
-    monkeypatch.setattr(test_fork, "agent", agent)
+    original: Any = test_tiny_run.agent
+    monkeypatch.setattr(test_tiny_run, "agent", agent)
     folder = train("run", 3)
     assert [record.metrics["stepped"] for record in steps_of(folder)][:2] == [0.0, 1.0]
     assert retrained(folder).equal

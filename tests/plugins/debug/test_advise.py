@@ -34,7 +34,7 @@ from lightning_debug.advise import (
 from lightning_debug.diagnosis import Diagnosis
 from lightning_debug.run_commands import show_advice
 
-from tests.core.trainer.test_fork import train as train
+from tests.core.trainer.test_tiny_run import train as train
 
 
 def past(reward: float, rollouts: int = 200, **settings: Json) -> Past:

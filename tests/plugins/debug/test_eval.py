@@ -19,8 +19,8 @@ from lightning.store.url import sqlite_url
 from lightning.testing.fake_vllm import Reply
 from lightning_branching.policies import find_model
 
-from tests.core.trainer.test_fork import equal, model, state
-from tests.core.trainer.test_fork import train as train
+from tests.core.trainer.test_tiny_run import equal, model, state
+from tests.core.trainer.test_tiny_run import train as train
 
 from .evaluating import FIXED, ScriptedVLLM, asked, said
 from .evaluating import vllm as vllm

@@ -39,7 +39,7 @@ from lightning_debug.transcript import ToolCall, Transcript, TranscriptCall
 from lightning_record import exchanges
 from lightning_record.exchanges import TEXTS
 
-from tests.core.trainer.test_fork import train as train
+from tests.core.trainer.test_tiny_run import train as train
 
 KEY = "sk-a-secret-of-the-judge"
 ANSWERS = ("a", "bb", "cccc", "dddddddd")
@@ -601,10 +601,10 @@ def test_a_run_is_trained_by_a_judge_alone_audited_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from tests.core.trainer import test_fork
+    from tests.core.trainer import test_tiny_run
 
-    original: Any = test_fork.agent
-    monkeypatch.setattr(test_fork, "agent", lambda task, llm: 0.0 * (original(task, llm) or 0.0))
+    original: Any = test_tiny_run.agent
+    monkeypatch.setattr(test_tiny_run, "agent", lambda task, llm: 0.0 * (original(task, llm) or 0.0))
     server.answer = lambda call: scores(call, lambda _, text: (sum(map(ord, text)) % 11) / 10)
     judge = make(samples=2)
     folder = train("judged", 1, algorithm=LightningRL("grpo", group_size=4, credit=judge, correction="none"))

@@ -29,7 +29,7 @@ from lightning_debug.transcript import Transcript, text_of, tool_calls_of, trans
 from lightning_record import exchanges
 from lightning_record.exchanges import TEXTS
 
-from tests.core.trainer.test_fork import train as train
+from tests.core.trainer.test_tiny_run import train as train
 
 GRADERS = """
 def longer(seen):
@@ -69,9 +69,9 @@ def varied(number: int) -> float:
 @pytest.fixture
 def folder(train: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of two steps with rewards that differ inside each group."""
-    from tests.core.trainer import test_fork
+    from tests.core.trainer import test_tiny_run
 
-    original: Any = test_fork.agent
+    original: Any = test_tiny_run.agent
     ended: list[int] = []
 
     def agent(task: Any, llm: Any) -> float:
@@ -79,7 +79,7 @@ def folder(train: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
         ended.append(1)
         return varied(len(ended))
 
-    monkeypatch.setattr(test_fork, "agent", agent)
+    monkeypatch.setattr(test_tiny_run, "agent", agent)
     made: Path = train("run", 2)
     return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from lightning import Distill, LightningRL, Trainer
-from lightning.algorithms.protocol import teacher_of
+from lightning.algorithms.protocol import Algorithm, teacher_of
 from lightning.batch import Group
 from lightning.cli.locate import locate, with_store
 from lightning.config import Config, with_settings
@@ -25,21 +26,15 @@ from lightning.trainer import opening
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
 from lightning.trainer.context import base_digest
 from lightning.trainer.replay import take_again
-from lightning.trainer.teacher import (
-    Teacher,
-    check_same_tokens,
-    check_teacher,
-    reference_of,
-    teacher_again,
-    teacher_named,
-)
+from lightning.trainer.teacher import Teacher, reference_of, teacher_again
 from lightning.types import StepRecord
 from lightning_branching.retrain import retrain
+from lightning_finetuning.teacher import check_same_tokens, check_teacher, teacher_named
 from lightning_proof.audit import audit
 
 from tests.core.trainer.test_families import agent
-from tests.core.trainer.test_fork import equal, model
-from tests.core.trainer.test_fork import train as train
+from tests.core.trainer.test_tiny_run import equal, model
+from tests.core.trainer.test_tiny_run import train as train
 
 
 def steps_of(folder: Path) -> list[StepRecord]:
@@ -184,23 +179,23 @@ def test_what_differs_of_two_vocabularies_is_told(tmp_path: Path, warnings_of: A
 
 
 def test_a_schedule_has_one_reference_model() -> None:
-    assert teacher_named(_schedule("distill:3:teacher=a@1,grpo:2")) == "a@1"
-    assert not teacher_named(_schedule("grpo"))
+    assert teacher_named(_phases("distill:3:teacher=a@1,grpo:2")) == "a@1"
+    assert not teacher_named(_phases("grpo"))
     with pytest.raises(ConfigError, match="a run has one teacher, and the schedule has a@1 and b@1"):
-        teacher_named(_schedule("distill:3:teacher=a@1,distill:2:teacher=b@1"))
+        teacher_named(_phases("distill:3:teacher=a@1,distill:2:teacher=b@1"))
     with pytest.raises(
         ConfigError, match=r"lightning_rl compares with the model .* reference model is the teacher a@1"
     ):
-        teacher_named(_schedule("distill:3:teacher=a@1,grpo:2:kl_coefficient=0.1"))
+        teacher_named(_phases("distill:3:teacher=a@1,grpo:2:kl_coefficient=0.1"))
     with pytest.raises(ConfigError, match="dpo compares with the model that training began with"):
-        teacher_named(_schedule("distill:3:teacher=a@1,dpo:2"))
-    assert not teacher_named(AlgorithmSchedule.of(LightningRL(kl_coefficient=0.1)))
+        teacher_named(_phases("distill:3:teacher=a@1,dpo:2"))
+    assert not teacher_named(AlgorithmSchedule.of(LightningRL(kl_coefficient=0.1)).phases)
 
 
-def _schedule(text: str) -> AlgorithmSchedule:
+def _phases(text: str) -> Sequence[tuple[int, Algorithm]]:
     made = resolve_schedule(text)
     assert isinstance(made, AlgorithmSchedule)
-    return made
+    return made.phases
 
 
 def test_a_teacher_is_known_by_its_digest_wherever_it_lies(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from lightning.trainer.runs import changes_of
 from lightning.types import StepRecord
 from lightning_proof.audit import audit
 
-from tests.core.trainer.conftest import LedgerEngine
-from tests.core.trainer.test_epochs import Bench, _Plugins, trained
+from tests.core.trainer.test_epochs import Bench, trained
 
 SCHEDULE = AlgorithmSchedule(((0, LightningRL("rloo", group_size=2)), (2, LightningRL("grpo", group_size=3))), 3)
 
@@ -145,26 +144,3 @@ async def test_a_resume_and_an_audit_name_the_stages_that_are_not_around_attempt
 
 async def _answer(records: list[StepRecord]) -> list[StepRecord]:
     return records
-
-
-@pytest.mark.parametrize("checkpoint_every", [1, 5])
-async def test_a_fork_begins_with_the_state_of_a_step_and_goes_on(
-    bench: Bench, tmp_path: Path, checkpoint_every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From a checkpoint at that step, and, where there is none, from the steps that lead there."""
-    parent, fork = tmp_path / "parent", tmp_path / "fork"
-    monkeypatch.setattr("lightning.trainer.beginning.plugins", lambda: _Plugins(lambda config: LedgerEngine()))
-    settings = {"trainer__keep_checkpoints": 5, "trainer__checkpoint_every": checkpoint_every}
-    learned, _ = await trained(bench, parent, trainer__steps=3, **settings)
-    async with bench(fork, parent="parent@2", trainer__eval_every=0, trainer__steps=2, engine__lr=0.5) as run:
-        assert run.loop.stack.run.config["forked_from"] == "run@2"
-        await run.loop.run({})
-        assert run.engine.ledger[:2] == learned[:2]
-        assert len(run.engine.ledger) == 4
-        records = await run.store.steps("fork")
-        assert [(record.step, record.policy_version) for record in records] == [(0, 1), (1, 2)]
-        assert (await audit(run.store, "fork")).ok
-        ledger = run.engine.ledger
-    async with bench(fork, parent="parent@2", trainer__eval_every=0, trainer__steps=3, engine__lr=0.5) as run:
-        await run.loop.run({})
-        assert run.engine.ledger[:4] == ledger

@@ -1,12 +1,17 @@
-"""The audit is refused by its name where the plugin is not there."""
+"""The audit and forks are refused by their plugin's name where the plugin is not there."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.cli import app
-from lightning.plugins import Plugins
+from lightning.errors import ConfigError
+from lightning.plugins import Plugins, stages
+
+from tests.core.trainer.test_tiny_run import train as train
 
 
 def test_the_command_says_that_it_is_switched_off(
@@ -21,3 +26,23 @@ def test_the_command_says_that_it_is_switched_off(
     assert "no command 'audit'" in (said := " ".join(capsys.readouterr().err.split()))
     assert "'proof'" in said
     assert "is disabled: LIGHTNING_DISABLE_PLUGINS lists it" in said
+
+
+def test_a_fork_is_refused_and_so_is_its_resume(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train("parent", 1)
+    train("fork", 1, from_run="parent@1")
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "proof")
+    found = Plugins()
+    monkeypatch.setattr(stages, "plugins", lambda: found)
+    brings = r"no plugin is there that carries it out: .* The plugin 'proof' brings it\. .* is disabled: .*"
+    brings += "Bring the plugin back,"
+    with pytest.raises(
+        ConfigError, match=rf"is to begin with the weights of parent@1 \(--from\), and {brings} or leave it out"
+    ):
+        train("other", 1, from_run="parent@1")
+    assert not (tmp_path / "other" / "run.json").exists()
+    with pytest.raises(
+        ConfigError, match=rf"run 'fork' began with the weights of parent@1, and {brings} or give another `out`"
+    ):
+        train("fork", 2, resume=True)
+    train("parent", 2, resume=True)

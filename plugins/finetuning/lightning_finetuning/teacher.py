@@ -1,0 +1,183 @@
+"""The teacher that a run distills: found by its name, compared with the student and with the steps that it has taught.
+
+The invariant: a teacher is known by the digest of its weights. A step is taken with that one or not at all; a model whose
+tokens mean something else is refused before anything is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from lightning.algorithms.protocol import Algorithm, teacher_of
+from lightning.config import Config
+from lightning.engines.protocol import ChecksTeacher, Engine
+from lightning.errors import ConfigError, EngineError, MissingExtraError
+from lightning.losses.protocol import needs_reference
+from lightning.store.places import split_reference, store_in
+from lightning.trainer.context import base_digest, weight_files
+from lightning.trainer.model import resolve_model
+from lightning.trainer.run_stages import API, RunStage, Start
+from lightning.trainer.teacher import TEACHER, Teacher, recorded_teacher, reference_of
+from lightning.types import StepRecord
+from lightning_proof.fork import export_step
+
+logger = logging.getLogger(__name__)
+
+SHOWN: Final = 3
+"""Tokens that an error names at most."""
+_TOKENIZERS = ("*token*", "vocab*", "*.model", "merges.txt", "tekken.json")
+"""Files of which every tokenizer has one. Without any, `transformers` makes an empty tokenizer up."""
+
+
+class Teachers(RunStage):
+    """Finds the teachers of runs."""
+
+    api = API
+
+    async def teacher(self, start: Start) -> Teacher:
+        """See `RunStage.teacher`.
+
+        A run's step is written below the run's folder, and kept from the first step on that it taught; before, the run that it
+        is of may have been trained anew. Raises `ConfigError` for a teacher that is not there or has no weights, and for one of
+        other tokens.
+        """
+        name, into = await asyncio.to_thread(teacher_named, start.phases), start.folder
+        records = await start.store.steps(start.run.id)
+        taught = [found for record in records if (found := recorded_teacher(record)) is not None]
+        kept = any(teacher.name == name for teacher in taught)
+        folder = await _teacher_folder(name, into, start.config, start.url, kept=kept)
+        if not await asyncio.to_thread(weight_files, folder):
+            raise ConfigError(
+                f"the teacher {name} has no weights: {folder} has none of a model's weight files. Copy them there"
+            )
+        await asyncio.to_thread(check_same_tokens, start.model, folder)
+        found = Teacher(name, folder, await asyncio.to_thread(base_digest, folder, into / f"{TEACHER}.json"))
+        await asyncio.to_thread(check_teacher, start.make_engine(start.config), found)
+        check_unchanged(found, records)
+        return found
+
+
+async def _teacher_folder(name: str, into: Path, config: Config, url: str, *, kept: bool) -> Path:
+    run, at, step = split_reference(name, "@", into.parent)
+    if at and step.isdecimal():
+        known = hashlib.sha256(name.encode()).hexdigest()[:8]
+        made = into / TEACHER / f"{Path(run).name}@{step}-{known}"
+        if not (kept and (made / "config.json").is_file()):  # it is written whole or not at all
+            try:
+                await export_step(name, into, made, config, url)
+            except ConfigError as error:
+                raise ConfigError(f"the teacher {name} is not there: {error}") from error
+        return made.resolve()
+    if any(store_in(folder) for folder in (Path(name), into.parent / name)):
+        raise ConfigError(f"the teacher {name} is a run: say which step of it, as {name}@20")
+    try:
+        return await asyncio.to_thread(resolve_model, name)
+    except ConfigError as error:
+        raise ConfigError(f"the teacher {name} is not there: {error}; a run's step is written RUN@STEP") from error
+
+
+def teacher_named(phases: Sequence[tuple[int, Algorithm]]) -> str:
+    """The teacher that the algorithms ask for; empty for none. Raises `ConfigError` where they want several reference models,
+    of which an engine has one."""
+    algorithms = [algorithm for _, algorithm in phases]
+    names = sorted({name for algorithm in algorithms if (name := teacher_of(algorithm))})
+    if len(names) > 1:
+        raise ConfigError(
+            f"a run has one teacher, and the schedule has {' and '.join(names)}: begin another run with the weights of the "
+            "first (--from RUN@STEP)"
+        )
+    others = [other.name for other in algorithms if names and not teacher_of(other) and needs_reference(other.loss)]
+    if others:
+        raise ConfigError(
+            f"{others[0]} compares with the model that training began with, and in this schedule the reference model is the "
+            f"teacher {names[0]}: leave the KL penalty out, or begin another run for it (--from RUN@STEP)"
+        )
+    return names[0] if names else ""
+
+
+def check_unchanged(teacher: Teacher, records: Sequence[StepRecord]) -> None:
+    """Raise `ConfigError` where the last step that was taken with a teacher of this name had one of other weights."""
+    taught = (found for record in reversed(records) if (found := recorded_teacher(record)) is not None)
+    before = next((found for found in taught if found.name == teacher.name), None)
+    if before is not None and before.digest != teacher.digest:
+        raise ConfigError(
+            f"the teacher {teacher.name} in {teacher.folder} is another model than it was (SHA-256 {teacher.digest[:12]}..., "
+            f"and {before.digest[:12]}... in the steps that were taken): bring back the files that it had, or give the other "
+            "model by another name, with which a config epoch of its own begins"
+        )
+
+
+def check_teacher(engine: Engine, teacher: Teacher) -> None:
+    """Refuse a teacher that the engine cannot have beside the trained model, while nothing is started. Raises `ConfigError`."""
+    reference_of(engine, teacher)
+    if isinstance(engine, ChecksTeacher):
+        try:
+            engine.check_teacher(teacher.folder)
+        except EngineError as error:
+            raise ConfigError(f"the teacher {teacher.name} cannot be loaded: {error}") from error
+
+
+def check_same_tokens(student: Path, teacher: Path) -> None:
+    """Refuse a teacher whose tokens are not the student's. Raises `ConfigError` naming what differs."""
+    ours, theirs = _tokenizer(student), _tokenizer(teacher)
+    own, other = ours.get_vocab(), theirs.get_vocab()
+    different = sorted((index, token) for token, index in own.items() if other.get(token) != index)
+    if different or len(own) != len(other):
+        extra = sorted((index, token) for token, index in other.items() if token not in own)
+        told = [
+            f"{token!r} is {index} to the student and {other.get(token, 'nothing')} to the teacher"
+            for index, token in different
+        ]
+        told += [f"{token!r} is {index} to the teacher and nothing to the student" for index, token in extra]
+        more = f", and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+        raise ConfigError(
+            f"the teacher in {teacher} has another vocabulary than the student in {student} ({len(other)} tokens, not "
+            f"{len(own)}: {'; '.join(told[:SHOWN])}{more}), so that its logprobs would be of other texts: take a teacher of "
+            "the student's family"
+        )
+    rows, needed = _vocab_size(teacher), _vocab_size(student)
+    if rows < needed:
+        raise ConfigError(
+            f"the teacher in {teacher} has logits for {rows} token ids and the student in {student} for {needed}: it cannot "
+            "say how likely the others are. Take a teacher of the student's family"
+        )
+    if ours.eos_token != theirs.eos_token:
+        logger.warning(
+            "the student ends an answer with %s and the teacher in %s with %s: the student is taught that its own end is "
+            "unlikely. Give both the same end (eos_token of tokenizer_config.json)",
+            ours.eos_token,
+            teacher,
+            theirs.eos_token,
+        )
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingExtraError("torch", "transformers") from error
+    if not any(file for glob in _TOKENIZERS for file in folder.glob(glob)):
+        raise ConfigError(
+            f"{folder} has no tokenizer (tokenizer.json, or what its kind has in its place), and teacher and student are "
+            "compared by it: copy the tokenizer's files there"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"the tokenizer in {folder} cannot be read ({error}): teacher and student are compared by it"
+        ) from error
+
+
+def _vocab_size(folder: Path) -> int:
+    from transformers import AutoConfig
+
+    try:
+        return int(AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config().vocab_size)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"the model's configuration in {folder} cannot be read: {error}") from error
