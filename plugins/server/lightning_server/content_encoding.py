@@ -42,7 +42,7 @@ def unpacking(scope: Scope, receive: Receive, encodings: Sequence[str]) -> Recei
         nonlocal at_its_end
         if at_its_end:
             return await receive()
-        # A route that was cancelled while it received has lost a part of the body: it does not get the rest as if it were whole.
+        # A route that was cancelled while it received has lost a part of the body: it does not get the rest as a whole one.
         message = await anext(messages, DISCONNECTED)
         at_its_end = not message.get("more_body", False) and message is not DISCONNECTED
         return message
