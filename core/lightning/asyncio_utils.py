@@ -53,7 +53,8 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def to_its_end(main: Coroutine[object, object, T]) -> T:
-    """Await it wholly: a cancellation that comes meanwhile is raised when it has ended."""
+    """Await it wholly: a cancellation that comes meanwhile is raised when it has ended. A second one ends the wait, and not the
+    work."""
     task = asyncio.create_task(main)
     try:
         return await asyncio.shield(task)

@@ -4,8 +4,8 @@ The invariant: a dialect asks vLLM for token ids and logprobs, reads them out of
 exactly what the agent did not ask for; it adds nothing else and knows nothing of stores, tokens or upstreams.
 
 How a call is sampled stands here, too (law 7): the agent's own parameters are kept unless the configuration or, before it, the
-token overrides them. Parameter names and defaults are those of vLLM 0.31 (`ChatCompletionRequest`, `CompletionRequest`, started
-with `--generation-config vllm`).
+token overrides them. Parameter names and defaults are those of vLLM 0.31 (`ChatCompletionRequest`, started with
+`--generation-config vllm`).
 """
 
 from __future__ import annotations

@@ -160,7 +160,9 @@ class Line(named.StageLine[CallStage]):
         )
 
     async def planned(self, rollout: Rollout) -> None:
-        """See `CallStage.planned`. Raises `StageError` for a stage that fails."""
+        """See `CallStage.planned`. Raises `DataError` also where no stage answers branches, `StageError` for one that fails."""
+        if rollout.parent is not None and (why := self.why_not("branch")):
+            raise DataError(f"the rollout {rollout.parent[0]} cannot be branched: {why}")
         for each in self.at("planned"):
             with CONTRACT.blaming(each, "planned", f"the rollout {rollout.id}"):
                 await each.stage.planned(rollout)
@@ -259,11 +261,13 @@ class Line(named.StageLine[CallStage]):
                 raise
             except Exception as error:
                 log.exception("the stage %s failed on the outcome of %s (ended)", each.said, rollout.id)
-                why = (
-                    f"the stage {each.said} failed on this outcome (ended: {type(error).__name__}: {error}). Mend the plugin, "
-                    f"or start without it: {each.off}"
+                return replace(
+                    outcome,
+                    reward=None,
+                    rewards={},
+                    fault=Fault.INFRASTRUCTURE,
+                    error=each.failure("ended", error, "this outcome"),
                 )
-                return replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=why)
             outcome = said
         return outcome
 
@@ -409,3 +413,7 @@ def _check_keys(each: NamedStage) -> None:
             raise GatewayError(
                 f"`{field}` of the stage {each.said} names keys that there are none of: {unknown}. There are {', '.join(KEYS)}"
             )
+    if each.stage.only_for and (never := ", ".join(set(each.stage.answers) - set(each.stage.only_for))):
+        raise GatewayError(
+            f"the stage {each.said} answers the keys of {never}, and its `only_for` keeps it out of their calls"
+        )

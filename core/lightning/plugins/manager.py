@@ -442,8 +442,8 @@ class Plugins:
             self._import_and_register(names)
         finally:
             self._loading -= 1
-            if not self._loading:
-                self.awaited = frozenset(self._infos[name].waits_for for name in self._entries)
+        if not self._loading:  # not where loading was interrupted: whoever asks next goes on with it
+            self.awaited = frozenset(self._infos[name].waits_for for name in self._entries)
 
     def _import_and_register(self, names: Iterable[str]) -> None:
         """Import plugins, with the hooks that they bring, and only then look at what hooks they implement."""

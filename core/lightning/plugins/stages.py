@@ -63,7 +63,8 @@ class NamedStage(Generic[Kind]):
 
     def failure(self, point: str, error: BaseException, on: str = "", cure: str = "", secret: str = "") -> str:
         """What is said of its failure at a point, `on` what, with the cure; `secret` is left out of it."""
-        told = f"{type(error).__name__}: {error}".replace(secret or "\0", "<api key>")
+        told = f"{type(error).__name__}: {error}"
+        told = told.replace(secret, "<api key>") if secret else told
         cure = cure or "Mend the plugin, or start without it"
         return f"the stage {self.said} failed{on and f' on {on}'} ({point}: {told}). {cure}: {self.off}"
 

@@ -103,10 +103,8 @@ def judge(outcome: Outcome, calls: Sequence[Transition], *, branch: bool = False
     if why := next((call.error for call in calls if call.finish_reason == BRANCH_VOID), ""):
         return replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=why)
     failed = [call for call in calls if call.status is CallStatus.ERROR]  # at the policy server, or at a plugin's stage
-    expired = any(
-        call.finish_reason == EXPIRED for call in failed
-    )  # the store has no other word of a key that had expired
-    if outcome.fault is not Fault.INFRASTRUCTURE and expired:
+    # The store has no other word of a key that had expired.
+    if outcome.fault is not Fault.INFRASTRUCTURE and any(call.finish_reason == EXPIRED for call in failed):
         message = f"{OUTLIVED}; the agent ended with: {outcome.error}" if outcome.error else OUTLIVED
         return replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=message)
     if outcome.reward is not None and not branch and not any(call.status.answered for call in calls):

@@ -148,7 +148,7 @@ STATEMENTS: Final = (
         PRIMARY KEY (run, name)
     )""",
     REVISIONS,
-    # How many steps of their tables plugins have made (`lightning.store.relational.brought`).
+    # How many steps of their tables plugins have made (`lightning.store.relational.transaction.make_tables`).
     "CREATE TABLE operation_groups (name TEXT PRIMARY KEY, version INTEGER NOT NULL)",
     # What calls were answered, by the names of the calls, until a time by the database's clock; for when they come again.
     "CREATE TABLE answers (id TEXT PRIMARY KEY, run TEXT NOT NULL, until REAL NOT NULL, answer TEXT NOT NULL)",

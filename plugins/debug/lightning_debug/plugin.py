@@ -15,33 +15,21 @@ if TYPE_CHECKING:
     from lightning.gateway.stages import CallStage
     from lightning.trainer.stages import StepStage
 
+COMMANDS = {
+    "reward": ("run_commands:reward", "Grade a run's rollouts again with another reward function."),
+    "advise": ("run_commands:advise", "Name what is wrong in a run, and what past runs did better."),
+    "profile": ("run_commands:profile", "Show where a run's time and tokens went, and what would help."),
+    "eval": ("eval_commands:evaluate", "Measure how good a model is at tasks: avg@k and pass@k."),
+    "ab": ("eval_commands:ab", "Compare two prompts, models or temperatures until one is better beyond doubt."),
+}
+"""Where each command stands in this package, and its line in `lightning --help`."""
+
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
     """The commands of this plugin."""
-    register(
-        "reward",
-        later("lightning_debug.run_commands:reward", "Grade a run's rollouts again with another reward function."),
-    )
-    register(
-        "advise",
-        later("lightning_debug.run_commands:advise", "Name what is wrong in a run, and what past runs did better."),
-    )
-    register(
-        "profile",
-        later("lightning_debug.run_commands:profile", "Show where a run's time and tokens went, and what would help."),
-    )
-    register(
-        "eval",
-        later("lightning_debug.eval_commands:evaluate", "Measure how good a model is at tasks: avg@k and pass@k."),
-    )
-    register(
-        "ab",
-        later(
-            "lightning_debug.eval_commands:ab",
-            "Compare two prompts, models or temperatures until one is better beyond doubt.",
-        ),
-    )
+    for name, (place, text) in COMMANDS.items():
+        register(name, later(f"lightning_debug.{place}", text))
 
 
 @hookimpl

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 
     from lightning_server.protocol import Host, WebApp
 
+COMMANDS = {
+    "runner": ("runner_command:runner", "Run an agent for Lightning Servers, on any machine."),
+    "serve": ("serve_command:serve", "Serve a model through the gateway and record every call."),
+    "token": ("token_command:app", "Make, list and revoke the tokens of a server's control API."),
+    "pull": ("pull_command:pull", "Copy a version of weights into a folder, from this machine or a server."),
+}
+"""Where each command stands in this package, and its line in `lightning --help`."""
+
 
 @hookspec
 def register_web_apps(register: Callable[[str, Callable[[Host], WebApp]], None]) -> None:
@@ -72,24 +80,8 @@ def register_operations(register: Callable[[str, Callable[[], OperationGroup]], 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None] | typer.Typer]], None]) -> None:
     """`lightning runner`, `serve`, `token` and `pull`."""
-    register(
-        "runner", later("lightning_server.runner_command:runner", "Run an agent for Lightning Servers, on any machine.")
-    )
-    register(
-        "serve",
-        later("lightning_server.serve_command:serve", "Serve a model through the gateway and record every call."),
-    )
-    register(
-        "token",
-        later("lightning_server.token_command:app", "Make, list and revoke the tokens of a server's control API."),
-    )
-    register(
-        "pull",
-        later(
-            "lightning_server.pull_command:pull",
-            "Copy a version of weights into a folder, from this machine or a server.",
-        ),
-    )
+    for name, (place, text) in COMMANDS.items():
+        register(name, later(f"lightning_server.{place}", text))
 
 
 def _guarded(app: ASGIApp, limits: LimitsConfig) -> tuple[ASGIApp, type[asyncio.Protocol]]:

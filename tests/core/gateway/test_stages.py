@@ -127,8 +127,11 @@ async def test_a_stage_answers_a_call_which_is_then_no_call(stranger, build) -> 
 async def test_a_stage_stands_in_the_calls_of_the_keys_that_it_is_only_for(kinds: tuple[str, ...]) -> None:
     seen: list[str] = []
 
+    class Answers(CallStage):
+        api, answers = 1, ("branch", "session")
+
     class Keyed(CallStage):
-        api, answers, only_for = 1, ("branch", "session"), kinds
+        api, only_for = 1, kinds
 
         async def admitted(self, call, request):
             seen.append("admitted")
@@ -142,7 +145,7 @@ async def test_a_stage_stands_in_the_calls_of_the_keys_that_it_is_only_for(kinds
         async def kept(self, call, transitions):
             seen.append("kept")
 
-    line = Line([NamedStage("keyed", Keyed())])
+    line = Line([NamedStage("answers", Answers()), NamedStage("keyed", Keyed())])
     for claims in (Claims("r", 1, 0.0), Claims("r", 1, 0.0, branch=True), Claims("r", 1, 0.0, session="run")):
         call = Call(Chat(), UNNAMED, claims, lambda: pytest.fail("no policy is asked for"), [])
         await line.admitted(call, Request({}, b"", {}, None))
@@ -153,6 +156,14 @@ async def test_a_stage_stands_in_the_calls_of_the_keys_that_it_is_only_for(kinds
         stands = not kinds or (claims.branch and "branch" in kinds) or (claims.session and "session" in kinds)
         assert seen == (["admitted", "sending", "settled", "kept", "settled"] if stands else [])
         seen.clear()
+
+
+def test_a_stage_that_is_kept_out_of_the_calls_that_it_answers_is_refused() -> None:
+    kept_out = type("KeptOut", (CallStage,), {"api": API, "answers": ("branch",), "only_for": ("session",)})()
+    with pytest.raises(
+        GatewayError, match="answers the keys of branch, and its `only_for` keeps it out of their calls"
+    ):
+        Line([NamedStage("kept_out", kept_out)])
 
 
 @pytest.mark.parametrize("said", [{"user": "refused"}, {"model": "void"}, {"model": "void", "stream": True}])
@@ -532,11 +543,19 @@ async def test_a_stage_refuses_what_cannot_begin_as_another_rollout_did() -> Non
             raise raised
 
         return Line(
-            [NamedStage("planner", type("Planner", (CallStage,), {"api": API, "planned": planned})(), "1", "p")]
+            [
+                NamedStage(
+                    "planner",
+                    type("Planner", (CallStage,), {"api": API, "answers": ("branch",), "planned": planned})(),
+                    "1",
+                    "p",
+                )
+            ]
         )
 
     one = Rollout("r", "run", Task("q"), "g", parent=("t", 1, 0))
-    await Line(()).planned(one)
+    with pytest.raises(DataError, match="the rollout t cannot be branched: no stage of this gateway answers"):
+        await Line(()).planned(one)
     with pytest.raises(DataError, match="no such call"):
         await planner(DataError("no such call")).planned(one)
     with pytest.raises(

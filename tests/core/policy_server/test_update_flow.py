@@ -30,7 +30,7 @@ class Running(VLLMServer):
 
     def __init__(self, model: Path, url: str) -> None:
         super().__init__(model, 0, FromDisk())
-        self._control, self._name, self._serving = VLLMControl(url), "policy", True
+        self._control, self.model, self._serving = VLLMControl(url), "policy", True
 
     async def start(self) -> None: ...
 
