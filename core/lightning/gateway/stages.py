@@ -403,7 +403,8 @@ def _failed(stage: NamedStage, point: str, asked: Call | str, error: Exception) 
 
 
 def _check_keys(each: NamedStage) -> None:
-    """Raise `GatewayError` for a stage that names keys which there are none of."""
+    """Raise `GatewayError` for a stage that names keys which there are none of, and for one that would not be asked in the
+    calls of keys that it answers."""
     for field in ("answers", "only_for"):
         if isinstance(kinds := getattr(each.stage, field), str):
             raise GatewayError(
