@@ -509,15 +509,10 @@ def strip(count: int = 220, prompt: int = 70) -> TokenStrip:
             Reason("reward", "1.0", "answer, by the grader", True),
             Reason("return", "1.2", "with 0.2 for the form", True),
             Reason("advantage", "+0.62", "return less the group's mean 0.58", True),
+            Reason("weight", "0.0031", "1 of 322 tokens of the step", True),
+            Reason("ratio", "1.03", "trainer over sampler", None),
+            Reason("clipped", "no", "0.8 to 1.28", False),
         ],
-        {
-            str(n): [
-                Reason("weight", "0.0031", "1 of 322 tokens of the step", True),
-                Reason("ratio", f"1.0{n % 10}", "trainer over sampler", None),
-                Reason("clipped", "no", "0.8 to 1.28", False),
-            ]
-            for n in range(prompt, count)
-        },
         prompt_left_out=1480,
         title="Tokens of call 2",
     )
