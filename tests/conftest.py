@@ -133,6 +133,7 @@ SHARING = (
     "tests/core/gateway/test_real_",
     "tests/core/policy_server/test_vllm.py",
     "tests/plugins/attach/test_real_vllm.py",
+    "tests/plugins/debug/test_call_advice.py",
     "tests/plugins/dialects/test_real_completions.py",
 )
 """Tests that use the one real vLLM (`served`) and therefore run in one worker."""

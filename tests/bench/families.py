@@ -21,17 +21,12 @@ from typing import cast
 
 from lightning.config import Config, with_settings
 from lightning.errors import LightningError
-from lightning.testing.tiny_models import (
-    CHAT_TEMPLATE,
-    END_OF_TEXT,
-    FAMILIES,
-    IM_END,
-    Family,
-    make_tiny_family,
-    make_tiny_tokenizer,
-)
+from lightning.testing.tiny_models import CHAT_TEMPLATE, END_OF_TEXT, IM_END, make_tiny_tokenizer
 from lightning.trainer import Trainer
 from lightning.types import LLM, Task
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.tiny_families import FAMILIES, Family, make_tiny_family
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench.family_table import FACTORS, LONGROPE, VOCAB, Case, configuration

@@ -37,12 +37,8 @@ def locate(run: str, runs: Path) -> tuple[str, str]:
 async def with_store(url: str, use: Callable[[Store], Awaitable[T]], *, make: bool = False) -> T:
     """Open a store, use it, and close it. Raises `ConfigError` or `SchemaError` when opening would make one, unless it is to
     `make` one."""
-    store = plugins().store(url)
-    await store.open(make=make)
-    try:
+    async with plugins().opened_store(url, make=make) as store:
         return await use(store)
-    finally:
-        await store.close()
 
 
 def load_agent(name: str) -> Agent:

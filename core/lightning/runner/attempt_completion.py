@@ -65,6 +65,9 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome, lin
         _check_labels(kept, outcome, calls)
         if outcome.fault is not Fault.INFRASTRUCTURE:
             outcome = judge(outcome, calls, branch=kept.parent is not None)
+            if kept.parent is not None and outcome.reward is not None and (why := line.why_not("branch")):
+                why = f"the rollout {rollout} is a branch, and {why}"  # nobody looks whether it branched at all
+                outcome = replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=why)
             spend = not (outcome.fault is Fault.INFRASTRUCTURE and any(map(is_unserved, calls)))
         outcome = await line.ended(kept, outcome, calls)
     if outcome.error or outcome.tool_events or outcome.step_states:  # in a thread, since tools may say a lot

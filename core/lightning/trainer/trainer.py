@@ -247,9 +247,7 @@ class Trainer(RunOpening):
             folder = self.out / "dev"
             resources.enter_context(claim_folder(folder))
             reporter = resources.enter_context(Reporter(enabled=self.progress))
-            store = plugins().store(sqlite_url(folder / DATABASE))
-            await store.open()
-            resources.push_async_callback(store.close)
+            store = await resources.enter_async_context(plugins().opened_store(sqlite_url(folder / DATABASE)))
             numbers = [int(run.id.removeprefix("dev-")) for run in await store.list_runs(brief=True)]
             name = f"dev-{max(numbers, default=0) + 1}"
             run = await store.put_run(Run(name, name, self._described(tasks, []), project=self._project))

@@ -281,9 +281,7 @@ def _folder_of_runs(place: str) -> Path:
 async def _branched(plan: _Plan, reporter: Reporter) -> BranchReport:
     parent, config = plan.parent, plan.config
     async with AsyncExitStack() as resources:
-        store = plugins().store(parent.url)
-        await store.open(make=False)
-        resources.push_async_callback(store.close)
+        store = await resources.enter_async_context(plugins().opened_store(parent.url, make=False))
         run, number = await _new_run(store, plan)
         folder = plan.out / run.id
         resources.enter_context(claim_folder(folder))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl, later
+from lightning.hooks import hookimpl, later, made_later
 
 if TYPE_CHECKING:
     from lightning_server.protocol import Host, WebApp
@@ -22,11 +22,4 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]
 @hookimpl(optionalhook=True)
 def register_web_apps(register: Callable[[str, Callable[[Host], WebApp]], None]) -> None:
     """`/console` of `lightning serve`."""
-    register("console", console_app)
-
-
-def console_app(host: Host) -> WebApp:
-    """The console on a server's port."""
-    from lightning_console.web.consoles import ConsoleApp
-
-    return ConsoleApp(host)
+    register("console", made_later("lightning_console.web.consoles:ConsoleApp"))

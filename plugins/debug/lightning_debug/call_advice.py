@@ -19,6 +19,7 @@ from lightning.asyncio_utils import end
 from lightning.bounded import Once
 from lightning.errors import StoreError
 from lightning.gateway.call import Call
+from lightning.gateway.calls import LONGEST_NAME as KEPT_NAME
 from lightning.gateway.calls import Parts
 from lightning.gateway.dialects import Tokenize
 from lightning.gateway.http import Body
@@ -171,7 +172,8 @@ class AskedModels:
                 )
             return
         self._seen.add((run, name))
-        if any(slot.upstream.model == model for slot in policy.pool.slots) or await self._is_trained(run, model):
+        served = [slot.upstream.model[:KEPT_NAME] for slot in policy.pool.slots]  # as what is asked for is cut
+        if model in served or await self._is_trained(run, model):
             return
         log.warning(
             "%r was asked for%s, and the policy answers, as it does under any name: such calls are recorded as the agent's "
@@ -190,4 +192,4 @@ class AskedModels:
         except StoreError:
             return False
         name = str(found.config.get("model", "")) if found is not None else ""
-        return model in (name, PurePath(name).name)
+        return model in (name[:KEPT_NAME], PurePath(name).name[:KEPT_NAME])

@@ -106,9 +106,7 @@ async def evaluating(setup: Setup, variants: Sequence[Variant], reporter: Report
     async with AsyncExitStack() as resources:
         resources.enter_context(claim_folder(setup.folder))
         url = sqlite_url((setup.folder / DATABASE).resolve())
-        store = plugins().store(url)
-        await store.open()
-        resources.push_async_callback(store.close)
+        store = await resources.enter_async_context(plugins().opened_store(url))
         known = {run.id: run for run in await store.list_runs()}
         serving = await resources.enter_async_context(AsyncExitStack())
         evaluator = Evaluator(setup, variants, reporter, url, store, known, serving)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.hooks import hookimpl, later
+from lightning.hooks import hookimpl, later, made_later
 
 if TYPE_CHECKING:
     from lightning.config import Config
@@ -47,14 +47,7 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]
 @hookimpl
 def register_step_stages(register: Callable[[str, Callable[[Config], StepStage | None]], None]) -> None:
     """The rules that look at each step, `trainer.alerts` and dry runs."""
-    register("advice", advice)
-
-
-def advice(config: Config) -> StepStage:
-    """The stage, whose rules are imported when a run is made."""
-    from lightning_debug.stage import Advice
-
-    return Advice(config)
+    register("advice", made_later("lightning_debug.stage:Advice"))
 
 
 @hookimpl

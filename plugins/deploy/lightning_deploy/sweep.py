@@ -324,10 +324,10 @@ def _report(folder: Path, run: PlannedRun) -> dict[str, Any] | None:
 def read_json(file: Path) -> dict[str, Any] | None:
     """The object in a file; None where there is no such file, or something else in it."""
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found
+    return found if isinstance(found, dict) else None
 
 
 def work(runs: Sequence[PlannedRun], folder: Path, places: Sequence[Slot], told: Callable[[str], None]) -> list[Ended]:

@@ -28,10 +28,6 @@ def register_algorithms(register: Callable[[str, Callable[..., Algorithm]], None
 @hookimpl
 def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | None]], None]) -> None:
     """`teachers`."""
-    register("teachers", _stage)
-
-
-def _stage(config: Config) -> RunStage:
     from lightning_finetuning.teacher import Teachers
 
-    return Teachers()
+    register("teachers", lambda config: Teachers())

@@ -103,9 +103,8 @@ async def _opened(parent: str, into: Path, store: str) -> AsyncIterator[_RunAt]:
             f"{parent!r} names no step of a run: write RUN@STEP, as runs/first@20, or RUN for its last step"
         )
     folder = _folder(name, into)
-    opened = plugins().store(store_in(folder) if (folder / "lightning.db").is_file() else store or store_in(folder))
-    await opened.open()
-    try:
+    url = store_in(folder) if (folder / "lightning.db").is_file() else store or store_in(folder)
+    async with plugins().opened_store(url) as opened:
         run = await opened.get_run(run_id_of(folder))
         if run is None:
             raise ConfigError(f"the store of {folder} does not know its run: give the --store that it was trained with")
@@ -114,8 +113,6 @@ async def _opened(parent: str, into: Path, store: str) -> AsyncIterator[_RunAt]:
         if step > len(records):
             raise ConfigError(f"run {run.id} has {len(records)} committed steps: there is no {run.id}@{step}")
         yield _RunAt(opened, run, step, folder, records, epochs)
-    finally:
-        await opened.close()
 
 
 async def _fork(parent: _RunAt, into: Path, described: Mapping[str, Json], config: Config) -> dict[str, Json]:

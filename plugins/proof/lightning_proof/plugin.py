@@ -24,10 +24,6 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]
 @hookimpl
 def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | None]], None]) -> None:
     """`forks`."""
-    register("forks", _stage)
-
-
-def _stage(config: Config) -> RunStage:
     from lightning_proof.fork import Forks
 
-    return Forks()
+    register("forks", lambda config: Forks())

@@ -30,14 +30,9 @@ def register_call_stages(register: Callable[[str, Callable[[Parts], CallStage | 
 @hookimpl
 def register_step_stages(register: Callable[[str, Callable[[Config], StepStage | None]], None]) -> None:
     """`record`."""
-    register("record", replayable)
-
-
-def replayable(config: Config) -> StepStage:
-    """The stage, which is imported when a run is made."""
     from lightning_record.replayable import ReplayableStage
 
-    return ReplayableStage()
+    register("record", lambda config: ReplayableStage())
 
 
 @hookimpl

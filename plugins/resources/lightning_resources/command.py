@@ -24,7 +24,7 @@ from lightning.store.places import existing_store
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.text_files import read_text
-from lightning.types import Json
+from lightning.types import Json, by_key
 
 from lightning_resources.nouns import LATEST, Alias, Resource, ResourceKind, ResourceUse
 from lightning_resources.operations import (
@@ -283,9 +283,7 @@ def read_content(source: Path, kind: ResourceKind) -> Json:
 
 
 async def _list(url: str, store: Store) -> list[Listed]:
-    versions: dict[str, list[Resource]] = {}
-    for resource in await list_resources(store):
-        versions.setdefault(resource.name, []).append(resource)
+    versions = by_key(await list_resources(store), lambda resource: resource.name)
     aliases = await list_aliases(store)
     return [
         Listed(

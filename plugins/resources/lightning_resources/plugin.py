@@ -23,7 +23,9 @@ def register_operations(register: Callable[[str, Callable[[], OperationGroup]], 
 @hookimpl
 def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | None]], None]) -> None:
     """`resources`."""
-    register("resources", _stage)
+    from lightning_resources.prompts import ResourcesOfRun
+
+    register("resources", lambda config: ResourcesOfRun())
 
 
 @hookimpl
@@ -35,9 +37,3 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None] 
             "lightning_resources.command:app", "List, compare and promote versions of prompts, weights and settings."
         ),
     )
-
-
-def _stage(config: Config) -> RunStage:
-    from lightning_resources.prompts import ResourcesOfRun
-
-    return ResourcesOfRun()

@@ -32,7 +32,7 @@ from lightning.trainer.plan import (
 )
 from lightning.trainer.samplers import Asked, Sampled, Sampler
 from lightning.trainer.training_data import all_rollouts, load_groups
-from lightning.types import Rollout, Task
+from lightning.types import Rollout, Task, by_key
 
 from lightning_samplers.pacing import OpenGroup, Pacer
 
@@ -160,9 +160,7 @@ class Pipeline(Sampler):
             for version in range(max(0, len(records) - self.config.max_staleness), len(records) + 1)
             for rollout in await all_rollouts(store, run, split=TRAIN, step=version)
         ]
-        by_group: dict[str, list[Rollout]] = {}
-        for rollout in begun:
-            by_group.setdefault(rollout.group, []).append(rollout)
+        by_group = by_key(begun, lambda rollout: rollout.group)
         self._places.update(members[0].step for members in by_group.values() if members[0].group in taken)
         self._begun = len(taken)
         left = [members for group, members in by_group.items() if group not in taken]

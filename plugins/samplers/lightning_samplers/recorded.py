@@ -27,7 +27,7 @@ from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.plan import TRAIN, fixed_order, units_from
 from lightning.trainer.samplers import RECORDED, Asked, Brought, Sampled, TurnSampler
 from lightning.trainer.training_data import PolicyFault, all_rollouts, load_groups, of_groups
-from lightning.types import CONVERSATION_ID, SERVED, Json, Lease, Outcome, Rollout, Task
+from lightning.types import CONVERSATION_ID, SERVED, Json, Lease, Outcome, Rollout, Task, by_key
 
 LEASE_SECONDS = 600.0
 TRIED = 256
@@ -56,9 +56,7 @@ class Record:
 
     def groups(self, size: int) -> list[tuple[Rollout, ...]]:
         """The rollouts of each task, at most `size` together."""
-        by_task: dict[str, list[Rollout]] = {}
-        for rollout in self.rollouts:
-            by_task.setdefault(rollout.task.id, []).append(rollout)
+        by_task = by_key(self.rollouts, lambda rollout: rollout.task.id)
         return [
             tuple(members[first : first + size])
             for members in by_task.values()

@@ -1,8 +1,8 @@
 """What the body of a request was compressed with, taken off before a route reads it.
 
-The invariant: a packed body is counted as it arrives and as it is unpacked. A route is given it a piece at a time, each granted
-by the memory of bodies before it is handed on, and nothing is unpacked before the route asks for it; so the limits of bytes and
-of JSON values are those of a body that comes as it is.
+The invariant: a packed body is counted as it arrives and as it is unpacked. A route is given it a piece at a time, and looks at
+its own limit first; the memory of bodies grants each piece before the next one is unpacked. So the limits of bytes and of JSON
+values are those of a body that comes as it is.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ ZSTD_STEP = 64
 ZSTD_WINDOW = 8 << 20
 """The memory that a decoder of zstd needs at most; RFC 9659 allows no more for what is sent over HTTP."""
 SENDABLE = "gzip, deflate, zstd"
+DISCONNECTED: Message = {"type": "http.disconnect"}
 
 
 def unpacking(scope: Scope, receive: Receive, encodings: Sequence[str]) -> Receive:
@@ -35,8 +36,16 @@ def unpacking(scope: Scope, receive: Receive, encodings: Sequence[str]) -> Recei
     scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"content-encoding"]
     messages = _unpacked(encodings, scope[KEY])
 
+    at_its_end = False
+
     async def unpacked() -> Message:
-        return await anext(messages, None) or await receive()
+        nonlocal at_its_end
+        if at_its_end:
+            return await receive()
+        # A route that was cancelled while it received has lost a part of the body: it does not get the rest as a whole one.
+        message = await anext(messages, DISCONNECTED)
+        at_its_end = not message.get("more_body", False) and message is not DISCONNECTED
+        return message
 
     return unpacked
 
@@ -60,13 +69,14 @@ async def _unpacked(encodings: Sequence[str], held: RequestBody) -> AsyncIterato
     parts.clear()
     try:
         for piece in _pieces(encoding, payload):
-            await held.hold(piece)
             yield _message(piece)
+            await held.hold(piece)
             await asyncio.sleep(0)
     except (EOFError, zlib.error, zstandard.ZstdError) as error:
         why = f"The body is not {encoding}, as its header content-encoding says: {error}."
         raise RefusalError(400, "bad_encoding", why) from error
     held.give(len(payload))
+    payload = piece = b""  # while the route goes on with the request, nothing of them is kept
     yield _message(b"", more=False)
 
 

@@ -319,6 +319,15 @@ class LateStage(CallStage):
         return replace(outcome, tool_events=(*outcome.tool_events, ToolEvent("search", "ok")))
 
 
+async def test_a_branch_has_no_reward_where_no_stage_looks_whether_it_branched(store: MemoryStore) -> None:
+    await store.create_rollouts([replace(rollouts(1)[0], parent=("parent", 1, 0))])
+    (lease,) = await store.lease(RUN, "w")
+    await store.append([call(lease)])
+    found = await report(store, lease.rollout.id, 1, Outcome(reward=1.0, rewards={"reward": 1.0}))
+    assert (found.reward, found.rewards, found.fault) == (None, {}, Fault.INFRASTRUCTURE)
+    assert "is a branch, and no stage of this gateway answers the calls of a branch" in found.error
+
+
 async def test_an_outcome_told_again_after_a_stage_knows_more_is_the_one_that_was_taken(store: MemoryStore) -> None:
     await store.create_rollouts(rollouts(1))
     (lease,) = await store.lease(RUN, "w")

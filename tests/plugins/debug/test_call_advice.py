@@ -66,6 +66,15 @@ async def test_the_policys_own_names_are_as_expected(house, caplog, name):
     assert told(caplog) == []
 
 
+async def test_a_policys_name_may_be_longer_than_what_is_kept_of_a_name(house, caplog, monkeypatch):
+    name = "/models/" + "x" * 300
+    monkeypatch.setitem(globals(), "BASE", name)
+    with caplog.at_level(logging.WARNING):
+        await ask_for(house, name)
+        await ask_for(house, name[:-200], run="another")
+    assert ["run another" in said for said in told(caplog)] == [True]
+
+
 async def test_a_name_costs_no_call_and_little_memory(build, caplog, monkeypatch):
     monkeypatch.setattr(call_advice, "NAMES", 2)
     house = await build(store=DeafStore())

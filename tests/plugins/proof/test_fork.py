@@ -144,5 +144,5 @@ class _Plugins:
     """The stores there are, and an engine of the test's own."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
-        self.store = plugins().store
+        self.opened_store = plugins().opened_store
         self.engine = lambda name: make

@@ -228,8 +228,8 @@ def test_no_command_shows_the_password_of_a_store(
     lightning: Command, tuned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Known:
-        def store(self, url: str) -> Any:
-            return plugins().store(sqlite_url(tuned / "tuned" / "lightning.db"))
+        def opened_store(self, url: str, *, make: bool) -> Any:
+            return plugins().opened_store(sqlite_url(tuned / "tuned" / "lightning.db"), make=make)
 
     monkeypatch.setattr(locate, "plugins", Known)
     url, shown = "postgresql://me:hunter2@db/l", "postgresql://***@db/l"

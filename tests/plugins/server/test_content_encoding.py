@@ -103,7 +103,7 @@ async def test_what_cannot_be_unpacked_is_refused_by_name_and_recorded(house, en
     assert not house.fake.requests
 
 
-async def read(encoding: str, body: bytes, limit: int, *, at_once: int = 1 << 30) -> bytes:
+async def read(encoding: str, body: bytes, limit: int, *, at_once: int = 1 << 30, memory: int = 1 << 30) -> bytes:
     """What a route reads of a packed body that comes in messages of so many bytes."""
     messages = [
         {"type": "http.request", "body": body[start : start + at_once], "more_body": start + at_once < len(body)}
@@ -113,7 +113,7 @@ async def read(encoding: str, body: bytes, limit: int, *, at_once: int = 1 << 30
     async def receive() -> dict:
         return messages.pop(0)
 
-    budget = Budget(1 << 30)
+    budget = Budget(memory)
     held = RequestBody(budget, Holders(budget).of(b"a token"), 0, receive)
     scope = {"headers": [(b"content-encoding", encoding.encode())], KEY: held}
     try:
@@ -133,6 +133,30 @@ async def test_a_bomb_is_refused_at_the_limit_and_never_unpacked(name):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (caught.value.status, peak < 4 << 20) == (413, True), peak
+
+
+async def test_the_route_s_own_limit_is_looked_at_before_memory_is_asked_for_a_piece():
+    packed = zstandard.compress(b"\0" * (8 << 20))
+    with pytest.raises(RefusalError, match=r"the limit is 4096; raise gateway\.max_body_bytes"):
+        await read("zstd", packed, 4096, memory=8_000_000)
+
+
+async def test_what_a_cancelled_receive_lost_is_not_made_up_for_with_packed_bytes():
+    packed = gzip.compress(b"x" * 1000)
+    second = asyncio.Event()
+
+    async def receive() -> dict:
+        if second.is_set():
+            await asyncio.sleep(60)
+        second.set()
+        return {"type": "http.request", "body": packed, "more_body": True}
+
+    held = RequestBody(Budget(1 << 20), Holders(Budget(1 << 20)).of(b"a token"), 0, receive)
+    receiving = unpacking({"headers": [], KEY: held}, receive, ["gzip"])
+    assert (await receiving())["body"] == b""
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(receiving(), 0.01)
+    assert (await receiving())["type"] == "http.disconnect"
 
 
 async def test_a_frame_that_wants_much_memory_to_be_read_is_refused():

@@ -12,7 +12,7 @@ from lightning.errors import StoreError
 from lightning.store import rows
 from lightning.store.relational.rollouts import standing
 from lightning.store.relational.transaction import SqlPart, Transaction
-from lightning.types import Span
+from lightning.types import Span, by_key
 
 from lightning_otel.traces.store import MAX_SPANS
 
@@ -47,9 +47,7 @@ SELECT: Final = f"SELECT {COLUMNS} FROM spans WHERE rollout = ? AND attempt = ? 
 
 async def append(transaction: Transaction, spans: Sequence[Span]) -> int:
     """See `append_spans`."""
-    attempts: dict[tuple[str, int], list[Span]] = {}
-    for span in spans:
-        attempts.setdefault((span.rollout, span.attempt), []).append(span)
+    attempts = by_key(spans, lambda span: (span.rollout, span.attempt))
     return sum([await _append(transaction, *attempt, attempts[attempt]) for attempt in sorted(attempts)])
 
 
