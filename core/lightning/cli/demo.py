@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from lightning.cli.output import stoppable, timestamp
+from lightning.cli.output import Overrides, stoppable, timestamp
 from lightning.config import Config, load_config, with_settings
 from lightning.demos import Demo
 from lightning.errors import ConfigError, MissingExtraError
@@ -36,13 +36,14 @@ PAGES_ROLLOUTS = 24
 """Rollouts with a page of their own: these are made in seconds."""
 
 
+Name = Annotated[
+    str | None,
+    typer.Argument(help=f"Which demonstration. Default: {DEFAULT}, or {WITHOUT_MODEL} if its model is not installed."),
+]
+
+
 def demo(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            help=f"Which demonstration. Default: {DEFAULT}, or {WITHOUT_MODEL} if its model is not installed."
-        ),
-    ] = None,
+    name: Name = None,
     seed: Annotated[int, typer.Option(help="Seed of tasks, task order and training.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for database, checkpoints, report, plot and log.")] = None,
     resume: Annotated[
@@ -67,7 +68,7 @@ def demo(
     pages: Annotated[
         bool, typer.Option("--pages/--no-pages", help="Write what happened as pages that a browser opens.")
     ] = True,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
+    set_: Overrides = None,
 ) -> None:
     """Train a real agent with a real vLLM on this machine, and compare it before and after."""
     console = Terminal()
@@ -76,11 +77,8 @@ def demo(
     chosen = plugins().demo(name)() if name else _default()
     name = chosen.name
     folder = out or _folder(name, resume=resume)
-    settings: dict[str, object] = {**chosen.settings, "trainer.seed": seed}
-    if steps is not None:
-        settings["trainer.steps"] = steps
-    if world_size is not None:
-        settings["engine.verl.world_size"] = world_size
+    given = {"trainer.seed": seed, "trainer.steps": steps, "engine.verl.world_size": world_size}
+    settings = {**chosen.settings, **{key: value for key, value in given.items() if value is not None}}
     config = load_config(overrides=set_ or (), base=with_settings(Config(), settings))
     console.print(f"[bold]{chosen.title}[/bold]\nEverything goes to {folder}; interrupt any time, go on with --resume.")
     trainer = Trainer(

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated
 
 import orjson
@@ -19,6 +20,10 @@ import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 """The `--json` option of every command that lists something."""
+SettingsFile = Annotated[Path | None, typer.Option(help="A TOML file of settings.")]
+"""The `--config` option of every command that has settings."""
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")]
+"""The `--set` option of every command that has settings."""
 _BEYOND_ASCII = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
 """Control characters that JSON does not ask to be written out."""
 

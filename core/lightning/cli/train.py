@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from lightning.cli.locate import load_agent
-from lightning.cli.output import stoppable
+from lightning.cli.output import Overrides, SettingsFile, stoppable
 from lightning.config import load_config
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
@@ -19,74 +19,84 @@ from lightning.text_files import read_text
 from lightning.trainer import Summary, Trainer
 from lightning.types import Task
 
-AGENT = (
-    "Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward. Or a program, such as command:'claude -p "
-    "{task.input}'. Not needed with --runner remote."
-)
-ALGORITHM = (
-    "A registered algorithm, alone or with arguments: grpo:group_size=4,kl_coefficient=0.01. Several in turn with the steps of "
-    "each: sft:2,grpo:20."
-)
-
+# the arguments and options that are more than a line
+Agent = Annotated[
+    str | None,
+    typer.Argument(
+        help="Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward. Or a program, such as "
+        "command:'claude -p {task.input}'. Not needed with --runner remote."
+    ),
+]
+Algorithm = Annotated[
+    str,
+    typer.Option(
+        help="A registered algorithm, alone or with arguments: grpo:group_size=4,kl_coefficient=0.01. Several in turn with the "
+        "steps of each: sft:2,grpo:20."
+    ),
+]
+Tasks = Annotated[
+    Path | None,
+    typer.Option(
+        help="Training tasks: JSON lines, each with `input` and optionally `expected`; or NAME:TEXT, such as harbor:FOLDER."
+    ),
+]
+TrainAgents = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--train-agents",
+        metavar="GLOB",
+        help="Train only on these agents' calls (!GLOB: not these; model:GLOB: by the model that is asked for); may be "
+        "repeated. The others are not frozen: all are answered by the same weights.",
+    ),
+]
+Engine = Annotated[
+    str,
+    typer.Option(help="Training engine: torch, verl (many GPUs; --set engine.verl.world_size=N), or a plugin's."),
+]
+Runner = Annotated[
+    str,
+    typer.Option(
+        help="What runs agents: process, inline, remote (`lightning runner` on other machines), or a plugin's."
+    ),
+]
+StoreUrl = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Database URL, for several machines; default: a file in the run's folder."),
+]
+FromRun = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="RUN@STEP",
+        help="Start a new run from the weights and optimizer state of another run's step.",
+    ),
+]
+Recorded = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PLACE",
+        help="Train on rollouts that were recorded, in place of new ones: a run's folder, that of `lightning serve`, or a "
+        "store's URL; with #RUN of that run alone. The agent then only runs the tasks of --val.",
+    ),
+]
 SETTING = {"--steps": "trainer.steps", "--tasks-per-step": "trainer.tasks_per_step", "--lr": "engine.lr"}
 """The settings that have an option of their own."""
 
 
 def train(
     model: Annotated[str, typer.Option(help="Model folder, or a model's name on a hub.")],
-    tasks: Annotated[
-        Path | None,
-        typer.Option(
-            help="Training tasks: JSON lines, each with `input` and optionally `expected`; or NAME:TEXT, such as harbor:FOLDER."
-        ),
-    ] = None,
-    agent: Annotated[
-        str | None,
-        typer.Argument(help=AGENT),
-    ] = None,
+    tasks: Tasks = None,
+    agent: Agent = None,
     val: Annotated[Path | None, typer.Option(help="Held-out tasks, in the same format.")] = None,
-    algorithm: Annotated[str, typer.Option(help=ALGORITHM)] = "grpo",
-    train_agents: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--train-agents",
-            metavar="GLOB",
-            help="Train only on these agents' calls (!GLOB: not these; model:GLOB: by the model that is asked for); may be "
-            "repeated. The others are not frozen: all are answered by the same weights.",
-        ),
-    ] = None,
-    engine: Annotated[
-        str,
-        typer.Option(help="Training engine: torch, verl (many GPUs; --set engine.verl.world_size=N), or a plugin's."),
-    ] = "torch",
-    runner: Annotated[
-        str,
-        typer.Option(
-            help="What runs agents: process, inline, remote (`lightning runner` on other machines), or a plugin's."
-        ),
-    ] = "process",
-    store: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Database URL, for several machines; default: a file in the run's folder."),
-    ] = None,
+    algorithm: Algorithm = "grpo",
+    train_agents: TrainAgents = None,
+    engine: Engine = "torch",
+    runner: Runner = "process",
+    store: StoreUrl = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
-    from_run: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="RUN@STEP",
-            help="Start a new run from the weights and optimizer state of another run's step.",
-        ),
-    ] = None,
-    recorded: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PLACE",
-            help="Train on rollouts that were recorded, in place of new ones: a run's folder, that of `lightning serve`, or a "
-            "store's URL; with #RUN of that run alone. The agent then only runs the tasks of --val.",
-        ),
-    ] = None,
+    from_run: FromRun = None,
+    recorded: Recorded = None,
     dev: Annotated[bool, typer.Option("--dev", help="Dry run: a few tasks, a report, no training.")] = False,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of optimizer steps (trainer.steps).")] = None,
     tasks_per_step: Annotated[
@@ -95,8 +105,8 @@ def train(
     lr: Annotated[
         float | None, typer.Option(help="Learning rate (engine.lr); default: by the size of the model.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
+    config: SettingsFile = None,
+    set_: Overrides = None,
 ) -> None:
     """Train the model behind your agent."""
     console = Terminal()

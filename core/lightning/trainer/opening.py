@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
@@ -46,14 +46,11 @@ from lightning.types import Json, Run, Task
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run that is about to begin. `resources` closes it; `line` has the stages at its beginning and its end; `computed`
-    are the settings with their dtypes; `agent` names the agent as MODULE:FUNCTION, empty where another process cannot import
-    it."""
+    """A run that is about to begin, from this `start`. `resources` closes it; `line` has the stages at its beginning and its
+    end; `agent` names the agent as MODULE:FUNCTION, empty where another process cannot import it."""
 
     resources: AsyncExitStack
-    reporter: Reporter
-    store: Store
-    run: Run
+    start: Start
     epochs: list[Epoch]
     line: RunLine
     prompts: Prompts
@@ -61,7 +58,6 @@ class Prepared:
     runner: Runner
     train: list[Task]
     sampler: Sampler
-    computed: Config
     teacher: Teacher | None
     began: float
 
@@ -148,63 +144,51 @@ class RunOpening:
             record = await self._open_record(resources, store, sampler, reporter)
             train = [*record.tasks] if record else train
             described = self._described(train, val) | ({RECORDED: record.described} if record else {})
-            run = await check_run(
-                store,
-                self.run_id,
-                described,
-                resume=self.resume,
-                project=self._project,
-                searches=isinstance(self.schedule, SearchAlgorithm),
-            )
-            if not isinstance(self.algorithm, SearchAlgorithm):
-                check_disk(self.out, self.model, self.config)
-            if self._rate_chosen:
-                reporter.say(f"engine.lr is {self.config.engine.lr:g}, {self._rate_chosen}; --lr sets another")
-            computed = with_dtypes(self.config, self.model, self.engine)
-            start = Start(
-                store,
-                run,
-                described,
-                self.out,
-                self.model,
-                self.schedule.phases if isinstance(self.schedule, AlgorithmSchedule) else (),
-                computed,
-                self._make_engine,
-                self._store_url or "",
-                reporter,
-            )
+            start = await self._start(store, described, reporter)
             teacher = await line.teacher(start)
             run, epochs, self._base = await prepare(start, line, self.from_run, teacher)
+            start = replace(start, run=run)
             prompts = await line.prompts(store, run, self.config.runner.prompts)
             reporter.phase("starting the policy server and loading the model")
             yield Prepared(
-                resources,
-                reporter,
-                store,
-                run,
-                epochs,
-                line,
-                prompts,
-                name_of(agent),
-                runner,
-                train,
-                sampler,
-                computed,
-                teacher,
-                began,
+                resources, start, epochs, line, prompts, name_of(agent), runner, train, sampler, teacher, began
             )
+
+    async def _start(self, store: Store, described: Mapping[str, Json], reporter: Reporter) -> Start:
+        """The run to begin or to go on with, and what is known of it. Raises `ConfigError` for one that cannot be, or that has
+        no room on the disk."""
+        searches = isinstance(self.schedule, SearchAlgorithm)
+        run = await check_run(
+            store, self.run_id, described, resume=self.resume, project=self._project, searches=searches
+        )
+        if not searches:
+            check_disk(self.out, self.model, self.config)
+        if self._rate_chosen:
+            reporter.say(f"engine.lr is {self.config.engine.lr:g}, {self._rate_chosen}; --lr sets another")
+        return Start(
+            store,
+            run,
+            described,
+            self.out,
+            self.model,
+            self.schedule.phases if isinstance(self.schedule, AlgorithmSchedule) else (),
+            with_dtypes(self.config, self.model, self.engine),
+            self._make_engine,
+            self._store_url or "",
+            reporter,
+        )
 
     async def _open_loop(self, made: Prepared, val: list[Task], *, own_loop: bool = False) -> Loop:
         """What samples and what trains, opened, and the loop over them."""
         assert isinstance(self.schedule, AlgorithmSchedule), "a search has a loop of its own"
-        engine = self._make_engine(made.computed)
+        engine = self._make_engine(made.start.config)
         made.resources.callback(engine.close)
-        await check_model(engine, self.model, made.reporter)
+        await check_model(engine, self.model, made.start.reporter)
         critic = bool(made.epochs[-1].config.get("critic"))
         stack, base = await self._open_both(made, engine, critic=critic)
         trackers = await self._begin(made, stack)
         await stack.tell_how_to_call()
-        say_how_to_join(stack, made.reporter)
+        say_how_to_join(stack, made.start.reporter)
         return Loop(
             stack,
             engine,
@@ -212,30 +196,30 @@ class RunOpening:
             made.train,
             val,
             self.train_agents,
-            made.reporter,
+            made.start.reporter,
             trackers,
             made.epochs,
             base,
             made.sampler,
             own_loop,
             made.teacher,
-            step_line(made.computed),
+            step_line(made.start.config),
             made.line,
         )
 
     async def _finished(self, made: Prepared, loop: Loop, kept: Evaluation | None) -> Summary:
         """The run is over: say so, and tell plugins where its model lies."""
-        await mark_over(made.store, made.run.id, True)
-        summary = await summarize(made.store, made.run.id)
+        await mark_over(made.start.store, made.start.run.id, True)
+        summary = await summarize(made.start.store, made.start.run.id)
         steps, reward = (kept.step, kept.reward) if kept else (summary.steps, summary.after)
-        about: dict[str, Json] = {"run": made.run.id, "steps": steps, "reward": reward}
+        about: dict[str, Json] = {"run": made.start.run.id, "steps": steps, "reward": reward}
         if kept is None and (probe := await asyncio.to_thread(loop.publisher.prober.probe)) is not None:
             about[PROBE] = {
                 "ids": [*probe.ids],
                 "logprobs": [0.0, *probe.logprobs[1:]],
-                "dtype": made.computed.engine.dtype,
+                "dtype": made.start.config.engine.dtype,
             }
-        await made.line.exported(made.store, made.run, self.out / "model", about)
+        await made.line.exported(made.start.store, made.start.run, self.out / "model", about)
         return summary
 
     async def _open_record(
@@ -259,7 +243,7 @@ class RunOpening:
 
     async def _open_both(self, made: Prepared, engine: Engine, *, critic: bool) -> tuple[Stack, str]:
         """What samples and what trains, opened; and the digest of the model's folder."""
-        run, store = made.run, made.store
+        run, store = made.start.run, made.start.store
         # A server of our own has the weights of a run without steps; everything else is given its weights by the loop.
         restores = bool(
             self.config.policy_server.attach or await store.last_step(run.id) or self._checkpoints.newest(0) == 0

@@ -97,17 +97,13 @@ class Trainer(RunOpening):
             "runner.adapters": as_texts(adapters, "adapters") if adapters is not None else None,
             "policy_server.attach": policy_server,
         }
-        schedule = resolve_schedule(algorithm)
+        self.schedule = schedule = resolve_schedule(algorithm)
         if isinstance(schedule, AlgorithmSchedule) and "steps" not in base.trainer.model_fields_set and steps is None:
             shortcuts["trainer.steps"] = schedule.steps
         given = {key: value for key, value in shortcuts.items() if value is not None}
         self.config = with_settings(base, given)
-        _check_lifetimes(self.config)
         self._project = project_of(self.config)
-        check_server_settings(self.config)
-        self.config.optimizer_model.check()  # settings are kept with the run: none that hold a password get that far
-        check_gateway(self.config.gateway)
-        check_policy_server(self.config.policy_server)
+        _check_settings(self.config, store)
         if resume and out is None:
             raise ConfigError("resume needs the run to go on with: give its folder as `out` (--out runs/NAME)")
         self.model = self._base = resolve_model(model)
@@ -116,24 +112,14 @@ class Trainer(RunOpening):
         if isinstance(schedule, AlgorithmSchedule) and self.config.engine.lr is None:
             rate, self._rate_chosen = default_rate(self.config, self.model)
             self.config = with_settings(self.config, {"engine.lr": rate})
-        self.schedule = schedule
         self.from_run, self.recorded = from_run, recorded
         if recorded is not None and isinstance(schedule, SearchAlgorithm):
             raise ConfigError("a search for prompts runs its agents: it cannot learn from what was recorded")
         self._steps_set = "steps" in base.trainer.model_fields_set or "trainer.steps" in given
         self.engine = engine
         self._make_engine, self._make_runner = plugins().engine(engine), plugins().runner(runner)
-        for tracker in names_of(self.config):
-            plugins().tracker(tracker)
-        step_line(self.config)
-        if store is not None and store.partition("://")[0] in ("http", "https"):
-            raise ConfigError(
-                f"{redacted(store)} is a server: a trainer needs the database itself, as postgresql://, redis:// or sqlite:///"
-            )
         self._store_url = store
-        self.out = (
-            Path(out) if out is not None else Path("runs") / datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
-        )
+        self.out = Path("runs") / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}" if out is None else Path(out)
         self.resume, self.progress = resume, progress
 
     def fit(self, agent: Agent | None, train: Sequence[Task | Json], val: Sequence[Task | Json] = ()) -> Summary:
@@ -185,13 +171,13 @@ class Trainer(RunOpening):
         async with self._prepared(agent, train, val, sampler) as made:
             if isinstance(self.schedule, SearchAlgorithm):
                 stack = await self._open_stack(
-                    made.resources, self.out, made.run, made.store, made.runner, made.prompts
+                    made.resources, self.out, made.start.run, made.start.store, made.runner, made.prompts
                 )
                 trackers = await self._begin(made, stack)
-                say_how_to_join(stack, made.reporter)
-                await self.schedule.search(stack, made.train, val, made.reporter, trackers, made.began)
-                await mark_over(made.store, made.run.id, True)
-                return await summarize(made.store, made.run.id)
+                say_how_to_join(stack, made.start.reporter)
+                await self.schedule.search(stack, made.train, val, made.start.reporter, trackers, made.began)
+                await mark_over(made.start.store, made.start.run.id, True)
+                return await summarize(made.start.store, made.start.run.id)
             loop = await self._open_loop(made, val)
             kept = await loop.run({"seconds/start": time.monotonic() - made.began})
             return await self._finished(made, loop, kept)
@@ -285,9 +271,21 @@ def _check_search(config: Config) -> None:
         logger.warning("a search for prompts does not use trainer.%s: leave it out", ", trainer.".join(names))
 
 
-def _check_lifetimes(config: Config) -> None:
+def _check_settings(config: Config, store: str | None) -> None:
+    """Refuse what cannot go together, or needs a plugin that is not there, before anything is started."""
     if config.gateway.token_ttl < config.runner.timeout:
         raise ConfigError(
             f"gateway.token_ttl ({config.gateway.token_ttl:g} s) is shorter than runner.timeout "
             f"({config.runner.timeout:g} s): an agent's key would expire under it. Raise gateway.token_ttl"
         )
+    if store is not None and store.partition("://")[0] in ("http", "https"):
+        raise ConfigError(
+            f"{redacted(store)} is a server: a trainer needs the database itself, as postgresql://, redis:// or sqlite:///"
+        )
+    check_server_settings(config)
+    config.optimizer_model.check()  # settings are kept with the run: none that hold a password get that far
+    check_gateway(config.gateway)
+    check_policy_server(config.policy_server)
+    for tracker in names_of(config):
+        plugins().tracker(tracker)
+    step_line(config)

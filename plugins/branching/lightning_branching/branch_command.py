@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 from lightning.cli.locate import load_agent
-from lightning.cli.output import AsJson, escape, fail, print_json, print_table, say, warn
+from lightning.cli.output import AsJson, SettingsFile, escape, fail, print_json, print_table, say, warn
 from lightning.config import Config, load_config
 from lightning.errors import ConfigError
 from lightning.store.url import redacted
@@ -76,7 +76,7 @@ def branch(
         ),
     ] = None,
     as_json: AsJson = False,
-    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
+    config: SettingsFile = None,
 ) -> None:
     """Run a recorded rollout again from one of its calls on, several times: what came before is answered from the record."""
     prompts, (sampling, settings) = _prompts(prompt or []), _split(set_ or [])

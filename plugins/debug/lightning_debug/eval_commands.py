@@ -17,7 +17,17 @@ from typing import Annotated, Final
 import typer
 from lightning.asyncio_utils import run_to_end
 from lightning.cli.locate import load_agent
-from lightning.cli.output import AsJson, escape, print_json, print_table, say, stoppable, timestamp
+from lightning.cli.output import (
+    AsJson,
+    Overrides,
+    SettingsFile,
+    escape,
+    print_json,
+    print_table,
+    say,
+    stoppable,
+    timestamp,
+)
 from lightning.cli.train import read_tasks
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
@@ -40,8 +50,6 @@ Runs = Annotated[Path, typer.Option(help="Folder in which runs and their resourc
 Bounds = Annotated[str, typer.Option(metavar="LOW,HIGH", help="The lowest and the highest reward that there can be.")]
 Runner = Annotated[str, typer.Option(help="What runs agents: process or inline, or a plugin's.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with what was begun in --out.")]
-ConfigFile = Annotated[Path | None, typer.Option(help="A TOML file of settings.")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")]
 
 
 def evaluate(
@@ -65,8 +73,8 @@ def evaluate(
     runs: Runs = Path("runs"),
     runner: Runner = "process",
     as_json: AsJson = False,
-    config: ConfigFile = None,
-    set_: Set = None,
+    config: SettingsFile = None,
+    set_: Overrides = None,
 ) -> None:
     """Run an agent on tasks against a model, several times each: avg@k and pass@k with intervals."""
     limits = read_bounds(bounds)
@@ -195,8 +203,8 @@ def ab(
     runs: Runs = Path("runs"),
     runner: Runner = "process",
     as_json: AsJson = False,
-    config: ConfigFile = None,
-    set_: Set = None,
+    config: SettingsFile = None,
+    set_: Overrides = None,
 ) -> None:
     """Compare two prompts, models or temperatures on the same tasks, until one is better beyond doubt.
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 from lightning.cli.locate import load_agent
-from lightning.cli.output import fail, say
+from lightning.cli.output import Overrides, fail, say
 from lightning.config import load_config
 
 
@@ -49,7 +49,7 @@ def runner(
     config: Annotated[
         Path | None, typer.Option(help="A TOML file of settings; only the section runner is used.")
     ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
+    set_: Overrides = None,
 ) -> None:
     """Run an agent for Lightning Servers. SIGTERM or Ctrl-C drains; a second one stops at once."""
     from lightning_server.client import Client

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from lightning.asyncio_utils import run_to_end
+from lightning.cli.output import Overrides, SettingsFile
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
@@ -52,8 +53,8 @@ def serve(
     ] = None,
     ttl: Annotated[float, typer.Option(help="Seconds for which the printed key is valid.")] = 86_400.0,
     seconds: Annotated[float | None, typer.Option(help="Stop after this many seconds; default: at Ctrl-C.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
+    config: SettingsFile = None,
+    set_: Overrides = None,
 ) -> None:
     """Serve a model through the gateway, or a shared database for trainers and clients. Every call is recorded."""
     console = Terminal(highlight=False, soft_wrap=True)

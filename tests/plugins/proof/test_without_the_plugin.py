@@ -34,7 +34,7 @@ def test_a_fork_is_refused_and_so_is_its_resume(train: Any, tmp_path: Path, monk
     monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "proof")
     found = Plugins()
     monkeypatch.setattr(stages, "plugins", lambda: found)
-    brings = r"no plugin is there that carries it out: .* The plugin 'proof' brings it\. .* is disabled: .*"
+    brings = r"no plugin is there that carries it out: .* plugin 'proof' brings it\. .* is disabled: .*"
     brings += "Bring the plugin back,"
     with pytest.raises(
         ConfigError, match=rf"is to begin with the weights of parent@1 \(--from\), and {brings} or leave it out"
