@@ -8,7 +8,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from lightning.runner.stages import AttemptStage
+
+if TYPE_CHECKING:
+    from lightning.config import RunnerConfig
 
 PROGRAM = "bwrap"
 LARGEST_TMP = 1 << 30
@@ -37,3 +43,17 @@ def hide(names: Sequence[str]) -> Callable[[], None]:
 def hidden() -> tuple[str, ...]:
     """The full paths of what a sandbox in this process is to hide."""
     return tuple(dict.fromkeys(path for told in _hidden for path in told))
+
+
+class HidingStage(AttemptStage):
+    """Agents' own sandboxes hide what the runner is told to hide."""
+
+    api = 1
+    carries_out: ClassVar[Collection[str]] = ("sandbox_network", "sandbox_environment", "sandbox_files")
+
+    def __init__(self, config: RunnerConfig) -> None:
+        self._hidden = config.sandbox_hidden
+
+    def installed(self) -> Callable[[], None]:
+        """From now on they do."""
+        return hide(self._hidden)

@@ -17,10 +17,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Final
 
 from lightning.errors import RunnerError
 from lightning.installation import install_command
@@ -252,24 +252,10 @@ def _unreadable(hidden: Sequence[str]) -> Iterator[str]:
 SANDBOX: Final = "sandbox"
 
 
-class HidingStage(AttemptStage):
-    """Agents' own sandboxes hide what the runner is told to hide."""
-
-    api = 1
-    carries_out: ClassVar[Collection[str]] = ("sandbox_network", "sandbox_environment", "sandbox_files")
-
-    def __init__(self, config: RunnerConfig) -> None:
-        self._hidden = config.sandbox_hidden
-
-    def installed(self) -> Callable[[], None]:
-        """From now on they do."""
-        return bwrap.hide(self._hidden)
-
-
-class SandboxStage(HidingStage):
+class SandboxStage(bwrap.HidingStage):
     """Each process of agents is alone in a sandbox."""
 
-    carries_out = ("sandbox", *HidingStage.carries_out)
+    carries_out = ("sandbox", *bwrap.HidingStage.carries_out)
 
     def __init__(self, config: RunnerConfig) -> None:
         super().__init__(config)
@@ -289,4 +275,4 @@ class SandboxStage(HidingStage):
 
 def stage_for(config: RunnerConfig) -> AttemptStage:
     """The stage of a runner with these settings."""
-    return HidingStage(config) if config.sandbox == "none" else SandboxStage(config)
+    return bwrap.HidingStage(config) if config.sandbox == "none" else SandboxStage(config)
