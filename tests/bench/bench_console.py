@@ -99,13 +99,13 @@ async def fill(path: Path, names: list[str], rollouts: int, steps: int) -> None:
                 "context, at, policy) VALUES (?, ?, ?, ?, ?, ?, '', ?, '[]', '{}', ?, 'policy')",
                 (
                     (
-                        *(name, step, step + 1, pairs, digests, "e" * 64),
+                        *(name, step, step, pairs, digests, "e" * 64),
                         *(
                             json.dumps(METRICS | {"reward": step / steps, "rollouts": size, "failed": 0.0}),
                             1.7e9 + step,
                         ),
                     )
-                    for step in range(steps)
+                    for step in range(1, steps + 1)
                 ),
             )
 

@@ -88,10 +88,12 @@ async def run(count: int, order: str, steps: int, seed: int) -> tuple[float, flo
     tasks = [Task(place, id=str(place)) for place in range(count)]
     choice, store, before = TaskChoice(tasks, seed), NoStepRewards(), learner.success.mean()
     taught, seconds = 0, 0.0
-    for step in range(steps):
+    for step in range(1, steps + 1):
         began = time.perf_counter()
         chosen = (
-            choice.of_step(step, GROUP, 0, GROUPS) if order == "learnable" else tasks_of_step(tasks, step, GROUPS, seed)
+            choice.of_step(step, GROUP, 0, GROUPS)
+            if order == "learnable"
+            else tasks_of_step(tasks, step - 1, GROUPS, seed)
         )
         seconds += time.perf_counter() - began
         rewards, own = learner.step([int(task.id) for task in chosen])

@@ -78,7 +78,7 @@ async def fill(path: Path, rollouts: int, steps: int, members: int) -> None:
         database.executemany(
             "INSERT INTO steps (run, step, policy_version, rollouts, digests, digest, checkpoint, metrics, group_ids, "
             "context, at, policy) VALUES ('steps', ?, ?, ?, ?, ?, '', '{\"reward\": 0.5}', '[]', '{}', 1.0, 'policy')",
-            ((step, step + 1, *record) for step in range(steps)),
+            ((step, step, *record) for step in range(1, steps + 1)),
         )
 
 

@@ -98,7 +98,7 @@ class DemoRun:
     def assert_whole(self) -> None:
         """All steps are there once, every trained rollout is in exactly one of them, and the audit finds nothing."""
         steps = self.committed()
-        assert [record.step for record in steps] == list(range(self.steps))
+        assert [record.step for record in steps] == list(range(1, self.steps + 1))
         trained = Counter(name for record in steps for name, _ in record.rollouts)
         assert trained, "something was trained"
         assert set(trained.values()) == {1}

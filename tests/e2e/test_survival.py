@@ -20,7 +20,7 @@ Middle = Callable[[int], Callable[[Any], bool]]
 
 def test_killing_the_trainer_then_interrupting_it_and_resuming_each_time(demo_run: Any, middle: Middle) -> None:
     demo_run.start()
-    demo_run.until(middle(1))
+    demo_run.until(middle(2))
     children = demo_run.descendants("")
     os.kill(demo_run.process.pid, signal.SIGKILL)
     demo_run.wait()
@@ -31,7 +31,7 @@ def test_killing_the_trainer_then_interrupting_it_and_resuming_each_time(demo_ru
     assert not alive, "a killed trainer leaves no vLLM and no agent behind"
 
     demo_run.start("--resume")
-    demo_run.until(middle(2))
+    demo_run.until(middle(3))
     children = demo_run.descendants("")
     demo_run.process.send_signal(signal.SIGINT)
     assert demo_run.wait() == 130, demo_run.output
@@ -82,12 +82,12 @@ def kill_an_agent(run: Any) -> bool:
 def test_killing_agents_then_vllm(demo_run: Any, middle: Middle) -> None:
     demo_run.steps = 2
     demo_run.start()
-    demo_run.until(middle(0))
+    demo_run.until(middle(1))
     killed = 0
     while killed < 3:
         killed += kill_an_agent(demo_run)
         time.sleep(0.1)
-    demo_run.until(middle(1))
+    demo_run.until(middle(2))
     assert "restarting" not in demo_run.output
     servers = demo_run.descendants("lightning.policy_server.launch")
     assert servers

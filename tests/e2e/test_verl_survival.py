@@ -63,7 +63,7 @@ def test_killing_a_worker_in_a_step_then_the_trainer_in_the_next(train_run: Any)
     train_run.start()
     computing(train_run, 1).kill()
     computing(train_run, 2)
-    assert "starting the workers again at step 1" in train_run.output
+    assert "starting the workers again after step 1" in train_run.output
     children, sampled = train_run.descendants(""), by_id(train_run)
     train_run.process.send_signal(signal.SIGKILL)
     train_run.wait()
@@ -107,7 +107,7 @@ async def assert_trained_once(folder: Path) -> None:
     engine.open(MODEL, OptimizerConfig(lr=LR), seed=0)
     for record in await store.steps(folder.name):
         batch = algorithm.batch(await load_groups(store, await rollouts_of(store, record, 0), ()))
-        rate = LR * min(1.0, (record.step + 1) / WARMUP)
+        rate = LR * min(1.0, record.step / WARMUP)
         engine.step(batch.samples, batch.loss_for(algorithm), rate)
     await store.close()
     expected, first = load_file(engine.weights(folder / "again.safetensors")), load_file(MODEL / "model.safetensors")

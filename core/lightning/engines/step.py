@@ -124,7 +124,7 @@ class StepDriver:
         self.steps = 0
 
     def begin(self, config: OptimizerConfig, seed: int) -> None:
-        """Start at step 0 with these settings."""
+        """Start before the first step, with these settings."""
         self._config, self._seed, self.steps, self._pending = config, seed, 0, None
 
     def dropped(self) -> None:
@@ -158,7 +158,7 @@ class StepDriver:
         self._pending = None
         trained = [sample for sample in samples if is_trained(sample)]
         if trained:
-            made.add(computer.accumulate(computer.prepare(trained, loss), loss, self.steps), None, first=True)
+            made.add(computer.accumulate(computer.prepare(trained, loss), loss, self.steps + 1), None, first=True)
         self._pending = made if made.parts else None
         return made.result()
 
@@ -168,7 +168,7 @@ class StepDriver:
             raise EngineError("there is no gradient to update on: call forward_backward() with trained rows first")
         self._pending = None
         made = _Updates(self._config.lr if lr is None else lr)
-        made.add(Tally(), computer.update(*self._rates(made), self.steps), first=True)
+        made.add(Tally(), computer.update(*self._rates(made), self.steps + 1), first=True)
         self.steps += 1
         return made.result()
 
@@ -187,8 +187,8 @@ class StepDriver:
     def _update(self, computer: Computer, part: Sequence[Sample], loss: Loss, made: _Updates, *, first: bool) -> None:
         tally = Tally()
         try:
-            tally = computer.accumulate(computer.prepare(part, loss), loss, self.steps)
-            norms = computer.update(*self._rates(made), self.steps) if tally.parts else None
+            tally = computer.accumulate(computer.prepare(part, loss), loss, self.steps + 1)
+            norms = computer.update(*self._rates(made), self.steps + 1) if tally.parts else None
         except NonFiniteError as error:
             made.skip(tally, first=first)
             self._skipped(error)

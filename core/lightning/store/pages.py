@@ -30,7 +30,7 @@ async def each_rollout(
 
 async def each_step(store: Store, run: str) -> AsyncIterator[StepRecord]:
     """The committed steps of a run in order. Only a page of them is kept."""
-    after = -1
+    after = 0
     while page := await store.steps(run, after=after, limit=STEPS):
         for record in page:
             yield record

@@ -230,7 +230,7 @@ class Store(Protocol):
         """
 
     async def steps(
-        self, run: str, *, after: int = -1, limit: int | None = None, brief: bool = False
+        self, run: str, *, after: int = 0, limit: int | None = None, brief: bool = False
     ) -> list[StepRecord]:
         """Committed steps in order: at most `limit` of those with a larger number than `after`. If `brief`, each without
         `rollouts`, `digests`, `groups` and `extras`, which are most of a step: 40 KB of 512 rollouts.

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSchedule:
-    """Algorithms with the step that each begins with, in order, the first with step 0. `steps` is how many all of them take;
+    """Algorithms with the step that each begins with, in order, the first with step 1. `steps` is how many all of them take;
     None where the last one goes on to `trainer.steps`."""
 
     phases: tuple[tuple[int, Algorithm], ...]
@@ -35,7 +35,7 @@ class AlgorithmSchedule:
     @classmethod
     def of(cls, algorithm: Algorithm) -> AlgorithmSchedule:
         """One algorithm for all steps."""
-        return cls(((0, algorithm),))
+        return cls(((1, algorithm),))
 
     def at(self, step: int) -> Algorithm:
         """The algorithm of a step."""
@@ -114,7 +114,7 @@ def resolve_schedule(algorithm: Algorithm | SearchAlgorithm | str) -> AlgorithmS
     if len(phases) < 2 and not any(phase.steps for phase in phases):
         made = resolve_algorithm(algorithm)
         return made if isinstance(made, SearchAlgorithm) else AlgorithmSchedule.of(made)
-    begun, first = [], 0
+    begun, first = [], 1
     for phase in phases:
         made = resolve_algorithm(make_algorithm(phase))
         if isinstance(made, SearchAlgorithm):
@@ -123,7 +123,7 @@ def resolve_schedule(algorithm: Algorithm | SearchAlgorithm | str) -> AlgorithmS
             raise ConfigError(f"for how many steps does {phase.name} train? Write {phase.name}:STEPS in {algorithm!r}")
         begun.append((first, made))
         first += phase.steps or 0
-    return AlgorithmSchedule(tuple(begun), first if phases[-1].steps else None)
+    return AlgorithmSchedule(tuple(begun), first - 1 if phases[-1].steps else None)
 
 
 def _is_size(given: SupportsIndex) -> bool:

@@ -42,9 +42,9 @@ async def prepare(
     epochs = await plan_epochs(store, run, described, algorithms)
     committed = len(records)
     for epoch in epochs[1:]:
-        if committed and epoch.first == committed:
+        if committed and epoch.first == committed + 1:
             changed = "\n  ".join(changes_of(epochs, epoch.number))
-            start.reporter.say(f"config epoch {epoch.number} begins with step {committed}:\n  {changed}")
+            start.reporter.say(f"config epoch {epoch.number} begins with step {epoch.first}:\n  {changed}")
             warn_of_tasks(epochs[epoch.number - 1], epoch)
     given = [algorithm for _, algorithm in start.phases]
     again = Rewinder(

@@ -67,7 +67,7 @@ async def is_over(store: Store, run: str) -> bool:
 async def read_epochs(store: Store, run: Run) -> list[Epoch]:
     """The epochs of a run, in order; at least one."""
     kept = await store.get_state(run.id, STATE)
-    epochs = [Epoch(0, 0, run.config, run.created_at)]
+    epochs = [Epoch(0, 1, run.config, run.created_at)]
     for item in kept if isinstance(kept, list) else ():
         first, at, changed = item["first"], item["at"], item["config"]
         epochs.append(Epoch(len(epochs), int(first), {**run.config, **changed}, float(at)))

@@ -47,7 +47,7 @@ def check_held_out(config: Config, val: object) -> None:
 
 class HeldOut:
     """The evaluations so far, in order, that can be compared (`Evaluation.score`). `folder` is the run's; `since` is the step
-    at which held-out tasks or their sampling changed last (`compared_since`)."""
+    after which held-out tasks or their sampling changed last (`compared_since`)."""
 
     def __init__(self, folder: Path, since: int = 0) -> None:
         self._folder, self.since = folder / BEST, since
@@ -127,7 +127,7 @@ def compared_since(epochs: Sequence[Epoch]) -> int:
     first = 0
     for before, after in pairwise(epochs):
         if _measure(before) != _measure(after):
-            first = after.first
+            first = after.first - 1
     return first
 
 

@@ -88,7 +88,7 @@ class Loop:
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.epochs = self.epochs or [Epoch(0, 0, self.stack.run.config)]
+        self.epochs = self.epochs or [Epoch(0, 1, self.stack.run.config)]
         config = self.stack.config
         every = (
             1
@@ -135,8 +135,8 @@ class Loop:
         self.reporter.begin(self.done, config.steps)
         async with self.writer, self.stages, sampler:
             due = await self.evaluation_begun()
-            for step in range(self.done, config.steps):
-                if due or step == 0 or (config.eval_every and step % config.eval_every == 0):
+            for step in range(self.done + 1, config.steps + 1):
+                if due or self.done == 0 or (config.eval_every and self.done % config.eval_every == 0):
                     await self.evaluate()
                     if self.held_out.is_over(config.patience):
                         break
@@ -208,7 +208,7 @@ class Loop:
     ) -> dict[str, float]:
         """Commit a step that the engine has taken, and make the policy server serve the result; returns its metrics. `reused`
         are the rollouts that an earlier step has trained, `sampled` is what is new, `own` what a loop of somebody's own did."""
-        metrics = step_metrics(sampled.rollouts, groups, batch, result) | staleness(step, batch) | sampled.metrics
+        metrics = step_metrics(sampled.rollouts, groups, batch, result) | staleness(step - 1, batch) | sampled.metrics
         metrics |= await self.usage.step(groups)
         metrics |= {"reused": float(len(reused))} if reused else {}
         metrics["drift_tokens"] = await self.drift(batch, result)
@@ -216,13 +216,13 @@ class Loop:
         fresh = not metrics.get("staleness_max") and not sampled.elsewhere  # other weights differ, as they should
         if fresh and (gap := bound_of(self.stack.config).problem_of_step(metrics)):
             computed = self.stack.config
-            logger.warning(DIFFER, step + 1, gap, computed.engine.dtype, computed.policy_server.dtype)
+            logger.warning(DIFFER, step, gap, computed.engine.dtype, computed.policy_server.dtype)
         await asyncio.to_thread(self.remarks.step, step, groups, batch, metrics, self.train_agents)
         parts = self.stack.gateway.parts
         taken = StepTaken(step, sampled.rollouts, groups, batch, metrics, self.train_agents, parts)
         added = await self.stages.taken(taken)
         metrics |= added.metrics
-        self.alarm(f"step {step + 1}", step, added.alarms)
+        self.alarm(f"step {step}", step, added.alarms)
         taught = bool(result.metrics.get("stepped", 1.0))
         with self.timed("checkpoint"):
             context = await self.context(step, result)
@@ -292,15 +292,15 @@ class Loop:
         taught: bool,
     ) -> None:
         """From here on the step is history. The last one is saved before; others beside what comes next."""
-        last = step + 1 == self.stack.config.trainer.steps and (taught or self.writer.unsaved)
+        last = step == self.stack.config.trainer.steps and (taught or self.writer.unsaved)
         if last or (self.own_loop and taught):
-            await self.writer.write(step + 1)
+            await self.writer.write(step)
         checkpoint = self.checkpoints.path(self.writer.newest).name if self.writer.newest else ""
         record = record_step(
             self.stack.run.id, step, groups, batch, checkpoint=checkpoint, metrics=metrics, context=context
         )
         await self.stack.store.commit_step(record)
-        self.done = step + 1
+        self.done = step
         plugins().hook.step_finished(record=record)
         await asyncio.to_thread(self.checkpoints.prune, self.done)
 
@@ -361,11 +361,11 @@ class Loop:
         self.held_out.add(known)
         if len(self.held_out.results) < len(known):
             self.reporter.say(
-                f"held-out tasks, or how they are sampled, changed at step {self.held_out.since}: evaluations before it are "
+                f"held-out tasks, or how they are sampled, changed after step {self.held_out.since}: evaluations before it are "
                 "not compared with later ones"
             )
         await self.stages.begin([record.metrics for record in records], self.held_out.results)
-        committed = records[-1].step + 1 if records else 0
+        committed = records[-1].step if records else 0
         if not records:
             self._refuse_foreign_checkpoints()
         self.checkpoints.discard_after(committed)

@@ -21,19 +21,19 @@ runs before it. Absent where it began with weights alone: the optimizer is then 
 
 
 def lr_share(config: Config, step: int, earlier: int = 0) -> float:
-    """The share of `engine.lr` that the run's step number `step` (from 0) has.
+    """The share of `engine.lr` that a step of the run has.
 
     It rises linearly over `warmup_steps`. Then it stays, or falls to `min_lr_ratio` at the end of the run's own
     `trainer.steps`: in a line, or by half a cosine (SGDR, arXiv 1608.03983, without restarts). Steps after the last planned
     one have the lowest share. The `earlier` steps of the runs that this one was forked from count for the warm-up alone.
     """
     engine = config.engine
-    if earlier + step < engine.warmup_steps:
-        return (earlier + step + 1) / engine.warmup_steps
+    if earlier + step <= engine.warmup_steps:
+        return (earlier + step) / engine.warmup_steps
     if engine.lr_schedule == "constant":
         return 1.0
-    first = max(0, engine.warmup_steps - earlier)
-    progress = min(1.0, (step - first) / max(1, config.trainer.steps - first))
+    risen = max(0, engine.warmup_steps - earlier)
+    progress = min(1.0, (step - 1 - risen) / max(1, config.trainer.steps - risen))
     share = 1.0 - progress if engine.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return engine.min_lr_ratio + (1.0 - engine.min_lr_ratio) * share
 

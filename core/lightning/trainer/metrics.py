@@ -155,14 +155,14 @@ def count_truncated(calls: Iterable[Transition]) -> int:
     return sum(call.finish_reason == "length" for call in calls)
 
 
-def staleness(step: int, batch: Batch) -> dict[str, float]:
-    """How many optimizer steps older than `step` the policy was that sampled the trained tokens: mean and maximum over
+def staleness(version: int, batch: Batch) -> dict[str, float]:
+    """How many optimizer steps older than `version` the policy was that sampled the trained tokens: mean and maximum over
     those whose version is known, nothing when there are none."""
     versions = [sample.versions[(sample.weights != 0) & (sample.versions >= 0)] for sample in batch.samples]
     known = np.concatenate(versions) if versions else np.empty(0, dtype=np.int32)
     if not len(known):
         return {}
-    return {"staleness_mean": float(step - known.mean()), "staleness_max": float(step - known.min())}
+    return {"staleness_mean": float(version - known.mean()), "staleness_max": float(version - known.min())}
 
 
 def sampled_tokens(groups: Sequence[Group]) -> int:
@@ -227,12 +227,12 @@ class Remarks:
         else:
             for reason in sorted(batch.skipped.keys() - self._reasons):
                 level = logging.INFO if reason in ORDINARY else logging.WARNING
-                logger.log(level, "step %d: %s", step + 1, _why(reason, groups, batch, calls, train_agents))
+                logger.log(level, "step %d: %s", step, _why(reason, groups, batch, calls, train_agents))
         self._reasons |= batch.skipped.keys()
         if (media := int(metrics.get("dropped/media", 0))) and calls and self._said.first("media"):
-            logger.warning("step %d: %s", step + 1, are_media(media, media + len(calls)))
+            logger.warning("step %d: %s", step, are_media(media, media + len(calls)))
         if metrics.get("too_long") and self._said.first("too_long"):
-            logger.warning("step %d: %s", step + 1, are_too_long(int(metrics["too_long"])))
+            logger.warning("step %d: %s", step, are_too_long(int(metrics["too_long"])))
 
     def _say_idle(
         self,
@@ -247,7 +247,7 @@ class Remarks:
             reasons.append(_nothing_trained(groups, train_agents))
         logger.warning(
             "step %d trained nothing and left the weights as they were (%d of %d steps so far): %s",
-            step + 1,
+            step,
             self._idle,
             self._steps,
             "; ".join(reasons) or "no trained call got an advantage",

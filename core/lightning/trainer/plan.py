@@ -100,11 +100,11 @@ def fixed_order(order: str) -> FixedOrder | None:
 
 
 def tasks_of_step(
-    tasks: Sequence[Task], step: int, count: int, seed: int, order: FixedOrder = "shuffled", begin: Place = START
+    tasks: Sequence[Task], earlier: int, count: int, seed: int, order: FixedOrder = "shuffled", begin: Place = START
 ) -> list[Task]:
-    """The `count` tasks of a step: consecutive slices of endless passes over `tasks`, no state between steps. `step` counts
-    from the place `begin` on."""
-    return tasks_from(tasks, step * count, count, seed, order, begin)
+    """The `count` tasks of a step: consecutive slices of endless passes over `tasks`, no state between steps. So many
+    `earlier` steps were taken since the place `begin`."""
+    return tasks_from(tasks, earlier * count, count, seed, order, begin)
 
 
 def tasks_from(
@@ -196,7 +196,7 @@ def _order(names: tuple[str, ...], seed: str, order: FixedOrder) -> list[tuple[b
 
 def tasks_of_wave(
     tasks: Sequence[Task],
-    step: int,
+    earlier: int,
     wave: int,
     count: int,
     seed: int,
@@ -208,13 +208,13 @@ def tasks_of_wave(
 
     They do not move the order that steps have without them.
     """
-    own = tasks_of_step(tasks, step, count, seed, order, begin)
+    own = tasks_of_step(tasks, earlier, count, seed, order, begin)
     if wave == 0:
         return own
     used = {task.id for task in own}
     following = tasks.index(own[-1]) + 1 if order == "given" else 0
     others = [task for task in (*tasks[following:], *tasks[:following]) if task.id not in used]
-    return tasks_from(others or tasks, (wave - 1) * count, count, f"{seed}/waves of {step}", order)
+    return tasks_from(others or tasks, (wave - 1) * count, count, f"{seed}/waves of {earlier}", order)
 
 
 def generation(rollouts: Sequence[Rollout], planned: Sequence[Rollout], later: Sequence[Rollout] = ()) -> int:

@@ -134,7 +134,7 @@ class Rewinder:
         left = self.records[begun or 0 : step]
         alike = [list(part) for _, part in itertools.groupby(left, key=lambda record: self._training(record.step))]
         for part in alike or [[]]:
-            last = part[-1].step if part else max(0, step - 1)
+            last = part[-1].step if part else max(1, step)
             config = self._config_at(last)
             engine = self.make_engine(config)
             try:
@@ -147,7 +147,7 @@ class Rewinder:
                 if part is (alike or [part])[-1]:
                     await asyncio.to_thread(use, engine)
                 else:
-                    state = self.between or self.checkpoints.path(last + 1)
+                    state = self.between or self.checkpoints.path(last)
                     await asyncio.to_thread(engine.save, state)
             finally:
                 await asyncio.to_thread(engine.close)
@@ -164,14 +164,16 @@ class Rewinder:
         """Whether some of the steps that lead from the newest checkpoint to `step` were taken by an engine that was opened
         otherwise than one is `here`."""
         present = _opened_with(self.here, self.teacher)
-        return any(self._training(taken) != present for taken in range(self.checkpoints.newest(step) or 0, step))
+        return any(
+            self._training(taken) != present for taken in range((self.checkpoints.newest(step) or 0) + 1, step + 1)
+        )
 
     def _training(self, step: int) -> object:
         """What an engine is opened with for a step."""
         return _opened_with(self._config_at(step), self._teacher_at(step))
 
     def _teacher_at(self, step: int) -> Teacher | None:
-        return recorded_teacher(self.records[step]) if step < len(self.records) else None
+        return recorded_teacher(self.records[step - 1]) if step <= len(self.records) else None
 
     def _config_at(self, step: int) -> Config:
         """The settings that a step was taken with, on this machine. A dtype that was left to lightning is the one it chose."""
@@ -188,7 +190,7 @@ class Rewinder:
         else:
             update = dict(self.machine_at(step))
         if config.engine.dtype == "auto":
-            chosen = self.records[step].context.get("dtype") if step < len(self.records) else None
+            chosen = self.records[step - 1].context.get("dtype") if step <= len(self.records) else None
             update["dtype"] = chosen or self.here.engine.dtype
         engine = config.engine.model_copy(update=update)
         return config.model_copy(update={"engine": engine})

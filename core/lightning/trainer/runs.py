@@ -193,7 +193,7 @@ async def check_run(
     elif (records := await store.steps(run)) and (lost := await not_loadable(now, described, records)):
         raise ConfigError(
             f"the training state of run {run!r} does not fit other settings of {', '.join(lost)}: resume it with the same "
-            f"ones, or begin a new run with its weights: --from {run}@{records[-1].step + 1}"
+            f"ones, or begin a new run with its weights: --from {run}@{records[-1].step}"
         )
     return known
 
@@ -225,14 +225,14 @@ async def plan_epochs(
     as `describe_algorithm` says them, with their first steps: each begins an epoch, too.
     """
     records = await store.steps(run.id)
-    committed = records[-1].step + 1 if records else 0
-    epochs = [epoch for epoch in await read_epochs(store, run) if epoch.number == 0 or epoch.first < committed]
-    planned = [(first, {**described, "algorithm": algorithm}) for first, algorithm in phases] or [(0, dict(described))]
+    begun = records[-1].step + 1 if records else 1
+    epochs = [epoch for epoch in await read_epochs(store, run) if epoch.number == 0 or epoch.first < begun]
+    planned = [(first, {**described, "algorithm": algorithm}) for first, algorithm in phases] or [(1, dict(described))]
     for place, (first, config) in enumerate(planned):
-        if place + 1 < len(planned) and planned[place + 1][0] <= committed:
+        if place + 1 < len(planned) and planned[place + 1][0] <= begun:
             continue  # this phase is over
         if differences(epochs[-1].config, config):
-            epochs.append(Epoch(len(epochs), max(first, committed), config, time.time()))
+            epochs.append(Epoch(len(epochs), max(first, begun), config, time.time()))
     return epochs
 
 

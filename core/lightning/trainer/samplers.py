@@ -173,7 +173,7 @@ class Sampler(Stage, ABC):
         """Everything is open: take what there is to work with."""
         self.stack, self.schedule, self.tasks, self.agents = ground.stack, ground.schedule, ground.tasks, ground.agents
         self.reporter, self.finished = ground.reporter, ground.finished
-        self.epochs = ground.epochs or [Epoch(0, 0, self.stack.run.config)]
+        self.epochs = ground.epochs or [Epoch(0, 1, self.stack.run.config)]
         self.config = self.stack.config.trainer
         self.order = _order_of(self.config, self.tasks)
         return self
@@ -209,7 +209,7 @@ class Sampler(Stage, ABC):
 
     async def sample(self, step: int) -> Sampled:
         """See `step`."""
-        with self._blamed(f"step {step + 1}"):
+        with self._blamed(f"step {step}"):
             if not isinstance(found := await self.step(step), Sampled):
                 raise TypeError(f"it returned {found!r:.80} and no Sampled")
             return found
@@ -221,7 +221,7 @@ class Sampler(Stage, ABC):
                 rollout for rollout in rollouts if rollout.parent is None
             ]  # branches begin in states that were chosen
             with ORDER.blaming(self.order, "learn"):
-                await self.order.stage.learn(self.stack.store, version - 1, begun)
+                await self.order.stage.learn(self.stack.store, version, begun)
         with self._blamed("served"):
             await self.served(version)
 
@@ -304,7 +304,7 @@ class TurnSampler(Sampler):
     async def step(self, step: int) -> Sampled:
         """See `Sampler.step`."""
         began, algorithm = time.monotonic(), self.schedule.at(step)
-        count, what = self.config.tasks_per_step, f"rollouts of step {step + 1}"
+        count, what = self.config.tasks_per_step, f"rollouts of step {step}"
         waves = self.config.max_waves if samples_dynamically(algorithm) else 1
         plan = functools.partial(self._planned, step, algorithm.group_size)
         known = await all_rollouts(self.stack.store, self.stack.run.id, split=TRAIN, step=step)

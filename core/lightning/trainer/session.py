@@ -144,13 +144,13 @@ class Session:
             raise DataError(f"n = {n}: a group has at least one rollout")
         async with self._turn:
             now, began = await self._present(), time.monotonic()
-            size = loop.schedule.at(loop.done).group_size if n is None else n
+            size = loop.schedule.at(self.step + 1).group_size if n is None else n
             attempts = loop.stack.config.runner.max_attempts
             planned = train_rollouts(
-                loop.stack.run.id, loop.done, given, size, attempts, generation=now.generation, first=now.first
+                loop.stack.run.id, self.step + 1, given, size, attempts, generation=now.generation, first=now.first
             )
             now.first += len(given)
-            what = f"rollouts of step {loop.done + 1}"
+            what = f"rollouts of step {self.step + 1}"
             with loop.timed("rollout"):
                 ended = await loop.sampler.ended(planned, what)
             loop.sampler.check(what, ended)
@@ -170,7 +170,7 @@ class Session:
         async with self._turn:
             now, loop = await self._present(), self._loop
             trunk = next((member for member in group.trajectories if member.rollout.id == at.rollout), None)
-            if trunk is None or self._groups.get(group.id) is not group or trunk.rollout.step != loop.done:
+            if trunk is None or self._groups.get(group.id) is not group or trunk.rollout.step != self.step + 1:
                 raise DataError(f"{group.id} is no group of this step's rollout() that has the call {at.key}")
             (one,) = branch_rollouts([(trunk, at)], 0)
             await loop.stack.gateway.parts.line.planned(one)
@@ -182,7 +182,7 @@ class Session:
             del self._groups[
                 group.id
             ]  # interrupted, its branches stand in the store, and it is trained with them or not at all
-            what, began = f"branches of step {loop.done + 1}", time.monotonic()
+            what, began = f"branches of step {self.step + 1}", time.monotonic()
             with loop.timed("rollout"):
                 ended = await loop.sampler.ended(planned, what)
             known = {rollout.id for rollout in now.rollouts}
@@ -206,7 +206,7 @@ class Session:
     def _warn_of_credit(self) -> None:
         if not self._branched:
             self._branched = True
-            warn_of_credit((self._loop.schedule.at(self.step),))
+            warn_of_credit((self._loop.schedule.at(self.step + 1),))
 
     async def batch(self, groups: Sequence[Group]) -> Batch:
         """The rows of groups, as the run's algorithm makes them: credit, filtering, weights. Raises `DataError` for groups that
@@ -227,7 +227,7 @@ class Session:
                     f"trainer.max_staleness = {trainer.max_staleness} steps, was changed, or branch() was interrupted on it"
                 )
         async with self._turn:
-            batch = await in_thread(self._loop.schedule.at(self.step).batch, groups)
+            batch = await in_thread(self._loop.schedule.at(self.step + 1).batch, groups)
             rows = await asyncio.to_thread(lambda: [row_digests(row) for row in batch.samples])
             self._batches[id(batch)] = _Made(batch, [*groups], rows)
             return batch
@@ -251,7 +251,7 @@ class Session:
                 raise DataError(
                     f"the batch has no row to train on ({left_out}): sample other tasks, make another batch"
                 )
-            loss = batch.loss_for(loop.schedule.at(loop.done))
+            loss = batch.loss_for(loop.schedule.at(self.step + 1))
             check_updates(loss, several=bool(now.updates), parts=samples is not None)
             given = await asyncio.to_thread(_given, rows, self._batches[id(batch)])
             await loop.writer.training()
@@ -287,7 +287,7 @@ class Session:
 
     def _scheduled(self) -> float:
         """The rate of the present step. Raises `DataError` where it is 0, at which a step would teach nothing."""
-        if not (rate := self._loop.rate(self.step)):
+        if not (rate := self._loop.rate(self.step + 1)):
             config = self._loop.stack.config
             raise DataError(
                 f"engine.lr_schedule = {config.engine.lr_schedule} has fallen to 0, since trainer.steps = "
@@ -312,14 +312,14 @@ class Session:
                     f"{missed} rows of the batch were in no gradient, and the record would say they were: call "
                     "forward_backward() with all of them, or make a batch of fewer groups"
                 )
-            made, batch, step = self._batches[id(now.batch)], now.batch, loop.done
+            made, batch, step = self._batches[id(now.batch)], now.batch, self.step + 1
             groups, own = made.groups, OwnStep(rows_digest(made.rows, batch), tuple(now.computed))
             sampled = Sampled(now.rollouts, [group for group in groups if not self._taken[group.id]], now.seconds)
             reused = [rollout.id for rollout in batch.used if rollout.id in self._trained]
             try:
                 metrics = await loop.take(step, sampled, groups, batch, _summed(now.result, now.updates), reused, own)
             finally:
-                if loop.done > step:  # committed, whatever failed then
+                if loop.done == step:  # committed, whatever failed then
                     self._committed(groups, batch)
             loop.reporter.step(step, metrics, time.monotonic() - began)
             return metrics
@@ -335,7 +335,7 @@ class Session:
     async def _present(self) -> _Step:
         """The step that is being made. One that was interrupted is begun anew: its rollouts stay in the record."""
         if self._now is None:
-            known = await all_rollouts(self.store, self._loop.stack.run.id, split=TRAIN, step=self.step)
+            known = await all_rollouts(self.store, self._loop.stack.run.id, split=TRAIN, step=self.step + 1)
             self._now = _Step(newest_generation(known) + 1 if known else 0)
             self._loop.begin_step()
         return self._now
@@ -349,7 +349,7 @@ class Session:
             name: group
             for name, group in self._groups.items()
             if self._taken[name] <= trainer.max_reuse
-            and all(self.step - member.rollout.step <= trainer.max_staleness for member in group.trajectories)
+            and all(self.step + 1 - member.rollout.step <= trainer.max_staleness for member in group.trajectories)
         }
         kept = (member.rollout.id for group in self._groups.values() for member in group.trajectories)
         self._trained = trained.intersection(kept)

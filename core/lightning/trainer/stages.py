@@ -54,7 +54,7 @@ class Alarm:
     """What a stage says to the person who trains. `cause` is the same for what has one cause, so that it is said once; `text`
     has the cure. A `serious` one is a reason to look before training goes on: trackers and `StepStage.alarmed` hear of it.
 
-    `steps` (from 0) and `rollouts` (their ids) are what it rests on, empty where that is all that was looked at.
+    `steps` and `rollouts` (their ids) are what it rests on, empty where that is all that was looked at.
     """
 
     cause: str
@@ -214,7 +214,7 @@ class StepLine(StageLine[StepStage]):
         alarms: list[Alarm] = []
         for each in self.at("taken"):
             seen = MappingProxyType({**step.metrics, **metrics})
-            with CONTRACT.blaming(each, "taken", f"step {step.step + 1}, which is not committed"):
+            with CONTRACT.blaming(each, "taken", f"step {step.step}, which is not committed"):
                 added = await each.stage.taken(replace(step, metrics=seen)) or Added()
                 metrics |= {f"{each.name}/{name}": _number(name, value) for name, value in added.metrics.items()}
                 json.dumps(added.context, allow_nan=False)

@@ -72,9 +72,9 @@ class Reporter:
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         """A step has been committed; `seconds` is its wall time."""
         self._seconds = [*self._seconds, seconds][-10:]
-        left = (self._total - step - 1) * sum(self._seconds) / len(self._seconds)
+        left = (self._total - step) * sum(self._seconds) / len(self._seconds)
         line = (
-            f"step {step + 1:>4}/{self._total}  reward {said(metrics.get('reward'))}{_with_failures(metrics)}  "
+            f"step {step:>4}/{self._total}  reward {said(metrics.get('reward'))}{_with_failures(metrics)}  "
             f"{_named_parts(metrics)}"
             f"rollouts {metrics['rollouts']:.0f} ({metrics['failed']:.0f} failed{_causes(metrics)})  "
             f"mixed groups {metrics['groups_used']:.0f}/{metrics['groups']:.0f}  "
@@ -83,7 +83,7 @@ class Reporter:
         )
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
         if self._steps is not None:
-            self._bars.update(self._steps, completed=step + 1, note=f"{_clock(left)} left")
+            self._bars.update(self._steps, completed=step, note=f"{_clock(left)} left")
 
     def evaluated(self, result: Evaluation) -> None:
         """A held-out evaluation has ended."""
@@ -222,10 +222,10 @@ class Evaluation:
 class Summary:
     """A run in numbers; what was not measured is None.
 
-    `rewards[i]` is the mean training reward of step i; times are wall seconds by phase. `evaluations` are in the order
+    `rewards[i]` is the mean training reward of step i + 1; times are wall seconds by phase. `evaluations` are in the order
     in which they were begun; `before` is the reward of the first and `after` that of the last. `rewards_with_failures[i]`
-    counts the rollouts of step i that failed as 0. `named_rewards[name][i]` is the mean of a named part of the reward in
-    step i, where the agent returned parts.
+    counts the rollouts of step i + 1 that failed as 0. `named_rewards[name][i]` is the mean of a named part of the reward in
+    step i + 1, where the agent returned parts.
 
     `max_logprob_gap` is over the steps without stale tokens, whose logprobs differ by what was learned since.
     """

@@ -107,7 +107,7 @@ class Trainer(RunOpening):
         if resume and out is None:
             raise ConfigError("resume needs the run to go on with: give its folder as `out` (--out runs/NAME)")
         self.model = self._base = resolve_model(model)
-        self.algorithm = schedule.at(0) if isinstance(schedule, AlgorithmSchedule) else schedule
+        self.algorithm = schedule.at(1) if isinstance(schedule, AlgorithmSchedule) else schedule
         self._rate_chosen = ""
         if isinstance(schedule, AlgorithmSchedule) and self.config.engine.lr is None:
             rate, self._rate_chosen = default_rate(self.config, self.model)

@@ -85,8 +85,10 @@ async def all_rollouts(store: Store, run: str, *, split: str | None = None, step
 
 async def rollouts_of(store: Store, record: StepRecord, max_staleness: int) -> list[Rollout]:
     """The rollouts that a committed step looked at, group by group in the step's order."""
-    first = max(0, record.step - max_staleness)
-    steps = [await all_rollouts(store, record.run, split=TRAIN, step=step) for step in range(first, record.step + 1)]
+    steps = [
+        await all_rollouts(store, record.run, split=TRAIN, step=step)
+        for step in range(max(1, record.step - max_staleness), record.step + 1)
+    ]
     return of_groups([rollout for found in steps for rollout in found], record.groups)
 
 
@@ -299,7 +301,7 @@ def record_step(
     return StepRecord(
         run=run,
         step=step,
-        policy_version=step + 1,
+        policy_version=step,
         rollouts=tuple((rollout.id, rollout.attempt) for rollout in batch.used),
         digests=tuple(rollout_digest(trajectories[rollout.id]) for rollout in batch.used),
         digest=batch_digest(batch) if own is None else own.digest,

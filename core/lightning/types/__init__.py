@@ -197,8 +197,9 @@ class LLM:
 class Rollout:
     """One run of the agent on one task. `group` ties the n rollouts of one task together (GRPO).
 
-    `reward` is set only by a successful attempt. `step` is the optimizer step the rollout was sampled for, in asynchronous
-    training the policy's version when it began (a later step may take it); `split` is `train` or the name of an evaluation.
+    `reward` is set only by a successful attempt. `step` is the optimizer step the rollout was sampled for, from 1, in
+    asynchronous training the one that was next when it began (a later one may take it); of an evaluation, after how many
+    steps it is. `split` is `train` or the name of an evaluation.
     `rewards` keeps named parts when the agent returned several. `resources` are the versions of the named resources that it
     runs with. A branch has a `parent`, the key `(rollout, attempt, seq)` of a call of another rollout: the agent's calls that
     were answered before that one was sent are answered from its record, and the branch has its own calls from there on.
@@ -292,13 +293,13 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One committed optimizer step: the proof of what was trained.
+    """One committed optimizer step, counted from 1: the proof of what was trained.
 
     `rollouts` are `(rollout id, attempt)` in training order, `digests` the SHA-256 of what each of them recorded (ids,
     logprobs, rewards, versions) in the same order, and `digest` covers the rows they became, with their advantages.
-    `policy_version` is the version of the weights of `policy` that this step produced. `groups` are all groups that the step
-    looked at, in order, those without a trained rollout included. `checkpoint` is the newest
-    training state that was on disk when the step was committed; empty: none was. `context` says how the step was computed
+    `policy_version` is the version of the weights of `policy` that this step produced: `step` itself. `groups` are all groups
+    that the step looked at, in order, those without a trained rollout included. `checkpoint` is the newest training state
+    that was on disk when the step was committed; empty: none was. `context` says how the step was computed
     (`lightning.trainer.context`): by which weights it was sampled, under which settings, on what machine. `extras` are bytes of
     plugins by the plugin's name.
     """

@@ -21,7 +21,7 @@ from lightning.trainer.plan import TRAIN
 from lightning.trainer.replay import MACHINE_SETTINGS
 from lightning.types import Rollout, Run
 
-from lightning_branching.recorded import Prefix, RecordedCall, prefix_of
+from lightning_branching.recorded import Prefix, RecordedCall, prefix_of, version_of
 from lightning_branching.replay_command import Found, found_at
 
 SAMPLING: Final = ("temperature", *NEUTRAL, *TOKEN_LIMITS, "seed")
@@ -96,8 +96,7 @@ class Parent:
     @property
     def version(self) -> int:
         """The version of the policy that answered the call."""
-        versions = self.at.transition.versions
-        return versions[0].version if versions else self.rollout.step
+        return version_of(self.at.transition, self.rollout)
 
     def first_call_of(self, component: str) -> RecordedCall | None:
         """The first call that a component made."""

@@ -15,6 +15,7 @@ from typing import Any, Final
 from lightning.batch import begins_at, is_prefix
 from lightning.errors import DataError
 from lightning.store.protocol import Store
+from lightning.trainer.plan import TRAIN
 from lightning.types import CallStatus, Rollout, StepReward, ToolEvent, Transition, by_key
 from lightning_record import exchanges
 from lightning_record.exchanges import Exchange, Parent, parents_of
@@ -123,6 +124,12 @@ def recorded_rollout(
         elif transition.status is CallStatus.REFUSED:
             refusals.append(transition)
     return RecordedRollout(rollout, tuple(calls), tuple(refusals), tuple(tool_events), tuple(step_rewards))
+
+
+def version_of(call: Transition, rollout: Rollout) -> int:
+    """The version of the policy that answered a call of a rollout; where that is not known, the one that the rollout was
+    planned for."""
+    return call.versions[0].version if call.versions else max(0, rollout.step - (rollout.split == TRAIN))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from lightning.store.places import run_id_of, store_in
 from lightning.store.protocol import Store
 from lightning.trainer.epochs import epoch_at, read_epochs
 from lightning.trainer.how_to_call import HowToCall
+from lightning.trainer.plan import TRAIN
 from lightning.trainer.run_server import of_project
 from lightning.types import DEFAULT_PROJECT, Json, Rollout, Run
 from lightning_resources.operations import get_resource
@@ -204,7 +205,9 @@ async def _settings_of(store: Store, run: Run | None, rollout: Rollout) -> Mappi
     """The settings of a run when it made a rollout, as far as it says them."""
     found: Json = None
     if run is not None:
-        found = epoch_at(await read_epochs(store, run), max(0, rollout.step)).config.get("config")
+        found = epoch_at(await read_epochs(store, run), max(1, rollout.step + (rollout.split != TRAIN))).config.get(
+            "config"
+        )
     return found if isinstance(found, Mapping) else {}
 
 

@@ -56,7 +56,7 @@ class Retraining:
 
 
 class _DiffersError(LightningError):
-    """The weights before a step are not those that were recorded."""
+    """The weights after some steps are not those that were recorded."""
 
     def __init__(self, step: int, why: str) -> None:
         super().__init__(why)
@@ -94,7 +94,7 @@ async def retrain(
             model,
             Config(),
             between=Path(scratch) / "between",
-            machine_at=lambda step: _machine_settings(records[min(step, len(records) - 1)]),
+            machine_at=lambda step: _machine_settings(records[min(step, len(records)) - 1]),
             folder=folder,
         )
         try:
@@ -102,9 +102,9 @@ async def retrain(
         except _DiffersError as found:
             if watcher.other_numbers:
                 return Retraining(run_id, found.step, watcher.compared, None, f"{found.why}; {watcher.other_numbers}")
-            return Retraining(run_id, found.step, watcher.compared, False, found.why, found.step - 1)
+            return Retraining(run_id, found.step, watcher.compared, False, found.why, found.step)
         except AuditError as error:
-            return Retraining(run_id, watcher.taken, watcher.compared, False, str(error), watcher.taken)
+            return Retraining(run_id, watcher.taken, watcher.compared, False, str(error), watcher.taken + 1)
         except LightningError as error:
             return Retraining(run_id, watcher.taken, watcher.compared, None, str(error))
     steps = len(records)
@@ -171,13 +171,13 @@ class _Watcher:
 
     def before(self, engine: Engine, record: StepRecord) -> None:
         """The engine is about to take a step again. Raises `_DiffersError`."""
-        self.taken = record.step
+        self.taken = record.step - 1
         now = (engine.numerics() if isinstance(engine, Numeric) else {}) | machine()
         other = [key for key in NUMERIC if key in now and record.context.get(key, now[key]) != now[key]]
         if other:
             changed = ", ".join(f"{key} {record.context[key]!s:.80} → {now[key]!s:.80}" for key in other)
             self.other_numbers = f"it is computed with another {changed} than when it was trained"
-        if record.step:
+        if self.taken:
             self._compare(engine, record)
         else:
             self._first = self._digest(engine, record)
@@ -198,7 +198,7 @@ class _Watcher:
             raise _DiffersError(steps, f"the weights after it are others than in its checkpoint{_distance(made, kept)}")
 
     def _compare(self, engine: Engine, record: StepRecord) -> None:
-        recorded, step = str(record.context.get("weights", "")), record.step
+        recorded, step = str(record.context.get("weights", "")), self.taken
         if not recorded:
             return
         if recorded == record.context.get("base"):  # the model's own: no step before has changed them

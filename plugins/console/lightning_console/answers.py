@@ -184,7 +184,7 @@ INSTRUCTIONS: Final = """Recorded runs of `lightning`, which trains agents by re
 Begin with `runs`, then `run` for one: its alarms and advice come first, each with its evidence. Answers name addresses (fields
 called `to`, `next` and `previous`); give one to `page` to open it: a step, a group of sibling rollouts, a rollout's calls and
 the reason for each token's push. `cut` says what an answer leaves out; `page` with a `block` (a title) gives more of that block
-alone. Steps are numbered from 0. Nothing here changes anything. `lightning console --skill` prints how to improve an agent with
+alone. Steps are numbered from 1. Nothing here changes anything. `lightning console --skill` prints how to improve an agent with
 these tools."""
 
 
@@ -204,7 +204,7 @@ class Tools:
         return await self._show(Address("run", (run,)))
 
     async def step(self, run: str, step: int) -> dict[str, Any]:
-        """One optimizer step, from 0: its groups, how their rewards spread, and which taught nothing and why."""
+        """One optimizer step, from 1: its groups, how their rewards spread, and which taught nothing and why."""
         return await self._show(Address("step", (run, str(step))))
 
     async def group(self, run: str, group: str) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def _first_needed(epochs: Sequence[Epoch], records: Sequence[StepRecord]) -> int
     """The first step (of a rollout) whose calls a resumed run may read: 0 for a run that has no checkpoint to go on from."""
     names = [record.checkpoint.rpartition("-")[2] for record in records]  # step-00000012
     saved = max((int(steps) for steps in names if steps), default=0)
-    return max(0, saved - max(epoch.max_staleness or 0 for epoch in epochs))
+    return saved + 1 - max(epoch.max_staleness or 0 for epoch in epochs) if saved else 0
 
 
 async def _groups(store: Store, run: str) -> dict[str, _Group]:

@@ -68,7 +68,7 @@ Measure = Literal["held-out", "training"]
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A finding with the step (from 0) after which it was first found, and whether the last step still has it. `since` is None
+    """A finding with the step after which it was first found, and whether the last step still has it. `since` is None
     for what is in rollouts: only those of the last steps are read."""
 
     found: Diagnosis
@@ -80,7 +80,7 @@ class Alarm:
         """When it was found, in words."""
         if self.since is None:
             return "in the last steps" if self.still else "in the last steps, and not in the very last"
-        first = f"first seen after {self.since + 1} steps"
+        first = f"first seen after {self.since} steps"
         return first if self.still else f"{first}, and no more at the end"
 
 
@@ -146,8 +146,8 @@ class Recorded:
 
     def after(self, count: int) -> Course:
         """The course as it was after so many steps, at least one."""
-        config = self.configs[epoch_at(self.epochs, count - 1).number]
-        since = compared_since([epoch for epoch in self.epochs if epoch.first <= count])
+        config = self.configs[epoch_at(self.epochs, count).number]
+        since = compared_since([epoch for epoch in self.epochs if epoch.first <= count + 1])
         seen = [each for each in self.evaluations if each.step <= count and (not since or each.step > since)]
         return Course(self.steps[:count], seen, bound_of(config), config.trainer.order)
 
@@ -220,7 +220,7 @@ def _of_course(recorded: Recorded) -> Iterator[Alarm]:
     for steps in looks:
         now = {each.cause: each for each in diagnose(course=recorded.after(steps))}
         for cause, each in now.items():
-            first.setdefault(cause, (steps - 1, each))
+            first.setdefault(cause, (steps, each))
     for cause, (since, found) in first.items():
         yield Alarm(now.get(cause, found), since, still=cause in now)
 
@@ -232,7 +232,7 @@ async def _of_rollouts(store: Store, run: Run, recorded: Recorded) -> tuple[list
         return [], "its calls were removed (lightning db prune --trained), so that only its metrics were looked at"
     steps = len(recorded.steps)
     found: dict[str, Alarm] = {}
-    for step in range(max(0, steps - READ_STEPS), steps):
+    for step in range(max(0, steps - READ_STEPS) + 1, steps + 1):
         epoch = epoch_at(recorded.epochs, step)
         rollouts = await all_rollouts(store, run.id, split=TRAIN, step=step)
         agents = train_agents_of(epoch)
@@ -240,7 +240,7 @@ async def _of_rollouts(store: Store, run: Run, recorded: Recorded) -> tuple[list
         attempts = [Attempted.of(member) for group in groups for member in group.trajectories]
         errors = [rollout.error for rollout in rollouts if rollout.status is Status.FAILED]
         for each in diagnose(attempts, agents, errors):
-            found[each.cause] = Alarm(replace(each, steps=(step,)), None, still=step == steps - 1)
+            found[each.cause] = Alarm(replace(each, steps=(step,)), None, still=step == steps)
     return list(found.values()), ""
 
 
@@ -272,7 +272,7 @@ async def config_of(store: Store, run: Run) -> Mapping[str, Json]:
 
 async def _epochs_taken(store: Store, run: Run) -> list[Epoch]:
     last = await store.last_step(run.id)
-    return [epoch for epoch in await read_epochs(store, run) if epoch.first <= (last.step if last else 0)]
+    return [epoch for epoch in await read_epochs(store, run) if epoch.first <= (last.step if last else 1)]
 
 
 async def past_of(store: Store, run: Run, *, changed: bool = False) -> Past | None:
@@ -294,7 +294,7 @@ async def past_of(store: Store, run: Run, *, changed: bool = False) -> Past | No
 async def _outcome(store: Store, run: str, epoch: Epoch) -> Outcome | None:
     """What was measured last after a step of this epoch: the held-out reward, or that of the training tasks where they are not
     chosen by it."""
-    results = [result for result in await evaluations(store, run) if result.step > epoch.first and result.known]
+    results = [result for result in await evaluations(store, run) if result.step >= epoch.first and result.known]
     if results:
         return Outcome(results[-1].score, results[-1].error, "held-out")
     steps = [record for record in await store.steps(run, brief=True) if record.step >= epoch.first][-LAST:]

@@ -203,7 +203,7 @@ def _checkpoints(profile: Profile, config: Config) -> Iterable[Help]:
     waits = {step.step: step.seconds.get("checkpoint", 0.0) for step in profile.steps if step.step != _last(profile)}
     fixed = min(waits.values(), default=0.0) if every > 1 else 0.0
     fewer = 10 * every
-    saved = sum(max(0.0, wait - fixed) for step, wait in waits.items() if step % fewer)
+    saved = sum(max(0.0, wait - fixed) for step, wait in waits.items() if (step - 1) % fewer)
     yield Help(
         "checkpoints",
         f"a checkpoint after every {every} steps costs {saved / max(1, len(waits)):.2f} s of a step: write them less often",
@@ -217,7 +217,11 @@ def _checkpoints(profile: Profile, config: Config) -> Iterable[Help]:
 
 def _evaluations(profile: Profile, config: Config) -> Iterable[Help]:
     every = config.trainer.eval_every
-    took = {step.step: step.seconds["eval"] for step in profile.steps if step.step and "eval" in step.seconds}
+    took = {
+        step.step: step.seconds["eval"]
+        for step in profile.steps
+        if step.step != _last(profile) and "eval" in step.seconds
+    }
     if not every or not took:
         return
     for fewer in (2 * every, 5 * every, 10 * every):

@@ -161,9 +161,9 @@ SLOWER: Final = "Lower engine.lr, or raise the algorithm's kl_coefficient"
 
 def drifted(course: Course) -> Iterator[Diagnosis]:
     """Trained tokens are not those that were sampled."""
-    steps = [step for step, metrics in enumerate(course.steps) if metrics.get("drift_tokens")]
+    steps = [step for step, metrics in enumerate(course.steps, 1) if metrics.get("drift_tokens")]
     if steps:
-        tokens = sum(course.steps[step]["drift_tokens"] for step in steps)
+        tokens = sum(course.steps[step - 1]["drift_tokens"] for step in steps)
         yield Diagnosis(
             "drift",
             f"{tokens:.0f} trained tokens are not the ones that the policy server sampled: the store or the engine changed "
@@ -177,7 +177,7 @@ def sampler_differs(course: Course) -> Iterator[Diagnosis]:
     """Sampler and trainer give the same tokens other probabilities, more than their dtypes explain, or ever more."""
     fresh = [
         (step, metrics)
-        for step, metrics in enumerate(course.steps)
+        for step, metrics in enumerate(course.steps, 1)
         if "mean_logprob_gap" in metrics and not metrics.get("staleness_max")
     ]
     if not fresh or not is_now(course, fresh[-1][0]):
@@ -200,9 +200,13 @@ def sampler_differs(course: Course) -> Iterator[Diagnosis]:
 
 def not_compared(course: Course) -> Iterator[Diagnosis]:
     """Nothing says whether trainer and sampler agree, since no token of the last steps could be compared."""
-    trained = [step for step, metrics in enumerate(course.steps) if metrics.get("tokens")]
+    trained = [step for step, metrics in enumerate(course.steps, 1) if metrics.get("tokens")]
     late = trained[-WINDOW:]
-    if late and is_now(course, late[-1]) and not any(course.steps[step].get("tokens_compared", 1.0) for step in late):
+    if (
+        late
+        and is_now(course, late[-1])
+        and not any(course.steps[step - 1].get("tokens_compared", 1.0) for step in late)
+    ):
         yield Diagnosis(
             "not compared",
             f"the sampler's and the trainer's probabilities could not be compared in the last {len(late)} steps, because no "
@@ -214,7 +218,7 @@ def not_compared(course: Course) -> Iterator[Diagnosis]:
 
 def not_finite(course: Course) -> Iterator[Diagnosis]:
     """Steps were skipped for a loss or a gradient that is not finite."""
-    steps = [step for step, metrics in enumerate(course.steps) if metrics.get("skipped_nonfinite")]
+    steps = [step for step, metrics in enumerate(course.steps, 1) if metrics.get("skipped_nonfinite")]
     if steps and is_now(course, steps[-1]):
         yield Diagnosis(
             "not finite",
@@ -334,18 +338,18 @@ def collapsed(course: Course) -> Iterator[Diagnosis]:
     means = np.convolve(rewards, np.full(WINDOW, 1 / WINDOW), "valid")
     place = int(np.argmax(means[:-WINDOW])) if len(means) > WINDOW else 0
     best, now = float(means[place]), float(means[-1])
-    first, end = known[place][0], known[place + WINDOW - 1][0] + 1
-    apart = [metrics["reward_std"] for metrics in course.steps[first:end] if "reward_std" in metrics]
+    first, end = known[place][0], known[place + WINDOW - 1][0]
+    apart = [metrics["reward_std"] for metrics in course.steps[first - 1 : end] if "reward_std" in metrics]
     scale = max([abs(best), *([mean_of(apart)] if apart else [])])
     error = noise_of(rewards) * math.sqrt(2 / WINDOW)
     if best - now > LARGE * scale and best - now > SURE * error:
         yield Diagnosis(
             "collapsed",
             f"the reward collapsed: it was {best:.3f} after {end} steps, and is {now:.3f} now"
-            + _beside(course, first)
+            + _beside(course, first - 1)
             + f". {SLOWER}; a new run can begin before it: --from RUN@{end}",
             serious=True,
-            steps=(first, len(course.steps) - 1),
+            steps=(first, len(course.steps)),
         )
 
 
@@ -406,9 +410,9 @@ def equal_groups(course: Course) -> Iterator[Diagnosis]:
 
 def _all_at_once(course: Course) -> int | None:
     """After how many steps no group taught any more, where at least half of those of the last of them did."""
-    used = [(step, m["groups_used"] / m["groups"]) for step, m in enumerate(course.steps) if m.get("groups")]
+    used = [(step, m["groups_used"] / m["groups"]) for step, m in enumerate(course.steps, 1) if m.get("groups")]
     last = max(((step, share) for step, share in used if share > 0), default=None)
-    return last[0] + 1 if last is not None and last[1] >= 0.5 and last[0] < used[-1][0] else None
+    return last[0] if last is not None and last[1] >= 0.5 and last[0] < used[-1][0] else None
 
 
 CURE_OF_FLAT: Final = (
@@ -444,7 +448,7 @@ def flat(course: Course) -> Iterator[Diagnosis]:
             "flat",
             f"the reward is flat: {means[0]:.3f} in the first {quarter} steps, {means[-1]:.3f} in the last. {CURE_OF_FLAT}",
             serious=True,
-            steps=(0, len(course.steps) - 1),
+            steps=(1, len(course.steps)),
         )
 
 

@@ -113,13 +113,13 @@ async def dry_run(
     The first task is run twice where a function that is not lightning's compares rollouts (`needs_pair`).
     """
     run, attempts = stack.run.id, stack.config.runner.max_attempts
-    planned = train_rollouts(run, 0, tasks[:1], 2 if needs_pair(algorithm) else 1, attempts)
-    planned += train_rollouts(run, 0, tasks[1:], 1, attempts, first=1)
+    planned = train_rollouts(run, 1, tasks[:1], 2 if needs_pair(algorithm) else 1, attempts)
+    planned += train_rollouts(run, 1, tasks[1:], 1, attempts, first=1)
     reporter.phase("dry run", len(planned))
     await stack.execute(planned[:1], reporter.rollout)
     if planned[1:]:
         await stack.execute(planned[1:], reporter.rollout)
-    rollouts = await all_rollouts(stack.store, stack.run.id, split=TRAIN, step=0)
+    rollouts = await all_rollouts(stack.store, stack.run.id, split=TRAIN, step=1)
     rows = tuple([await _row(stack, rollout, train_agents) for rollout in rollouts])
     compared = not isinstance(algorithm, SearchAlgorithm) and algorithm.group_size > 1
     groups = await load_groups(stack.store, rollouts, train_agents, stack.config.trainer.policy_fault)

@@ -94,18 +94,18 @@ SMALL: Final = 0.15
 
 def is_now(course: Course, step: int) -> bool:
     """Whether a step is among the last ones: what was and has passed is no finding of today."""
-    return step >= len(course.steps) - WINDOW
+    return step > len(course.steps) - WINDOW
 
 
 def last_steps(course: Course, count: int = WINDOW) -> tuple[int, ...]:
     """The last steps there are, at most `count`."""
-    return tuple(range(max(0, len(course.steps) - count), len(course.steps)))
+    return tuple(range(max(0, len(course.steps) - count) + 1, len(course.steps) + 1))
 
 
 def known_of(course: Course, *names: str) -> list[tuple[int, float]]:
     """The steps that have a metric, with its value under the first of its names that is there."""
     found = []
-    for step, metrics in enumerate(course.steps):
+    for step, metrics in enumerate(course.steps, 1):
         value = next((metrics[name] for name in names if name in metrics), math.nan)
         if math.isfinite(value):
             found.append((step, value))
@@ -134,7 +134,7 @@ def noise_of(values: Sequence[float]) -> float:
 
 def mean_around(known: Sequence[tuple[int, float]], step: int) -> float:
     """The mean about a step, of values with their steps."""
-    before = sum(place < step for place, _ in known)
+    before = sum(place <= step for place, _ in known)
     first = min(max(0, before - WINDOW // 2), max(0, len(known) - WINDOW))
     return mean_of([value for _, value in known[first : first + WINDOW]])
 

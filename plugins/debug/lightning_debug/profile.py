@@ -338,10 +338,10 @@ async def read_profile(store: Store, run: str, first: int | None = None, end: in
     records = await store.steps(run)
     points = {point.step: point for point in await store.metrics(run)}
     stored = await store.get_run(run)
-    start = len(records) > 1 if first is None else first
+    start = 1 + (len(records) > 1) if first is None else first
     chosen = [record for record in records if start <= record.step and (end is None or record.step < end)]
     if not chosen:
-        raise ConfigError(f"the run {run!r} has the steps 0 to {records[-1].step}: none of them is in --steps")
+        raise ConfigError(f"the run {run!r} has the steps 1 to {records[-1].step}: none of them is in --steps")
     times = _times(chosen, points, 0.0 if stored is None else stored.created_at)
     rollouts = [one for one in await all_rollouts(store, run, split=TRAIN) if one.status.ended]
     took = _taken_by(records, rollouts, {time.step for time in times})
@@ -380,7 +380,7 @@ def _times(records: Sequence[StepRecord], points: Mapping[int, MetricPoint], cre
         began = created if before is None else before.at
         measured = sum(seconds.values())
         wall = max(measured, point.at - began) if began else measured
-        ended = point.at - sum(seconds.get(name, 0.0) for name in ("train", "checkpoint", "update"))
+        ended = record.at - seconds.get("train", 0.0) - seconds.get("checkpoint", 0.0)
         waited = (ended - seconds["rollout"], ended)
         times.append(StepTimes(record.step, wall, seconds, waited, point.values))
     if not times:

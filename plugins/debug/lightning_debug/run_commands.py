@@ -185,7 +185,7 @@ def _range(steps: str) -> tuple[int | None, int | None]:
     first, colon, end = steps.partition(":")
     if not colon or not all(not part or part.isdecimal() for part in (first, end)):
         raise ConfigError(f"--steps {steps}: write A:B, the first step and the one after the last, as in 5:10")
-    return int(first or 0), int(end) if end else None
+    return int(first or 1), int(end) if end else None
 
 
 def profile_json(found: Profile, helps: Sequence[Help]) -> dict[str, object]:

@@ -160,7 +160,7 @@ class Advice(StepStage):
 
     async def taken(self, step: StepTaken) -> Added:
         """See `StepStage.taken`."""
-        self._steps[step.step :] = [step.metrics]
+        self._steps[step.step - 1 :] = [step.metrics]
         attempts = [Attempted.of(member) for group in step.groups for member in group.trajectories]
         failures = [rollout.error for rollout in step.rollouts if rollout.status is Status.FAILED]
         hidden = await hidden_tools(step.parts) if step.parts is not None else 0

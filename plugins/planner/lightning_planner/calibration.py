@@ -246,7 +246,7 @@ def _trainer(recorded: Recorded) -> TrainerCosts:
     table = np.stack([np.full_like(rows, fixed), rows], axis=1)
     step, row_token = _fit(table, np.array([one.seconds["train"] for one in trained])) if trained else (0.0, 0.0)
     every = recorded.schedule.checkpoint_every
-    checkpoints = [one.seconds.get("checkpoint", 0.0) for one in steady if (one.step + 1) % every == 0]
+    checkpoints = [one.seconds.get("checkpoint", 0.0) for one in steady if one.step % every == 0]
     # Processes start and graphs are compiled in the first step; where sampling goes on meanwhile the next one gains by it.
     begins = recorded.steps[0] if len(recorded.steps) > 1 else None
     first = begins.seconds.get("train", 0.0) - step - row_token * begins.rows if begins and begins.rows else 0.0

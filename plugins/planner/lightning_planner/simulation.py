@@ -306,7 +306,7 @@ def simulate(schedule: Schedule, costs: Costs, teams: Iterator[Team]) -> Simulat
     if schedule.steps < 1:
         raise ValueError("there is nothing to simulate in 0 steps")
     loop = (_Pipeline if schedule.max_staleness else _Turns)(schedule, costs, teams)
-    steps = [loop.step(number) for number in range(schedule.steps)]
+    steps = [loop.step(number) for number in range(1, schedule.steps + 1)]
     return loop.meter.result(steps, schedule)
 
 
@@ -371,7 +371,7 @@ class _Loop(ABC):
 
     def step(self, step: int) -> Step:
         """Wait for groups, train, write a checkpoint, update the server."""
-        if step == 1:
+        if step == 2:
             self.meter = _Meter()
         began = self.kernel.now
         groups = self.collect(step)
@@ -379,18 +379,18 @@ class _Loop(ABC):
         self.training = True
         rows = sum(running.agent.rows for group in groups if group.team.teaches for running in group.ran)
         costs = self.costs.trainer
-        train = self._train(costs.step + costs.row_token * rows + (0.0 if step else costs.first) if rows else 0.0)
-        due = (step + 1) % self.schedule.checkpoint_every == 0 or step + 1 == self.schedule.steps
+        train = self._train(costs.step + costs.row_token * rows + (costs.first if step == 1 else 0.0) if rows else 0.0)
+        due = step % self.schedule.checkpoint_every == 0 or step == self.schedule.steps
         checkpoint = self._train(costs.checkpoint if due else 0.0)
         update = self._train(costs.export)
         self.floor.server.paused = True
         update += self._pass(max(0.0, costs.update - costs.export))
         self.floor.server.paused = False
         self.training = False
-        self.version = step + 1
+        self.version = step
         self.served()
         ages = [
-            (step - version, tokens)
+            (step - 1 - version, tokens)
             for group in groups
             if group.team.teaches
             for running in group.ran

@@ -177,10 +177,8 @@ def _compare(
             findings.append(Finding(record.step, name, f"marked as trained at step {rollout.trained_at_step}"))
         if rollout is not None and name in reused and (problem := _not_reusable(record, rollout)):
             findings.append(Finding(record.step, name, problem))
-    if record.policy_version != record.step + 1:
-        findings.append(
-            Finding(record.step, "", f"says it made version {record.policy_version}, not {record.step + 1}")
-        )
+    if record.policy_version != record.step:
+        findings.append(Finding(record.step, "", f"says it made version {record.policy_version}, not {record.step}"))
     if record.context.get("epoch", epoch.number) != epoch.number:
         named = record.context["epoch"]
         findings.append(Finding(record.step, "", f"says it is of config epoch {named}, and the run's are other ones"))
@@ -315,7 +313,7 @@ def _too_stale(record: StepRecord, groups: Sequence[Group], bound: int | None) -
     findings = []
     for member in (member for group in groups for member in group.trajectories if member.rollout.id in used):
         versions = [run.version for call in member.transitions for run in call.versions]
-        if not all(record.step - bound <= version <= record.step for version in versions):
+        if not all(record.step - bound <= version + 1 <= record.step for version in versions):
             found = f"sampled by versions {min(versions)} to {max(versions)}"
             problem = f"{found}, which is not within trainer.max_staleness = {bound} of step {record.step}"
             findings.append(Finding(record.step, member.rollout.id, problem))
@@ -345,4 +343,4 @@ def _rounded(records: Sequence[StepRecord], epochs: Sequence[Epoch]) -> list[str
 
 
 def _gaps(records: Sequence[StepRecord]) -> list[StepRecord]:
-    return [record for place, record in enumerate(records) if record.step != place]
+    return [record for number, record in enumerate(records, 1) if record.step != number]

@@ -119,7 +119,7 @@ async def _fork(parent: _RunAt, into: Path, described: Mapping[str, Json], confi
     run, step, folder, records, epochs = parent.run, parent.step, parent.folder, parent.records, parent.epochs
     theirs = parent.checkpoints
     target = Checkpoints(into / "checkpoints", keep=1).path(0)
-    theirs_then = epoch_at(epochs, max(0, step - 1)).config
+    theirs_then = epoch_at(epochs, max(1, step)).config
     lost = await not_loadable(theirs_then, described, records[:step])
     if theirs_then.get("critic") and not described["critic"]:  # a resume keeps it; a fork begins without
         lost.append("critic")

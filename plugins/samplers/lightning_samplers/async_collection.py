@@ -95,7 +95,7 @@ class Pipeline(Sampler):
 
     async def step(self, step: int) -> Sampled:
         """See `Sampler.step`. Waits until the pacer has a pick; the time between two picks is what it took to sample."""
-        what = f"rollouts for step {step + 1}"
+        what = f"rollouts for step {step}"
         self.reporter.phase(what, self.schedule.at(step).group_size * self.config.tasks_per_step)
         while (picked := await self._pick(what)) is None:
             await self._wait()
@@ -128,11 +128,11 @@ class Pipeline(Sampler):
         """Begin the group of the next task, if the bound on staleness has room for it; returns whether it had."""
         if not self._pacer.room:
             return False
-        run, version = self.stack.run.id, self._pacer.step
-        taken_by = version + len(self._pacer) // self.config.tasks_per_step
+        run, step = self.stack.run.id, self._pacer.step
+        taken_by = step + len(self._pacer) // self.config.tasks_per_step
         size, attempts = self.schedule.at(taken_by).group_size, self.stack.config.runner.max_attempts
         tasks = self._next(size)
-        planned = train_rollouts(run, version, tasks, size, attempts, first=self._places[version])
+        planned = train_rollouts(run, step, tasks, size, attempts, first=self._places[step])
         self._open(planned)
         self._pacer.begin(planned[0].group)
         await self.stack.create(planned)
@@ -154,11 +154,11 @@ class Pipeline(Sampler):
         """Read from the store what had begun before this process, and what of it was taken."""
         store, run = self.stack.store, self.stack.run.id
         records = await store.steps(run)
-        taken = {group for record in records for group in record.groups}
+        taken, following = {group for record in records for group in record.groups}, len(records) + 1
         begun = [
             rollout
-            for version in range(max(0, len(records) - self.config.max_staleness), len(records) + 1)
-            for rollout in await all_rollouts(store, run, split=TRAIN, step=version)
+            for step in range(max(1, following - self.config.max_staleness), following + 1)
+            for rollout in await all_rollouts(store, run, split=TRAIN, step=step)
         ]
         by_group = by_key(begun, lambda rollout: rollout.group)
         self._places.update(members[0].step for members in by_group.values() if members[0].group in taken)
@@ -166,9 +166,9 @@ class Pipeline(Sampler):
         left = [members for group, members in by_group.items() if group not in taken]
         for members in left:
             self._open(members)
-        await self._find_place(len(records))
+        await self._find_place(following)
         groups = [OpenGroup(members[0].group, members[0].step) for members in left]
-        self._pacer = self._paced(len(records), groups)
+        self._pacer = self._paced(following, groups)
         for rollout in begun:
             if rollout.status.ended:
                 self._note(rollout)
@@ -176,11 +176,11 @@ class Pipeline(Sampler):
             # An earlier process may have given up because of these. They are not held against this one.
             waiting.hopeless = waiting.failed
 
-    async def _find_place(self, committed: int) -> None:
+    async def _find_place(self, step: int) -> None:
         """Where the passes over the tasks begin in the present config epoch: groups begin ahead of the steps, so how many had
         begun at each epoch's start is kept, for that epoch alone: one of which no step came may be replaced by another one."""
         store, run = self.stack.store, self.stack.run.id
-        until = self.epochs[: epoch_at(self.epochs, committed).number + 1]
+        until = self.epochs[: epoch_at(self.epochs, step).number + 1]
         begun = [0]
         for epoch in until[1:]:
             kept = await store.keep_state(run, f"begun/{epoch.first}/{order_digest(epoch)}", self._begun)

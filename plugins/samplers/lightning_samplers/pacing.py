@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class OpenGroup:
-    """A group that has begun and that no step has taken. `version` is what the policy server had when it began."""
+    """A group that has begun and that no step has taken. `step` is the one that was next when it began."""
 
     id: str
-    version: int
+    step: int
     finished: bool = False
 
 
@@ -30,7 +30,7 @@ class Pacer:
     """The open groups of a run, in the order they began. No clock and no randomness: the same events give the same picks.
 
     `tasks_per_step` is B, `max_staleness` is K, `steps` where training ends (nothing begins that no step would take). `step`
-    is the next step to take and so the version that is served, `open_groups` what an interrupted run had begun.
+    is the next step to take, by the weights that are served, `open_groups` what an interrupted run had begun.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Pacer:
         max_staleness: int,
         steps: int,
         *,
-        step: int = 0,
+        step: int = 1,
         open_groups: Iterable[OpenGroup] = (),
     ) -> None:
         self._size, self._staleness, self._steps = tasks_per_step, max_staleness, steps
@@ -58,11 +58,11 @@ class Pacer:
     @property
     def room(self) -> int:
         """How many groups may begin now."""
-        steps_ahead = min(self._staleness + 1, self._steps - self.step) - self._picked
+        steps_ahead = min(self._staleness + 1, self._steps + 1 - self.step) - self._picked
         return max(0, steps_ahead * self._size - len(self._open))
 
     def begin(self, group: str) -> int:
-        """A group begins; returns its version. Only while there is `room`."""
+        """A group begins; returns its step. Only while there is `room`."""
         assert self.room > 0, "the bound would be broken"
         self._open[group] = OpenGroup(group, self.step)
         return self.step
@@ -86,21 +86,21 @@ class Pacer:
         return [group.id for group in finished]
 
     def advance(self, version: int) -> None:
-        """The policy server has new weights: from now on groups begin for the step of that number."""
-        self.step, self._picked = version, False
+        """The policy server has the weights of `version`: from now on groups begin for the step after it."""
+        self.step, self._picked = version + 1, False
 
     def carried(self) -> int:
         """Open groups that began before the present step: what it leaves to later ones."""
-        return sum(group.version < self.step for group in self._open.values())
+        return sum(group.step < self.step for group in self._open.values())
 
     def _keeps_deadlines(self, taken: list[OpenGroup]) -> bool:
         """Whether what is left can be taken in time."""
         left: dict[int, int] = {}
         for group in self._open.values():
-            deadline = group.version + self._staleness
+            deadline = group.step + self._staleness
             left[deadline] = left.get(deadline, 0) + 1
         for group in taken:
-            left[group.version + self._staleness] -= 1
+            left[group.step + self._staleness] -= 1
         due = 0
         for deadline in sorted(left):
             due += left[deadline]

@@ -130,7 +130,7 @@ async def check_record(
     record: Record, schedule: AlgorithmSchedule, train_agents: Sequence[str], policy_fault: PolicyFault
 ) -> None:
     """Raise `ConfigError` where the algorithm finds nothing to learn in the record, before anything is started."""
-    algorithm = schedule.at(0)
+    algorithm = schedule.at(1)
     units = record.groups(algorithm.group_size)
     if needs_critic(algorithm) or len(units) > TRIED:
         return
@@ -166,7 +166,7 @@ class RecordedSampler(TurnSampler):
         """The record, once it is open."""
         self._groups: dict[int, list[tuple[Rollout, ...]]] = {}
         self._seen: set[str] = set()
-        self._looked_at = 0
+        self._looked_at = 1
 
     async def record(self, resources: AsyncExitStack, known: Json, out: Path, project: str) -> Brought:
         """See `Sampler.record`. Raises `ConfigError` as `open_record` and `check_record` do."""
@@ -176,7 +176,7 @@ class RecordedSampler(TurnSampler):
         self.held, tasks = held, held.tasks
         unrated = f"; {held.unrated} conversations without feedback are left out" if held.unrated else ""
         said = f"{len(held.rollouts)} recorded rollouts of {len(tasks)} tasks in {held.place}{unrated}"
-        steps = steps_of_pass(len(held.groups(schedule.at(0).group_size)), config.tasks_per_step)
+        steps = steps_of_pass(len(held.groups(schedule.at(1).group_size)), config.tasks_per_step)
         return Brought(tasks, held.described(), steps, said)
 
     @property
@@ -199,13 +199,13 @@ class RecordedSampler(TurnSampler):
         """See `Sampler.step`. `staleness_mean` and `staleness_max` are the age of the tokens in versions; `recorded_share` is
         the share of the record that the run has looked at so far."""
         began = time.monotonic()
-        self.reporter.phase(f"recorded rollouts of step {step + 1}")
+        self.reporter.phase(f"recorded rollouts of step {step}")
         sources = await self._copy(step)
         known = await all_rollouts(self.stack.store, self.stack.run.id, split=TRAIN, step=step)
         rollouts = of_groups(known, list(dict.fromkeys(self._group(step, place) for place, _ in sources.values())))
         groups = await load_groups(self.stack.store, rollouts, self.agents, self.config.policy_fault)
         newest = {name: self._record.newest.get(source.id, 0) for name, (_, source) in sources.items()}
-        metrics = ages(step, groups, newest) | {"recorded_share": self._share(step)}
+        metrics = ages(step - 1, groups, newest) | {"recorded_share": self._share(step)}
         return Sampled(rollouts, groups, time.monotonic() - began, metrics, elsewhere=True)
 
     def _group(self, step: int, place: int) -> str:
@@ -220,7 +220,7 @@ class RecordedSampler(TurnSampler):
             self._groups[size] = self._record.groups(size)
         groups = self._groups[size]
         count = self.config.tasks_per_step
-        over, place = divmod(step, steps_of_pass(len(groups), count))
+        over, place = divmod(step - 1, steps_of_pass(len(groups), count))
         left = min(count, len(groups) - place * count)
         names = [unit[0].id for unit in groups]
         return units_from(groups, names, over * len(groups) + place * count, left, self.config.seed, order)
@@ -290,17 +290,17 @@ def steps_of_pass(groups: int, tasks_per_step: int) -> int:
     return -(-groups // tasks_per_step)
 
 
-def ages(step: int, groups: Sequence[Group], newest: Mapping[str, int]) -> dict[str, float]:
-    """How many versions behind the trained tokens of recorded rollouts are: mean and maximum over tokens, nothing of none.
-    `newest` is the version of the record that training began with, by rollout; each step since makes them one older."""
-    found = list(_aged(step, groups, newest))
+def ages(version: int, groups: Sequence[Group], newest: Mapping[str, int]) -> dict[str, float]:
+    """How many versions behind `version` the trained tokens of recorded rollouts are: mean and maximum over tokens, nothing of
+    none. `newest` is the version of the record that training began with, by rollout; each step since makes them one older."""
+    found = list(_aged(version, groups, newest))
     if not found:
         return {}
     old, tokens = np.array(found, dtype=np.float64).T
     return {"staleness_mean": float(np.average(old, weights=tokens)), "staleness_max": float(old.max())}
 
 
-def _aged(step: int, groups: Sequence[Group], newest: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+def _aged(version: int, groups: Sequence[Group], newest: Mapping[str, int]) -> Iterator[tuple[int, int]]:
     """The age of each run of tokens, and how many they are."""
     for member in (member for group in groups for member in group.trajectories):
         for call, trainable in zip(member.transitions, member.trainable, strict=True):
@@ -309,7 +309,7 @@ def _aged(step: int, groups: Sequence[Group], newest: Mapping[str, int]) -> Iter
             stops = [*(run.start for run in call.versions[1:]), len(call.response_ids)]
             for run, stop in zip(call.versions, stops, strict=True):
                 if stop > run.start:
-                    yield max(0, newest[member.rollout.id] - run.version) + step, stop - run.start
+                    yield max(0, newest[member.rollout.id] - run.version) + version, stop - run.start
 
 
 def _beside(place: str, out: Path) -> str:

@@ -72,7 +72,7 @@ class TaskChoice(TaskOrder):
         self._tasks, self._seed, self._policy_fault = tasks, seed, policy_fault
         self._places = {_key(task): place for place, task in enumerate(tasks)}
         self._steps = 0
-        self._at = np.full(len(tasks), -1.0)
+        self._at = np.zeros(len(tasks))
         # Of each task the rollouts that earned something, their rewards' sum and sum of squares, those that the policy failed,
         # and those that failed otherwise and are left out of their group.
         self._sums = np.zeros((len(tasks), 5))
@@ -89,7 +89,7 @@ class TaskChoice(TaskOrder):
         steps: dict[str, int] = {}
         async for record in each_step(store, run.id):
             steps |= dict.fromkeys(record.groups, record.step)
-            self._steps = record.step + 1
+            self._steps = record.step
         seen: dict[int, Earned] = {}
         async for rollouts in _ended(store, run.id):
             begun = (one for one in rollouts if one.parent is None)
@@ -103,7 +103,7 @@ class TaskChoice(TaskOrder):
         """Count the rollouts that a step looked at, once it is committed."""
         earned = await self._earned(store, rollouts)
         self._add(step, earned)
-        self._steps = step + 1
+        self._steps = step
 
     def ranked(self, place: str, group_size: int, *, without: Collection[str] = ()) -> list[Task]:
         """See `TaskOrder.ranked`: all tasks, each once, those that will probably teach most first."""
@@ -117,7 +117,7 @@ class TaskChoice(TaskOrder):
 
     def _left_out(self) -> Floats:
         """The share of each task's rollouts that fail by the agent's code and are not compared, shape (tasks,)."""
-        counts = self._sums * 0.5 ** ((self._steps - 1 - self._at) / HALF_LIFE)[:, None]
+        counts = self._sums * 0.5 ** ((self._steps - self._at) / HALF_LIFE)[:, None]
         share: Floats = counts[:, 4] / (counts[:, 0] + counts[:, 3] + counts[:, 4] + PRIOR)
         return share
 
@@ -127,7 +127,7 @@ class TaskChoice(TaskOrder):
         Rewards may be any numbers. A task counts like a coin with as much variance, in the range of the last steps' rewards:
         then rewards that are always 0.5 teach nothing, and of those that are 0 or 1 the coin's rate is the mean.
         """
-        rewarded, sums, squares, failed, _ = self._sums.T * 0.5 ** ((self._steps - 1 - self._at) / HALF_LIFE)
+        rewarded, sums, squares, failed, _ = self._sums.T * 0.5 ** ((self._steps - self._at) / HALF_LIFE)
         low, high = self._range() or (0.0, 0.0)
         width = high - low
         differ = width > max(ROUNDING * max(abs(low), abs(high)), SMALLEST)

@@ -109,11 +109,11 @@ async def _recorded(trainer: Trainer) -> dict[str, Any]:
     counts: dict[str, int] = {}
     tokens: dict[int, int] = {}
     try:
-        for rollout in await all_rollouts(store, trainer.run_id, split="train", step=0):
+        for rollout in await all_rollouts(store, trainer.run_id, split="train", step=1):
             for event in list((await store.attempts_of([(rollout.id, rollout.attempt)]))[0].tool_events):
                 counts[event.status] = counts.get(event.status, 0) + 1
         steps = [record.metrics for record in await store.steps(trainer.run_id)]
-        for step in range(len(steps)):
+        for step in range(1, len(steps) + 1):
             done = await all_rollouts(store, trainer.run_id, split="train", step=step)
             calls = await store.transitions_of([(rollout.id, rollout.attempt) for rollout in done])
             tokens[step] = sum(len(call.response_ids) for made in calls for call in made)

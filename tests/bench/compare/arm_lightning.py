@@ -70,16 +70,16 @@ async def _report(trainer: Trainer) -> Report:
     finally:
         await store.close()
     seconds = {point.step: point.values for point in points if "seconds/rollout" in point.values}
-    first = sum(seconds[0][f"seconds/{phase}"] for phase in ("rollout", "train", "checkpoint"))
+    first = sum(seconds[1][f"seconds/{phase}"] for phase in ("rollout", "train", "checkpoint"))
     checkpoints = Checkpoints(trainer.out / "checkpoints", keep=1)
     return Report(
         ready=records[0].at - first,
         steps=[
             Step(
-                record.step + 1,
+                record.step,
                 record.at,
                 record.metrics["reward"],
-                str((_newest(checkpoints, record.step + 1) / "weights.safetensors").resolve()),
+                str((_newest(checkpoints, record.step) / "weights.safetensors").resolve()),
             )
             for record in records
         ],

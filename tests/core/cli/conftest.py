@@ -69,5 +69,5 @@ async def _fill(url: str) -> None:
         await store.complete(lease.rollout.id, lease.attempt, outcome)
     trained = tuple((lease.rollout.id, lease.attempt) for lease in leases[:2])
     metrics = {"reward": 0.5, "loss": 0.125, "tokens": 12.0, "max_logprob_gap": 1e-5}
-    await store.commit_step(StepRecord("small", 0, 1, trained, ("a", "b"), "c", metrics=metrics))
+    await store.commit_step(StepRecord("small", 1, 1, trained, ("a", "b"), "c", metrics=metrics))
     await store.close()

@@ -26,7 +26,7 @@ async def store() -> AsyncIterator[MemoryStore]:
     outcomes = {
         ("val", 0, "a"): {"reward": 0.0, "correct": 0.0},
         ("val", 0, "b"): {"reward": 0.2, "correct": 0.0},
-        ("train", 0, "c"): {"reward": 0.5, "correct": 0.25},
+        ("train", 1, "c"): {"reward": 0.5, "correct": 0.25},
         ("val", 1, "a"): {"reward": 0.9, "correct": 0.0},
         ("val", 1, "b"): {"reward": 1.0, "correct": 1.0},
     }
@@ -40,7 +40,7 @@ async def store() -> AsyncIterator[MemoryStore]:
         await store.append([call])
         await store.complete(rollout.id, lease.attempt, Outcome(reward=parts["reward"], rewards=parts))
     metrics = {"reward": 0.5, "reward/correct": 0.25, "tokens": 1.0}
-    record = StepRecord("run", 0, 1, (("train/0/c", 1),), ("e",), "d", metrics=metrics)
+    record = StepRecord("run", 1, 1, (("train/1/c", 1),), ("e",), "d", metrics=metrics)
     await store.commit_step(record)
     yield store
     await store.close()

@@ -29,7 +29,7 @@ SHOWN = r"[/x][red]\x1b[2J\x1b]52;c;cm0gLXJm"
 @pytest.mark.parametrize("odd", [2**70, "lone \ud800"])
 def test_json_is_the_same_whoever_writes_it(odd: object, capsys: pytest.CaptureFixture[str]) -> None:
     """orjson writes neither long integers nor lone surrogates, and the standard library writes NaN, which is no JSON."""
-    step = StepRecord("run", 0, 1, (("r", 1),), ("a", "b"), "c", metrics={"loss": float("nan")})
+    step = StepRecord("run", 1, 1, (("r", 1),), ("a", "b"), "c", metrics={"loss": float("nan")})
     values = {"steps": [step], "seen": {2, 1}, "status": Status.FAILED, "none": float("inf"), "at": Path("a/b")}
     print_json(values)
     usual = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
@@ -75,7 +75,7 @@ def test_the_lines_of_a_run_show_names_that_agents_chose() -> None:
     metrics |= {"tokens_per_second": 1.0, "max_logprob_gap": 0.0, f"reward/{EVIL}": 1.0}
     with Reporter(console=console) as reporter:
         reporter.begin(0, 10)
-        reporter.step(0, metrics, 1.0)
+        reporter.step(1, metrics, 1.0)
         reporter.evaluated(Evaluation(0, 1.0, 1, 0, {EVIL: 1.0}))
         reporter.say(EVIL)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ def evil(tmp_path: Path) -> str:
         await store.complete(failed.rollout.id, failed.attempt, Outcome(fault=Fault.AGENT, error=EVIL))
         await store.complete(right.rollout.id, right.attempt, Outcome(reward=1.0, rewards={EVIL: 1.0}))
         ids = ((right.rollout.id, right.attempt),)
-        await store.commit_step(StepRecord("r", 0, 1, ids, ("a", EVIL), EVIL, metrics={"reward": 1.0, EVIL: 1.0}))
+        await store.commit_step(StepRecord("r", 1, 1, ids, ("a", EVIL), EVIL, metrics={"reward": 1.0, EVIL: 1.0}))
         await store.close()
 
     asyncio.run(fill())

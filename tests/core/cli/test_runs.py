@@ -61,11 +61,11 @@ def test_a_step_that_measured_nothing_shows_no_number(lightning, runs: Path) -> 
     """It trained older rollouts, of which every call was constrained: neither a reward nor a gap is known."""
     url = sqlite_url(runs / "small" / "lightning.db")
     metrics = {"rollouts": 12.0, "failed": 0.0, "tokens": 40.0, "tokens_compared": 0.0, "staleness_max": 1.0}
-    record = StepRecord("small", 1, 2, (), (), "d", metrics=metrics)
+    record = StepRecord("small", 2, 2, (), (), "d", metrics=metrics)
     asyncio.run(with_store(url, lambda store: store.commit_step(record)))
     table = lightning("runs", "show", "small", "--runs", str(runs)).out
-    (row,) = [line.split() for line in table.splitlines() if line.startswith("1 ") and " v2 " in line]
-    assert row == ["1", "-", "-", "0", "40", "-", "-", "v2", "-/1", "-"]
+    (row,) = [line.split() for line in table.splitlines() if line.startswith("2 ") and " v2 " in line]
+    assert row == ["2", "-", "-", "0", "40", "-", "-", "v2", "-/1", "-"]
     shown = json.loads(lightning("runs", "show", "small", "--runs", str(runs), "--json").out)
     assert shown["summary"]["rewards"] == [0.5, None]
     assert json.loads(lightning("runs", "--runs", str(runs), "--json").out)[0]["rewards"] == [0.5, None]
@@ -204,23 +204,23 @@ def test_what_changed_while_a_run_lived_is_listed(lightning, tmp_path: Path) -> 
         store = plugins().store(sqlite_url(folder / "lightning.db"))
         await store.open()
         run = await store.put_run(Run("second", "second", {"seed": 1, "forked_from": "first@20"}))
-        epochs = [*await read_epochs(store, run), Epoch(1, 1, {**run.config, "seed": 2}, 5.0)]
+        epochs = [*await read_epochs(store, run), Epoch(1, 2, {**run.config, "seed": 2}, 5.0)]
         await keep_epochs(store, run, epochs)
-        for step, threads in ((0, 1), (1, 1), (2, 4)):
-            context: dict[str, Json] = {"epoch": int(step > 0), "threads": threads}
-            await store.commit_step(StepRecord("second", step, step + 1, (), (), f"{step}", context=context))
+        for step, threads in ((1, 1), (2, 1), (3, 4)):
+            context: dict[str, Json] = {"epoch": int(step > 1), "threads": threads}
+            await store.commit_step(StepRecord("second", step, step, (), (), f"{step}", context=context))
         await store.close()
 
     asyncio.run(fill())
     place = ("--runs", str(folder.parent))
     shown = lightning("runs", "show", "second", *place).out
     assert "forked from first@20" in shown
-    assert "config epoch 1, from step 1 on:\n  seed 1 → 2" in shown
+    assert "config epoch 1, from step 2 on:\n  seed 1 → 2" in shown
     found = json.loads(lightning("runs", "show", "second", "--json", *place).out)
-    assert [epoch["first"] for epoch in found["epochs"]] == [0, 1]
+    assert [epoch["first"] for epoch in found["epochs"]] == [1, 2]
     assert found["steps"][2]["context"] == {"epoch": 1, "threads": 4}
     audited = lightning("audit", "second", *place).out
-    assert "warning from step 2 on sums are rounded otherwise than before: threads 1 → 4" in audited
+    assert "warning from step 3 on sums are rounded otherwise than before: threads 1 → 4" in audited
     assert "3 steps in 2 config epochs" in audited
 
 

@@ -153,7 +153,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_alone(
     rows = [make_row(8, [(4, 8, 1.0, 0.1)], name="fine"), make_row(8, [(4, 8, 2.0, 0.1)], name="culprit")]
     assert_skipped(engine.step(rows, broken))
     assert re.search(
-        r"loss is nan at step 0 in 1 rows of up to 8 tokens \(rollout culprit.*: the step is skipped", caplog.text
+        r"loss is nan at step 1 in 1 rows of up to 8 tokens \(rollout culprit.*: the step is skipped", caplog.text
     )
     assert "(1 in a row; engine.max_nonfinite_steps = 3). If it happens again: lower engine.lr" in caplog.text
     assert_unchanged(engine, before)
@@ -335,7 +335,7 @@ def test_out_of_memory_where_the_moments_are_made_names_the_cures_and_leaves_no_
 
     monkeypatch.setattr(torch, "zeros_like", full)
     cures = r"resume the run; .*gpu_memory_utilization.*engine\.lora"
-    with pytest.raises(EngineError, match=rf"out of memory while taking step 0: .*{cures}"):
+    with pytest.raises(EngineError, match=rf"out of memory while taking step 1: .*{cures}"):
         engine.step([row], LOSS)
     assert_unchanged(engine, before)
 

@@ -635,7 +635,7 @@ async def test_extras_that_are_too_large_are_refused_by_name_and_nothing_is_kept
     kept = await trained.get_rollout("p")
     assert kept is not None
     assert (kept.status, kept.reward) == (Status.RUNNING, None)
-    with pytest.raises(DataError, match=f"the extras of step 0 of run 'run' are too large: {why}"):
+    with pytest.raises(DataError, match=f"the extras of step 1 of run 'run' are too large: {why}"):
         await trained.commit_step(record(extras=large))
     assert await trained.steps("run") == []
     assert [each.trained_at_step for each in (await trained.list_rollouts("run")).items] == [None] * 4
@@ -858,12 +858,12 @@ async def trained(store: Store, rollout: RolloutOf) -> Store:
 
 
 def record(
-    step: int = 0, rollouts: tuple[tuple[str, int], ...] = (("a", 1), ("b", 1)), **changes: object
+    step: int = 1, rollouts: tuple[tuple[str, int], ...] = (("a", 1), ("b", 1)), **changes: object
 ) -> StepRecord:
     fields: dict[str, object] = {
         "run": "run",
         "step": step,
-        "policy_version": step + 1,
+        "policy_version": step,
         "rollouts": rollouts,
         "digests": ("d1", "d2"),
         "digest": f"digest-{step}",
@@ -884,9 +884,9 @@ async def test_a_step_may_train_what_the_policy_itself_failed(trained: Store, ro
     await trained.commit_step(record(rollouts=(("a", 1), ("x", 1))))
     kept = await trained.get_rollout("x")
     assert kept is not None
-    assert (kept.status, kept.reward, kept.fault, kept.trained_at_step) == (Status.FAILED, None, Fault.POLICY, 0)
+    assert (kept.status, kept.reward, kept.fault, kept.trained_at_step) == (Status.FAILED, None, Fault.POLICY, 1)
     with pytest.raises(ConflictError, match="trained it already"):
-        await trained.commit_step(record(1, rollouts=(("x", 1),)))
+        await trained.commit_step(record(2, rollouts=(("x", 1),)))
 
 
 @everywhere
@@ -895,8 +895,8 @@ async def test_a_step_is_committed_once_with_its_rollouts(trained: Store) -> Non
     await trained.commit_step(record())
     assert await trained.steps("run") == [record()]
     marks = [(r.id, r.trained_at_step) for r in (await trained.list_rollouts("run")).items]
-    assert marks == [("a", 0), ("b", 0), ("f", None), ("p", None)]
-    with pytest.raises(ConflictError, match="step 0"):
+    assert marks == [("a", 1), ("b", 1), ("f", None), ("p", None)]
+    with pytest.raises(ConflictError, match="step 1"):
         await trained.commit_step(record(digest="other"))
 
 
@@ -931,18 +931,18 @@ def reusing(step: int, *names: str, limit: int = 1, trained: str = "ab", **chang
 
 @everywhere
 async def test_a_declared_reuse_enters_as_many_steps_as_its_limit_says(trained: Store) -> None:
-    await trained.commit_step(record(0, (("a", 1),)))
-    both = reusing(1, "a", digest="digest-0")  # the same rows in another step are another step
+    await trained.commit_step(record(1, (("a", 1),)))
+    both = reusing(2, "a", digest="digest-1")  # the same rows in another step are another step
     await trained.commit_step(both)
     await trained.commit_step(both)
     assert (await trained.steps("run"))[1] == both
     marks = [(r.id, r.trained_at_step) for r in (await trained.list_rollouts("run")).items]
-    assert marks == [("a", 0), ("b", 1), ("f", None), ("p", None)]  # the first step of each
+    assert marks == [("a", 1), ("b", 2), ("f", None), ("p", None)]  # the first step of each
     with pytest.raises(ConflictError, match=r"it was in 2 steps already, and trainer.max_reuse = 1"):
-        await trained.commit_step(reusing(2, "a", "b"))
-    await trained.commit_step(reusing(2, "b", trained="b"))
-    await trained.commit_step(reusing(3, "a", "b", limit=2))
-    assert [each.step for each in await trained.steps("run")] == [0, 1, 2, 3]
+        await trained.commit_step(reusing(3, "a", "b"))
+    await trained.commit_step(reusing(3, "b", trained="b"))
+    await trained.commit_step(reusing(4, "a", "b", limit=2))
+    assert [each.step for each in await trained.steps("run")] == [1, 2, 3, 4]
 
 
 @everywhere
@@ -971,8 +971,8 @@ async def test_a_reuse_that_is_not_so_is_refused_and_changes_nothing(
 
 @everywhere
 async def test_of_two_steps_that_reuse_a_rollout_at_once_one_is_refused(trained: Store) -> None:
-    await trained.commit_step(record(0, (("a", 1),)))
-    records = [reusing(step, "a", trained="a") for step in (1, 2, 3)]
+    await trained.commit_step(record(1, (("a", 1),)))
+    records = [reusing(step, "a", trained="a") for step in (2, 3, 4)]
     ended = await asyncio.gather(*map(trained.commit_step, records), return_exceptions=True)
     assert [type(each) for each in ended if each is not None] == [ConflictError] * 2
     assert len(await trained.steps("run")) == 2
@@ -980,12 +980,12 @@ async def test_of_two_steps_that_reuse_a_rollout_at_once_one_is_refused(trained:
 
 @everywhere
 async def test_a_rollout_enters_one_step_only(trained: Store) -> None:
-    await trained.commit_step(record(0, (("a", 1),)))
-    with pytest.raises(ConflictError, match="step 0 trained it"):
-        await trained.commit_step(record(1, (("b", 1), ("a", 1))))
-    await trained.commit_step(record(1, (("b", 1),), at=0.0))
+    await trained.commit_step(record(1, (("a", 1),)))
+    with pytest.raises(ConflictError, match="step 1 trained it"):
+        await trained.commit_step(record(2, (("b", 1), ("a", 1))))
+    await trained.commit_step(record(2, (("b", 1),), at=0.0))
     steps = await trained.steps("run")
-    assert [step.step for step in steps] == [0, 1]
+    assert [step.step for step in steps] == [1, 2]
     assert steps[1].at > 1e9
 
 
@@ -994,12 +994,12 @@ async def test_steps_are_read_in_pages_in_brief_and_from_the_end(store: Store) -
     assert await store.steps("run") == []
     assert await store.last_step("run") is None
     await store.put_run(Run("run", "a run"))
-    whole = [record(number, (), groups=(f"g{number}",), digests=("d",)) for number in range(12)]
+    whole = [record(number, (), groups=(f"g{number}",), digests=("d",)) for number in range(1, 13)]
     for each in whole:
         await store.commit_step(each)
-    assert await store.steps("run", after=3, limit=2) == whole[4:6]
-    assert await store.steps("run", after=10, limit=5) == whole[11:]
-    assert await store.steps("run", after=11) == []
+    assert await store.steps("run", after=4, limit=2) == whole[4:6]
+    assert await store.steps("run", after=11, limit=5) == whole[11:]
+    assert await store.steps("run", after=12) == []
     assert await store.last_step("run") == whole[11]
     brief = [replace(each, rollouts=(), digests=(), groups=()) for each in whole]
     assert await store.steps("run", brief=True) == brief
@@ -1035,11 +1035,11 @@ async def test_a_step_of_many_rollouts_is_committed_and_loaded_in_few_calls(stor
     leases = await store.lease("run", "w", limit=len(names))
     for lease in leases:
         await store.complete(lease.rollout.id, 1, Outcome(reward=1.0))
-    await store.commit_step(record(0, tuple((name, 1) for name in names), digests=("d",) * len(names)))
+    await store.commit_step(record(1, tuple((name, 1) for name in names), digests=("d",) * len(names)))
     found = (await store.list_rollouts("run", limit=2000)).items
-    assert {each.trained_at_step for each in found} == {0}
-    with pytest.raises(ConflictError, match="step 0 trained it"):
-        await store.commit_step(record(1, ((names[-1], 1),)))
+    assert {each.trained_at_step for each in found} == {1}
+    with pytest.raises(ConflictError, match="step 1 trained it"):
+        await store.commit_step(record(2, ((names[-1], 1),)))
     assert [each.rollout for each in await store.attempts_of([(name, 1) for name in names])] == names
 
 

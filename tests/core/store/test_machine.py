@@ -226,7 +226,7 @@ class StoreMachine(RuleBasedStateMachine):
         names = [m.id for m in self.models.values() if m.status is Status.SUCCEEDED or not ready] or list(self.models)
         chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True))
         models = [self.models[name] for name in chosen]
-        step = len(self.steps)
+        step = len(self.steps) + 1
         rollouts = tuple((m.id, m.attempt) for m in models)
         groups = tuple(sorted({m.group for m in models}))
         declared = data.draw(st.sampled_from([[], *([name] for name in chosen), chosen]))

@@ -261,7 +261,7 @@ async def open_bench(
         resources.push_async_callback(store.close)
         schedule = algorithm if isinstance(algorithm, AlgorithmSchedule) else AlgorithmSchedule.of(algorithm)
         described: dict[str, Json] = {
-            "algorithm": describe_algorithm(schedule.at(0)),
+            "algorithm": describe_algorithm(schedule.at(1)),
             "model": "m",
             "critic": "",
             "train_agents": [],

@@ -29,7 +29,7 @@ async def test_a_step_that_was_begun_with_other_tasks_is_planned_again(bench: Be
         with pytest.raises(run.Crash):
             await run.loop.run({})
     _, (record,) = await trained(bench, folder, trainer__steps=1, algorithm=LightningRL("grpo", group_size=3))
-    assert record.groups == ("run/0~1/0", "run/0~1/1")
+    assert record.groups == ("run/1~1/0", "run/1~1/1")
 
 
 async def test_a_step_that_is_computed_elsewhere_is_said_to_be_rounded(
@@ -43,4 +43,4 @@ async def test_a_step_that_is_computed_elsewhere_is_said_to_be_rounded(
             run.policy.crash_at = crash_at
             with nullcontext() if crash_at < 0 else pytest.raises(run.Crash):
                 await run.loop.run({})
-    assert "step 0 is taken again with other threads (1 → 3): it is the same but for rounding" in caplog.text
+    assert "step 1 is taken again with other threads (1 → 3): it is the same but for rounding" in caplog.text

@@ -11,7 +11,7 @@ async def test_idle_steps_do_not_use_up_the_interval_of_checkpoints(bench: Any, 
         step = made.loop.step
 
         async def second_idle(number: int) -> Any:
-            made.engine.idle = number == 1
+            made.engine.idle = number == 2
             return await step(number)
 
         made.loop.step = second_idle

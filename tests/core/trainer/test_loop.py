@@ -27,7 +27,7 @@ STEPS = 3
 
 async def assert_finished(made: Any) -> None:
     steps = await made.store.steps("run")
-    assert [record.step for record in steps] == list(range(STEPS))
+    assert [record.step for record in steps] == list(range(1, STEPS + 1))
     assert len(made.engine.ledger) == sum(bool(step.rollouts) for step in steps), "what taught is in the weights once"
     assert made.policy.ledger == made.engine.ledger, "the policy server has the trained weights"
     assert made.policy.version == STEPS
@@ -54,7 +54,7 @@ async def test_a_run_from_start_to_end(bench: Any, tmp_path: Path, caplog: pytes
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint_every", [1, 2, None])
 @pytest.mark.parametrize(
-    "where", ["step:1", "save:2", "commit:1", "committed:1", "weights:2", "update:2", "evaluate:1", "weights:3"]
+    "where", ["step:1", "save:2", "commit:2", "committed:2", "weights:2", "update:2", "evaluate:1", "weights:3"]
 )
 async def test_wherever_it_is_cut_a_resume_finishes_exactly_once(
     bench: Any, tmp_path: Path, where: str, checkpoint_every: int | None, monkeypatch: pytest.MonkeyPatch

@@ -20,8 +20,8 @@ def settings(kind: str, steps: int, warmup: int = 0, lowest: float = 0.0) -> Con
 @given(st.integers(0, 20), st.integers(1, 100), st.floats(0, 1), st.sampled_from(["constant", "linear", "cosine"]))
 def test_rates_rise_then_fall_to_the_lowest_share(warmup: int, left: int, lowest: float, kind: str) -> None:
     config = settings(kind, warmup + left, warmup, lowest)
-    shares = [lr_share(config, step) for step in range(warmup + left + 3)]
-    assert shares[:warmup] == pytest.approx([(step + 1) / warmup for step in range(warmup)])
+    shares = [lr_share(config, step) for step in range(1, warmup + left + 4)]
+    assert shares[:warmup] == pytest.approx([step / warmup for step in range(1, warmup + 1)])
     assert shares[warmup] == 1.0
     falling = shares[warmup:]
     assert all(one >= other - 1e-12 for one, other in itertools.pairwise(falling))
@@ -32,16 +32,16 @@ def test_rates_rise_then_fall_to_the_lowest_share(warmup: int, left: int, lowest
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
 def test_the_rate_of_a_fork_falls_over_its_own_steps(kind: str, earlier: int, warmup: int) -> None:
     config = settings(kind, 10, warmup)
-    shares = [lr_share(config, step, earlier) for step in range(10)]
+    shares = [lr_share(config, step, earlier) for step in range(1, 11)]
     rising = max(0, warmup - earlier)  # the rest of the other run's warm-up
     assert shares[rising] == 1.0
     assert all(one > other > 0.0 for one, other in itertools.pairwise(shares[rising:]))
-    assert lr_share(config, 10, earlier) == pytest.approx(0.0)
-    assert rate_of(config, {EARLIER_STEPS: earlier}, rising) == 0.5
+    assert lr_share(config, 11, earlier) == pytest.approx(0.0)
+    assert rate_of(config, {EARLIER_STEPS: earlier}, rising + 1) == 0.5
 
 
 def test_half_way_a_cosine_is_at_the_middle() -> None:
     config = settings("cosine", 10, lowest=0.1)
-    assert lr_share(config, 5) == pytest.approx(0.55)
-    assert lr_share(settings("linear", 10, lowest=0.1), 5) == pytest.approx(0.55)
-    assert lr_share(config, 2) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.2)))
+    assert lr_share(config, 6) == pytest.approx(0.55)
+    assert lr_share(settings("linear", 10, lowest=0.1), 6) == pytest.approx(0.55)
+    assert lr_share(config, 3) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.2)))

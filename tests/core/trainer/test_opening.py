@@ -212,10 +212,10 @@ def test_a_run_with_steps_or_a_server_of_somebody_elses_is_restored_first(
         return SimpleNamespace(step=number, context={})
 
     async def all_steps(self: Store, run: str) -> list[Any]:
-        return [committed(number) for number in range(steps)]
+        return [committed(number) for number in range(1, steps + 1)]
 
     async def last_step(self: Store, run: str) -> Any:
-        return committed(steps - 1) if steps else None
+        return committed(steps) if steps else None
 
     made = make_trainer(**({"policy_server__attach": attach} if attach else {}))
     monkeypatch.setattr(opening, "open_stack", open_nothing)

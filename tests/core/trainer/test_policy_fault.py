@@ -38,13 +38,13 @@ async def store_of(*ends: Outcome, policy_fault: Any = None) -> tuple[MemoryStor
     if policy_fault is not None:
         config["config"] = {"trainer": {"policy_fault": policy_fault}}
     await store.put_run(Run("run", "run", config))
-    await store.create_rollouts(train_rollouts("run", 0, [Task("q")], len(ends), 2))
+    await store.create_rollouts(train_rollouts("run", 1, [Task("q")], len(ends), 2))
     for lease, end in zip(await store.lease("run", "worker", limit=8), ends, strict=True):
         number = lease.rollout.index
         ids = token_ids([1, 2]), token_ids([3, 4 + number]), logprobs([-0.5, -0.25])
         await store.append([Transition(lease.rollout.id, 1, 0, f"call-{number}", *ids)])
         await store.complete(lease.rollout.id, 1, end)
-    return store, await all_rollouts(store, "run", split="train", step=0)
+    return store, await all_rollouts(store, "run", split="train", step=1)
 
 
 def _rows(group: str, rewards: list[float], masked: int | None = None) -> Group:

@@ -26,7 +26,7 @@ def line(metrics: dict[str, float]) -> str:
     console = Terminal(file=io.StringIO(), width=200)
     with Reporter(console=console) as reporter:
         reporter.begin(0, 10)
-        reporter.step(2, metrics, 3.0)
+        reporter.step(3, metrics, 3.0)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     return next(text for text in shown.splitlines() if text.startswith("step "))
 

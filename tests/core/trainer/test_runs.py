@@ -97,9 +97,9 @@ async def _started(described: dict[str, Any], *, steps: int = 0) -> Store:
     store = MemoryStore()
     await store.open()
     await store.put_run(await check_run(store, "run", described, resume=False))
-    for step in range(steps):
+    for step in range(1, steps + 1):
         context: dict[str, Json] = {"epoch": 0, "base": "the digest"}
-        await store.commit_step(StepRecord("run", step, step + 1, (), (), f"{step}", context=context))
+        await store.commit_step(StepRecord("run", step, step, (), (), f"{step}", context=context))
     return store
 
 
@@ -127,13 +127,13 @@ async def test_a_resume_may_change_any_setting_and_the_change_is_an_epoch(key: s
     assert name.startswith(key)
     run = await check_run(store, "run", described, resume=True)
     epochs = await plan_epochs(store, run, described)
-    assert [epoch.first for epoch in epochs] == [0, 3], "it begins behind the last committed step"
+    assert [epoch.first for epoch in epochs] == [1, 4], "it begins behind the last committed step"
     await keep_epochs(store, run, epochs)
     assert await read_epochs(store, run) == epochs
-    await store.commit_step(StepRecord("run", 3, 4, (), (), "3"))
+    await store.commit_step(StepRecord("run", 4, 4, (), (), "3"))
     assert await plan_epochs(store, run, described) == epochs, "the same settings go on with the epoch"
     again = await plan_epochs(store, run, _described())
-    assert [epoch.first for epoch in again] == [0, 3, 4], "a change back is a change"
+    assert [epoch.first for epoch in again] == [1, 4, 5], "a change back is a change"
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ async def test_a_model_that_was_moved_is_known_by_its_files(tmp_path: Path) -> N
     (tmp_path / "model.safetensors").write_text("weights")
     store = await _started(_described())
     context: dict[str, Json] = {"epoch": 0, "base": base_digest(tmp_path, tmp_path / "base.json")}
-    await store.commit_step(StepRecord("run", 0, 1, (), (), "0", context=context))
+    await store.commit_step(StepRecord("run", 1, 1, (), (), "0", context=context))
     moved = {**_described(), "model": str(tmp_path)}
     assert await _changed(store, moved) == ["model"]
     assert base_digest(tmp_path, tmp_path / "base.json") == context["base"]
@@ -180,7 +180,7 @@ async def test_a_model_that_was_moved_is_known_by_its_files(tmp_path: Path) -> N
 
 
 async def test_a_schedule_of_algorithms_is_planned_as_epochs() -> None:
-    phases = [(0, describe_algorithm(LightningRL("rloo"))), (2, describe_algorithm(LightningRL("grpo")))]
+    phases = [(1, describe_algorithm(LightningRL("rloo"))), (3, describe_algorithm(LightningRL("grpo")))]
     described = {**_described(), "algorithm": phases[0][1]}
     store = await _started(described, steps=1)
     run = await check_run(store, "run", described, resume=True)
@@ -189,8 +189,8 @@ async def test_a_schedule_of_algorithms_is_planned_as_epochs() -> None:
     await keep_epochs(store, run, epochs)
     faster = {**_described(engine__lr=1.0), "algorithm": phases[0][1]}
     later = await plan_epochs(store, run, faster, phases)
-    assert [(epoch.first, epoch.setting("engine", "lr")) for epoch in later] == [(0, None), (1, 1.0), (2, 1.0)]
-    assert [epoch_at(later, step).number for step in range(4)] == [0, 1, 2, 2]
+    assert [(epoch.first, epoch.setting("engine", "lr")) for epoch in later] == [(1, None), (2, 1.0), (3, 1.0)]
+    assert [epoch_at(later, step).number for step in range(1, 5)] == [0, 1, 2, 2]
 
 
 async def test_a_search_for_prompts_goes_on_with_what_it_asks_for() -> None:
@@ -266,10 +266,10 @@ async def test_an_edited_function_begins_an_epoch(algorithm: Algorithm, path: tu
     assert await _changed(store, {**_described(), "algorithm": describe_algorithm(algorithm)}) == []
     edited = {**_described(), "algorithm": _edited(described, *path)}
     assert await _changed(store, edited) == [".".join(("algorithm", *path, "sha256"))]
-    gone = Epoch(0, 0, edited)
+    gone = Epoch(0, 1, edited)
     with pytest.raises(ConfigError, match="only its own code can make again"):
         algorithm_of(gone, [algorithm])
-    assert algorithm_of(Epoch(0, 0, {"algorithm": described}), [LightningRL(), algorithm]) is algorithm
+    assert algorithm_of(Epoch(0, 1, {"algorithm": described}), [LightningRL(), algorithm]) is algorithm
 
 
 async def test_an_edited_function_of_a_registered_algorithm_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ class Twice(TurnSampler):
         self.does = does
 
     async def step(self, step):
-        if self.does == "fails" and step == 1:
+        if self.does == "fails" and step == 2:
             raise KeyError("a bug")
         if self.does == "refuses":
             raise DataError("not with this data")

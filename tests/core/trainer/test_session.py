@@ -237,7 +237,7 @@ async def test_agents_that_all_fail_are_an_error(bench: Open, tmp_path: Path) ->
     async with bench(tmp_path / "run", broken, own_loop=True) as made, Session(made.loop) as session:
         with pytest.raises(RunnerError, match="no luck"):
             await session.rollout(TASKS)
-        found = await all_rollouts(made.store, "run", split="train", step=0)
+        found = await all_rollouts(made.store, "run", split="train", step=1)
         assert {rollout.status for rollout in found} == {Status.FAILED}
 
 

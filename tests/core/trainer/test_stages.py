@@ -61,13 +61,11 @@ async def test_a_stage_adds_to_each_step_and_its_alarms_are_said_once(
         await made.loop.run({})
         records = await made.store.steps("run")
     assert [record.metrics["watch/groups"] for record in records] == [2.0, 2.0]
-    assert [record.context[ADDED] for record in records] == [{"watch": {"looked": [step]}} for step in range(2)]
+    assert [record.context[ADDED] for record in records] == [{"watch": {"looked": [step]}} for step in (1, 2)]
     assert [record.context[STAGES]["steps"] for record in records] == [[["watch", "1.0"]]] * 2
-    alarms = [
-        {"run": "run", "step": step, **Alarm(f"step {step}", "look", True, (step,)).to_json()} for step in range(2)
-    ]
+    alarms = [{"run": "run", "step": step, **Alarm(f"step {step}", "look", True, (step,)).to_json()} for step in (1, 2)]
     assert heard == alarms, "what is serious, trackers hear too"
-    taken = [("taken", step, 8, True) for step in range(2)]
+    taken = [("taken", step, 8, True) for step in (1, 2)]
     looked = [("evaluated", 0), taken[0], alarms[0], ("evaluated", 1), taken[1], alarms[1], ("evaluated", 2)]
     assert watch.asked == [("begun", 0, 0), *looked, "ended"]
     said = [record.getMessage() for record in caplog.records if record.name == "lightning.trainer.loop"]
@@ -89,7 +87,7 @@ class Fails(StepStage):
 
     async def taken(self, step: StepTaken) -> Added:
         assert step.metrics["watch/groups"] == 2.0, "the one before has added it"
-        if self.raised is not None and step.step == 1:
+        if self.raised is not None and step.step == 2:
             raise self.raised
         return self.added
 
@@ -105,12 +103,12 @@ async def test_a_step_on_which_a_stage_fails_is_not_committed_and_a_resume_takes
     async with bench(tmp_path, stages=standing(Watch(), fails)) as made:
         with pytest.raises(StageError, match=why):
             await made.loop.run({})
-        assert [record.step for record in await made.store.steps("run")] == [0]
+        assert [record.step for record in await made.store.steps("run")] == [1]
     watch = Watch()
     caplog.clear()
     async with bench(tmp_path, stages=standing(watch)) as made:
         await made.loop.run({})
-        assert [record.step for record in await made.store.steps("run")] == [0, 1, 2]
+        assert [record.step for record in await made.store.steps("run")] == [1, 2, 3]
         assert len(made.engine.ledger) == 3
     assert watch.asked[:2] == [("begun", 1, 2), ("evaluated", 1)]
     said = [record.getMessage() for record in caplog.records]
@@ -133,14 +131,14 @@ async def test_what_no_record_takes_is_the_stages_failure(added: Any, why: str) 
     fails.added = added
     line = standing(Watch(), fails)(Config())
     with pytest.raises(StageError, match=rf"^the stage 'fails' of the plugin 'theirs' failed on step 1, .*{why}"):
-        await line.taken(StepTaken(0, [], [1, 2], None, {"rollouts": 0.0}))  # type: ignore[arg-type, list-item]
+        await line.taken(StepTaken(1, [], [1, 2], None, {"rollouts": 0.0}))  # type: ignore[arg-type, list-item]
 
 
 async def test_a_store_that_fails_a_stage_is_not_the_stages_failure() -> None:
     fails = Fails()
     fails.raised = StoreError("the store is away")
     with pytest.raises(StoreError, match=r"^the store is away$"):
-        await standing(Watch(), fails)(Config()).taken(StepTaken(1, [], [1, 2], None, {}))  # type: ignore[arg-type, list-item]
+        await standing(Watch(), fails)(Config()).taken(StepTaken(2, [], [1, 2], None, {}))  # type: ignore[arg-type, list-item]
 
 
 def test_each_stage_hears_an_alarm_of_its_own() -> None:

@@ -49,7 +49,7 @@ def all_levels(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_step_that_trained_nothing_says_who_was_seen_and_which_glob_was_meant(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    tell(Remarks(), 0, [group(0.0, 1.0, trained=False)], ("planner",))
+    tell(Remarks(), 1, [group(0.0, 1.0, trained=False)], ("planner",))
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == (
@@ -61,7 +61,7 @@ def test_a_step_that_trained_nothing_says_who_was_seen_and_which_glob_was_meant(
 
 def test_steps_that_train_nothing_are_told_at_growing_distances(caplog: pytest.LogCaptureFixture) -> None:
     remarks = Remarks()
-    for step in range(20):
+    for step in range(1, 21):
         tell(remarks, step, [group(1.0, 1.0)])
     idle = [record for record in caplog.records if "trained nothing" in record.getMessage()]
     assert [record.args[0] for record in idle if isinstance(record.args, tuple)] == [1, 2, 4, 8, 16]
@@ -72,7 +72,7 @@ def test_steps_that_train_nothing_are_told_at_growing_distances(caplog: pytest.L
 
 
 def test_equal_rewards_without_any_trained_call_name_the_agents_too(caplog: pytest.LogCaptureFixture) -> None:
-    tell(Remarks(), 0, [group(1.0, 1.0, trained=False)], ("planner",))
+    tell(Remarks(), 1, [group(1.0, 1.0, trained=False)], ("planner",))
     assert "all_rewards_equal" in caplog.text
     assert "matches none of the agents seen: agent/planner/ask" in caplog.text
 
@@ -80,7 +80,7 @@ def test_equal_rewards_without_any_trained_call_name_the_agents_too(caplog: pyte
 def test_calls_with_media_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     remarks, seen = Remarks(), group(0.0, 1.0, status=CallStatus.MEDIA)
     groups = [group(0.0, 1.0), seen]
-    for step in range(3):
+    for step in range(1, 4):
         tell(remarks, step, groups)
     metrics = step_metrics([], groups, LightningRL("grpo", group_size=2).batch(groups), StepResult({}, {}))
     assert (metrics["dropped/media"], metrics["rows"]) == (2.0, 2.0)
@@ -100,7 +100,7 @@ def test_calls_that_did_not_fit_are_counted_and_said_once(caplog: pytest.LogCapt
     batch = LightningRL("grpo", group_size=2).batch(groups)
     metrics = step_metrics([failed, replace(failed, error="another")], groups, batch, StepResult({"stepped": 1.0}, {}))
     assert metrics["too_long"] == 3.0
-    for step in range(2):
+    for step in range(1, 3):
         remarks.step(step, groups, batch, metrics, ())
     (record,) = caplog.records
     assert record.getMessage().startswith("step 1: 3 calls were refused, since prompt and answer together are longer")
@@ -108,21 +108,21 @@ def test_calls_that_did_not_fit_are_counted_and_said_once(caplog: pytest.LogCapt
 
 
 def test_a_step_of_media_alone_says_why_it_trained_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    tell(Remarks(), 0, [group(0.0, 1.0, status=CallStatus.MEDIA)], ("ask",))
+    tell(Remarks(), 1, [group(0.0, 1.0, status=CallStatus.MEDIA)], ("ask",))
     (record,) = caplog.records
     assert "2 of 2 calls of trained agents are not trained: their prompts have an image" in record.getMessage()
     assert "matches none" not in record.getMessage()
 
 
 def test_an_engine_that_did_not_step_is_believed(caplog: pytest.LogCaptureFixture) -> None:
-    tell(Remarks(), 0, [group(0.0, 1.0)], stepped=0.0)
+    tell(Remarks(), 1, [group(0.0, 1.0)], stepped=0.0)
     assert "step 1 trained nothing" in caplog.text
     assert "no trained call got an advantage" in caplog.text
 
 
 def test_the_first_of_each_kind_that_is_left_out_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     remarks, good = Remarks(), group(0.0, 1.0)
-    for step in range(3):
+    for step in range(1, 4):
         tell(remarks, step, [good, group(1.0, 1.0), group(0.0, 1.0, trained=False, caller=CHECKER)], ("*/ask",))
     told = [record for record in caplog.records if "left out" in record.getMessage()]
     assert [(record.levelname, record.getMessage().partition(" (")[0]) for record in told] == [
@@ -135,12 +135,12 @@ def test_the_first_of_each_kind_that_is_left_out_is_told_once(caplog: pytest.Log
 def test_a_reason_of_ones_own_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
     intake = Intake()
     intake.skip("below_bar")
-    Remarks().step(0, [], intake.batch([], []), {"truncated": 0.0}, ())
+    Remarks().step(1, [], intake.batch([], []), {"truncated": 0.0}, ())
     assert "left out as below_bar; no model call was recorded" in caplog.text
 
 
 def test_greedy_calls_are_named_where_rewards_are_equal(caplog: pytest.LogCaptureFixture) -> None:
-    tell(Remarks(), 0, [group(1.0, 1.0, temperature=0.0)])
+    tell(Remarks(), 1, [group(1.0, 1.0, temperature=0.0)])
     assert "temperature 0: the rollouts of a task are then alike" in caplog.text
     assert "gateway.override_sampling.temperature=1" in caplog.text
 

@@ -65,12 +65,12 @@ async def test_a_search_that_is_resumed_with_fewer_rounds_has_the_winner_of_thos
 
 async def test_what_no_step_measured_is_null_and_what_some_measured_is_of_these(store: MemoryStore) -> None:
     nothing = {"rollouts": 12.0, "failed": 0.0, "tokens": 40.0, "tokens_compared": 0.0}
-    await store.commit_step(StepRecord("run", 0, 1, (), (), "a", metrics=nothing))
+    await store.commit_step(StepRecord("run", 1, 1, (), (), "a", metrics=nothing))
     found = json.loads(json.dumps((await summarize(store, "run")).to_json()))
     assert (found["rewards"], found["rewards_with_failures"]) == ([None], [None])
     assert (found["max_logprob_gap"], found["max_probe_gap"]) == (None, None)
     some = {**nothing, "reward": 0.5, "reward_with_failures": 0.25, "max_logprob_gap": 0.125}
-    await store.commit_step(StepRecord("run", 1, 2, (), (), "b", metrics=some))
+    await store.commit_step(StepRecord("run", 2, 2, (), (), "b", metrics=some))
     found = (await summarize(store, "run")).to_json()
     assert (found["rewards"], found["max_logprob_gap"]) == ((None, 0.5), 0.125)
 

@@ -61,12 +61,12 @@ def test_a_reward_that_was_changed_is_found_at_its_step(train: Any) -> None:
     folder = train("run", 3)
     with sqlite3.connect(folder / "lightning.db") as database:
         database.execute(
-            "UPDATE rollouts SET reward = reward + 1 WHERE id = (SELECT id FROM rollouts WHERE trained_at_step = 1 LIMIT 1)"
+            "UPDATE rollouts SET reward = reward + 1 WHERE id = (SELECT id FROM rollouts WHERE trained_at_step = 2 LIMIT 1)"
         )
     database.close()
     found = retrained(folder)
-    assert (found.equal, found.step) == (False, 1)
-    assert "step 1 of run cannot be replayed, since the same rollouts make another batch now" in str(found)
+    assert (found.equal, found.step) == (False, 2)
+    assert "step 2 of run cannot be replayed, since the same rollouts make another batch now" in str(found)
 
 
 def test_other_weights_are_found_with_how_far_they_are(train: Any) -> None:
@@ -77,7 +77,7 @@ def test_other_weights_are_found_with_how_far_they_are(train: Any) -> None:
     tensors[name].view(-1)[0] += 0.5
     save_file(tensors, file)
     found = retrained(folder)
-    assert (found.equal, found.step) == (False, 1)
+    assert (found.equal, found.step) == (False, 2)
     assert "the weights after it are others than in its checkpoint, by up to 0.5" in str(found)
 
 

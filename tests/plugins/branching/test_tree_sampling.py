@@ -70,7 +70,7 @@ async def test_a_run_of_trees_is_trained_and_audited(bench: Open, tmp_path: Path
         metrics = [record.metrics for record in await made.store.steps("run")]
         assert all(each["branches"] > 2 and each["branches_void"] == 0 for each in metrics)
         assert all(0.2 < each["branch_tokens"] < 0.7 for each in metrics)
-        every = await all_rollouts(made.store, "run", split="train", step=0)
+        every = await all_rollouts(made.store, "run", split="train", step=1)
         assert all(each.status is Status.SUCCEEDED for each in every), [each.error for each in every]
         trunks = [each for each in every if each.parent is None]
         assert len(trunks) == 2 * 2  # tasks, and half of the group size
@@ -85,7 +85,7 @@ async def test_a_group_samples_no_more_tokens_than_without(bench: Open, tmp_path
         tmp_path / "run", chain, algorithm=BRANCH, script=lambda body: Reply(next(words)), trainer__steps=1, **TREE
     ) as made:
         await made.loop.run({})
-        every = await all_rollouts(made.store, "run", split="train", step=0)
+        every = await all_rollouts(made.store, "run", split="train", step=1)
         for group in await load_groups(made.store, every, ()):
             for member in group.trajectories:  # also where a flawed parent is left out of the group, for a judge
                 asked = exchanges.read(member.transitions, exchanges.parent_of(member))
@@ -240,7 +240,9 @@ async def test_a_loop_of_ones_own_branches_where_it_likes(bench: Open, tmp_path:
 def asked(settings: dict[str, Any], *sizes: int, recorded: str | None = None) -> Asked:
     """What a run asks of its sampler whose algorithms have groups of these sizes."""
     algorithms = [LightningRL("reinforce++", group_size=size) for size in sizes]
-    return Asked(with_settings(Config(), settings), AlgorithmSchedule(tuple(enumerate(algorithms))), recorded=recorded)
+    return Asked(
+        with_settings(Config(), settings), AlgorithmSchedule(tuple(enumerate(algorithms, 1))), recorded=recorded
+    )
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from lightning.types import (
 from tests.plugins.console.made_rollouts import MARKUP, call
 
 VOID = "This branch is void: call 1 has another clock"
-TRUNK = "run/0/0/0"
+TRUNK = "run/1/0/0"
 EDIT = f"look again {MARKUP}"
 PROMPTS = ([1, 2, 3], [1, 2, 3, 10, 9], [1, 2, 3, 10, 9, 20, 9])
 
@@ -34,16 +34,17 @@ async def write(store: Store, *, ended: bool = True) -> None:
     """All of it; without `ended` one of the branches of the run of their own goes on."""
     await store.put_run(Run("run", "run", {}, 1.0))
     task = Task("a question")
-    own = [Rollout(f"run/0/0/{n}", "run", task, "run/0/0", index=n) for n in range(2)]
+    own = [Rollout(f"run/1/0/{n}", "run", task, "run/1/0", 1, index=n) for n in range(2)]
     branches = [
-        Rollout(f"run/0/0/{n}", "run", task, "run/0/0", index=n, max_attempts=1, parent=(TRUNK, 1, 1)) for n in (2, 3)
+        Rollout(f"run/1/0/{n}", "run", task, "run/1/0", 1, index=n, max_attempts=1, parent=(TRUNK, 1, 1))
+        for n in (2, 3)
     ]
     await store.create_rollouts([*own, *branches])
     await store.lease("run", "worker", limit=4)
-    await end(store, "run/0/0/0", 1.0, [(0, 10), (1, 20), (2, 30)])
-    await end(store, "run/0/0/1", 0.0, [(0, 10), (1, 21)])
-    await end(store, "run/0/0/2", 0.5, [(1, 22), (2, 31)])
-    await end(store, "run/0/0/3", None, [])
+    await end(store, "run/1/0/0", 1.0, [(0, 10), (1, 20), (2, 30)])
+    await end(store, "run/1/0/1", 0.0, [(0, 10), (1, 21)])
+    await end(store, "run/1/0/2", 0.5, [(1, 22), (2, 31)])
+    await end(store, "run/1/0/3", None, [])
     await mark_over(store, "run", True)
     await again(store, ended=ended)
 

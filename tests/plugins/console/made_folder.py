@@ -79,7 +79,7 @@ async def broke(store: Store) -> None:
     """A run of which every rollout of the first step failed."""
     await store.put_run(Run("broke", "broke", {"model": "m"}, 1.7e9))
     await store.create_rollouts(
-        [Rollout(f"broke/0/0/{n}", "broke", Task(MARKUP), "broke/0/0", index=n, max_attempts=1) for n in range(3)]
+        [Rollout(f"broke/1/0/{n}", "broke", Task(MARKUP), "broke/1/0", 1, index=n, max_attempts=1) for n in range(3)]
     )
     for lease in await store.lease("broke", "w", limit=3):
         error = f'Traceback (most recent call last):\n  File "/home/me/agent.py", line 3, in run\nKeyError: {MARKUP!r}'
@@ -89,7 +89,7 @@ async def broke(store: Store) -> None:
 async def goes_on(store: Store) -> None:
     """A run whose first step is being sampled."""
     await store.put_run(Run("on", "on", {"model": "m"}, time.time()))
-    await store.create_rollouts([Rollout(f"on/0/0/{n}", "on", Task("q"), "on/0/0", index=n) for n in range(3)])
+    await store.create_rollouts([Rollout(f"on/1/0/{n}", "on", Task("q"), "on/1/0", 1, index=n) for n in range(3)])
     for lease in await store.lease("on", "w", limit=2):
         if lease.rollout.index == 0:
             await store.complete(lease.rollout.id, lease.attempt, Outcome(reward=0.25))

@@ -49,7 +49,7 @@ async def train(store: Store, model: str = "", *, own_code: bool = False, run: s
     described: Json = {**describe_algorithm(ALGORITHM), **({"name": "my_own"} if own_code else {})}
     await store.put_run(Run(run, run, {"algorithm": described, "train_agents": ["solver"], "model": model}))
     tasks = [Task(f"question {number} {MARKUP}", expected=number) for number in range(2)]
-    await store.create_rollouts(train_rollouts(run, 0, tasks, 3, 2))
+    await store.create_rollouts(train_rollouts(run, 1, tasks, 3, 2))
     for lease in await store.lease(run, "worker", limit=6):
         rollout = lease.rollout
         group = int(rollout.group.rpartition("/")[2])
@@ -58,10 +58,10 @@ async def train(store: Store, model: str = "", *, own_code: bool = False, run: s
         await store.complete(
             rollout.id, lease.attempt, Outcome(reward=REWARDS[group][rollout.index], step_rewards=given, seconds=4.0)
         )
-    groups = await load_groups(store, await all_rollouts(store, run, split="train", step=0), ["solver"])
+    groups = await load_groups(store, await all_rollouts(store, run, split="train", step=1), ["solver"])
     batch = ALGORITHM.batch(groups)
     metrics = {"clip_fraction": 0.02, "masked_share": 0.0}
-    await store.commit_step(record_step(run, 0, groups, batch, checkpoint="", metrics=metrics, context={}))
+    await store.commit_step(record_step(run, 1, groups, batch, checkpoint="", metrics=metrics, context={}))
     await mark_over(store, run, True)
 
 

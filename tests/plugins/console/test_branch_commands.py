@@ -134,8 +134,8 @@ async def test_what_cannot_be_branched_says_why(store: MemoryStore) -> None:
     await other.append([call(replace(await rollout_of(other, "again/1"), attempt=1), 0, "solver", PROMPTS[2], (40,))])
     for address, why in {
         to("rollout", "run", TRUNK): "requests were not recorded",
-        to("rollout", "run", "run/0/0/2"): "it is itself a branch of run/0/0/0: branch that one",
-        to("rollout", "run", "run/0/0/3"): "it is itself a branch",
+        to("rollout", "run", "run/1/0/2"): "it is itself a branch of run/1/0/0: branch that one",
+        to("rollout", "run", "run/1/0/3"): "it is itself a branch",
     }.items():
         said = (await shown(places_of(other), address))["Branch it"]["notices"][0]
         assert said["commands"] == []

@@ -26,7 +26,7 @@ from tests.plugins.console.made_folder import in_store
 from tests.plugins.console.made_rollouts import call
 from tests.plugins.console.reading import places_of, shown, texts, to
 
-GROUP = "group/run/run%2F0%2F0"
+GROUP = "group/run/run%2F1%2F0"
 
 
 @pytest.fixture
@@ -66,11 +66,11 @@ async def test_branches_stand_where_they_leave_their_parents_line(store: MemoryS
         8: [f"branch 1, {edited}"],
     }
     assert [node["branches"] for node in nodes] == [0, 2, 2, 0, 0, 0, 0, 0, 0]
-    assert nodes[4]["to"] == to("rollout", "run", "run/0/0/2", call=1)
+    assert nodes[4]["to"] == to("rollout", "run", "run/1/0/2", call=1)
     assert nodes[7]["to"] == ""  # nobody sampled it
     assert nodes[8]["to"] == to("rollout", "again", "again/1", call=1)
     assert not blocks["page"].live
-    split = await shown(places_of(store), to("group", "run", "run/0/0", split=2))
+    split = await shown(places_of(store), to("group", "run", "run/1/0", split=2))
     diff = next(value for value in split.values() if isinstance(value, dict) and "before" in value)
     assert (diff["before"], diff["after"]) == ("[solver]\n#30", f"[edited]\n{EDIT}\n\n[solver]\n#40")
     assert (diff["to_left"], diff["to_right"]) == (
@@ -108,20 +108,20 @@ async def test_a_rollout_shows_what_each_of_its_calls_is_worth(store: MemoryStor
     ]
     rows = texts(blocks["Branches"])
     assert [(row["at call"], row["branch"], row["status"], row["reward"]) for row in rows] == [
-        ("2", "run/0/0/2", "succeeded", "0.500"),
-        ("2", "run/0/0/3", "void", "–"),
+        ("2", "run/1/0/2", "succeeded", "0.500"),
+        ("2", "run/1/0/3", "void", "–"),
         ("3", "again/0", "succeeded", "0.250"),
         ("3", "again/1", "succeeded", "0.750"),
     ]
     assert blocks["Branches"]["rows"][2][1]["to"] == to("rollout", "again", "again/0")
-    alone = await shown(places_of(store), to("rollout", "run", "run/0/0/1"))
+    alone = await shown(places_of(store), to("rollout", "run", "run/1/0/1"))
     assert "Branches" not in alone
     assert "branches" not in texts(alone["Calls"])[0]
 
 
 async def test_a_branch_says_where_it_begins_and_what_is_its_parents(store: MemoryStore) -> None:
     await write(store)
-    blocks = await shown(places_of(store), to("rollout", "run", "run/0/0/2"))
+    blocks = await shown(places_of(store), to("rollout", "run", "run/1/0/2"))
     facts = {each["name"]: each for each in blocks["Facts"]["facts"]}
     said = facts["branch of"]
     assert (said["value"], said["detail"]) == (TRUNK, "at call 2")
@@ -141,8 +141,8 @@ async def test_a_branch_says_where_it_begins_and_what_is_its_parents(store: Memo
 async def test_a_branch_is_replayed_with_its_parents_calls(store: MemoryStore) -> None:
     await write(store)
     for address, until in {
-        to("rollout", "run", "run/0/0/2"): 1,
-        to("rollout", "run", "run/0/0/2", call=2): 2,
+        to("rollout", "run", "run/1/0/2"): 1,
+        to("rollout", "run", "run/1/0/2", call=2): 2,
         to("rollout", "again", "again/1"): 3,  # two recorded calls, and the edited one
         to("rollout", "run", TRUNK, call=3): 2,
     }.items():
@@ -152,17 +152,17 @@ async def test_a_branch_is_replayed_with_its_parents_calls(store: MemoryStore) -
 
 async def test_steps_and_runs_tell_of_branches(store: MemoryStore) -> None:
     await write(store)
-    rows = texts((await shown(places_of(store), "step/run/0"))["Groups"])
+    rows = texts((await shown(places_of(store), "step/run/1"))["Groups"])
     assert [row["rewards"] for row in rows] == ["1 0 | 0.5 ×"]
     page = json.dumps((await show(places_of(store), "run/again")).to_json())
-    assert "it has branches of run/0/0/0" in page
+    assert "it has branches of run/1/0/0" in page
     assert to("rollout", "run", TRUNK) in page
     assert "branches of" not in json.dumps((await show(places_of(store), "run/run")).to_json())
 
 
 async def test_a_void_branch_says_why(store: MemoryStore) -> None:
     await write(store)
-    notices = (await shown(places_of(store), to("rollout", "run", "run/0/0/3")))["Notices"]["notices"]
+    notices = (await shown(places_of(store), to("rollout", "run", "run/1/0/3")))["Notices"]["notices"]
     assert (notices[0]["text"], notices[0]["tone"]) == (VOID, "bad")
 
 
@@ -216,7 +216,7 @@ async def test_the_group_of_branches_has_their_parents_line(store: MemoryStore) 
     ("key", "why"),
     [
         (("gone/0", 1, 0), "is not in this store"),
-        ((TRUNK, 2, 0), "the calls of attempt 2 of run/0/0/0 are not shown here"),
+        ((TRUNK, 2, 0), "the calls of attempt 2 of run/1/0/0 are not shown here"),
         ((TRUNK, 1, 9), "has no such call"),
     ],
 )
@@ -224,7 +224,7 @@ async def test_a_branch_whose_beginning_is_not_known_is_shown_and_not_counted(
     store: MemoryStore, key: tuple[str, int, int], why: str
 ) -> None:
     await write(store)
-    lost = Rollout("run/0/0/4", "run", Task("a question"), "run/0/0", index=4, parent=key)
+    lost = Rollout("run/1/0/4", "run", Task("a question"), "run/1/0", 1, index=4, parent=key)
     await store.create_rollouts([lost])
     await store.lease("run", "worker")
     await end(store, lost.id, 0.125, [(0, 50)])

@@ -43,9 +43,9 @@ def test_curves_of_seeds_are_put_together_where_all_of_them_are() -> None:
 
 
 def made(rewards: list[float], evaluations: tuple[Evaluation, ...] = ()) -> Curves:
-    steps = tuple(range(len(rewards)))
+    steps = tuple(range(1, len(rewards) + 1))
     values = tuple({"reward_with_failures": reward} for reward in rewards)
-    seconds = tuple(10.0 * (step + 1) for step in steps)
+    seconds = tuple(10.0 * step for step in steps)
     return Curves(ABOUT, steps, values, seconds, seconds, evaluations, (), {}, {})
 
 

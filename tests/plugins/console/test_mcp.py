@@ -84,8 +84,8 @@ async def test_an_agent_goes_through_a_run_over_stdio(recorded: Path) -> None:
         assert row["state"] == "finished"
         shown = await ask("run", run="run")
         assert [each.get("title") for each in shown["blocks"]][1] == "Alarms"
-        assert block(shown, "Reward")["series"][0]["to"] == ["step/run/0", "step/run/1", "step/run/2"]
-        groups = block(await ask("step", run="run", step=2), "Groups")
+        assert block(shown, "Reward")["series"][0]["to"] == ["step/run/1", "step/run/2", "step/run/3"]
+        groups = block(await ask("step", run="run", step=3), "Groups")
         assert len(groups["rows"]) == 2
         taught = next(row for row in groups["rows"] if row[5] == "yes")[0]["to"].rpartition("/")[2].replace("%2F", "/")
         tree = block(await ask("group", run="run", group=taught), "Calls that siblings share")
@@ -105,13 +105,13 @@ async def test_an_agent_goes_through_a_run_over_stdio(recorded: Path) -> None:
 
         assert 'there is no run "nobody\'s"' in await refused("run", run="nobody's")
         assert "valid integer" in await refused("step", run="run", step="three")
-        assert "the run run has the steps 0 to 2" in await refused("step", run="run", step=9)
-        assert "counted from 0" in await refused("step", run="run", step=-1)
+        assert "the run run has the steps 1 to 3" in await refused("step", run="run", step=9)
+        assert "counted from 1" in await refused("step", run="run", step=-1)
         assert "no group 'run/9/9'" in await refused("group", run="run", group="run/9/9")
-        assert "has 2 calls" in await refused("rollout", run="run", rollout="run/2/0/1", call=7)
+        assert "has 2 calls" in await refused("rollout", run="run", rollout="run/3/0/1", call=7)
         assert "names no run" in await refused("compare", runs=[])
         assert "there is no page 'secrets'" in await refused("page", address="secrets")
-        assert "no block is called 'Group'" in await refused("page", address="step/run/0", block="Group")
+        assert "no block is called 'Group'" in await refused("page", address="step/run/1", block="Group")
         assert "Field required" in await refused("rollout", run="run")
     assert rows_of(recorded) == before, "nothing was written"
 
@@ -217,7 +217,7 @@ def test_a_page_is_printed_as_json(recorded: Path, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["title"] == "Runs"
     console(str(recorded / "first"), page="step/run/1", as_json=True)
     assert json.loads(capsys.readouterr().out)["address"] == "step/run/1"
-    with pytest.raises(DataError, match="has the steps 0 to 2"):
+    with pytest.raises(DataError, match="has the steps 1 to 3"):
         console(str(recorded / "first"), page="step/run/9", as_json=True)
     with pytest.raises(ConfigError, match="one of the three"):
         console(str(recorded), as_json=True, mcp=True)

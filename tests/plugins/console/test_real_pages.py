@@ -135,7 +135,7 @@ def test_a_run_that_goes_on_is_watched(page: Page, place: Path, opened: str) -> 
 
 
 def test_branches_appear_in_their_parents_group_while_one_looks(page: Page, place: Path, opened: str) -> None:
-    parent = "on/0/0/0"
+    parent = "on/1/0/0"
 
     async def begin(store: Store) -> None:
         changes = {"branch": {"rollout": parent, "at": 1, "edit": "look again"}}
@@ -148,8 +148,8 @@ def test_branches_appear_in_their_parents_group_while_one_looks(page: Page, plac
         await store.lease("again", "w3")
         await store.complete("again/0", 1, Outcome(reward=0.625))
 
-    page.goto(opened + "&page=group%2Fon%2Fon%252F0%252F0")
-    page.wait_for_selector("h1:has-text('on/0/0')")
+    page.goto(opened + "&page=group%2Fon%2Fon%252F1%252F0")
+    page.wait_for_selector("h1:has-text('on/1/0')")
     assert page.locator("h2:has-text('Branches')").count() == 0
     in_thread(lambda: in_store(place / "on", begin))
     page.wait_for_selector("tr:has-text('edit: look again'):has-text('pending')")

@@ -70,7 +70,7 @@ def reasons(blocks: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 async def test_siblings_are_one_tree_of_calls(places: Places) -> None:
-    blocks = await shown(places, to("group", "run", "run/0/0"))
+    blocks = await shown(places, to("group", "run", "run/1/0"))
     nodes = blocks["GroupTree"]["nodes"]
     assert [(each["parent"], each["visits"], each["value"]) for each in nodes] == [
         (-1, 3, 0.5),
@@ -85,37 +85,37 @@ async def test_siblings_are_one_tree_of_calls(places: Places) -> None:
     # What training made of the action: the mean over those who did it; the critic is not trained.
     assert nodes[1]["advantage"] > 0 > nodes[2]["advantage"]
     assert nodes[3]["advantage"] is None
-    assert nodes[0]["compare"] == to("group", "run", "run/0/0", split=0)
+    assert nodes[0]["compare"] == to("group", "run", "run/1/0", split=0)
     assert nodes[2]["compare"] == ""
     assert [len(each["rollouts"]) for each in nodes] == [0, 0, 0, 1, 1, 1]
     page: Page = blocks["page"]
-    assert (page.previous, page.next) == ("", to("group", "run", "run/0/1"))
+    assert (page.previous, page.next) == ("", to("group", "run", "run/1/1"))
     assert not page.live
 
 
 async def test_a_split_shows_how_the_best_and_the_worst_went_on(places: Places) -> None:
-    diff = (await shown(places, to("group", "run", "run/0/0", split=0)))["Diff"]
+    diff = (await shown(places, to("group", "run", "run/1/0", split=0)))["Diff"]
     assert diff["before"] == "[solver]\nword10 word11\n\n[critic]\nword20 word30"
     assert diff["after"] == "[solver]\nword12 word13\n\n[critic]\nword22 word30"
-    assert diff["to_right"] == to("rollout", "run", "run/0/0/2", call=1)
-    later = (await shown(places, to("group", "run", "run/0/0", split=1)))["Diff"]
+    assert diff["to_right"] == to("rollout", "run", "run/1/0/2", call=1)
+    later = (await shown(places, to("group", "run", "run/1/0", split=1)))["Diff"]
     assert (later["before"], later["after"]) == ("[critic]\nword20 word30", "[critic]\nword21 word30")
     for bad in ("2", "77", "-1", "x"):
-        assert "This cannot be shown" in await text_of(places, to("group", "run", "run/0/0", split=bad))
+        assert "This cannot be shown" in await text_of(places, to("group", "run", "run/1/0", split=bad))
 
 
 async def test_a_group_that_taught_nothing_says_why(places: Places) -> None:
-    said = await text_of(places, to("group", "run", "run/0/1"))
+    said = await text_of(places, to("group", "run", "run/1/1"))
     assert "this group taught nothing: all rewards equal" in said
     assert "proved" in said
 
 
 async def test_why_a_token_was_pushed_is_what_the_batch_has(places: Places) -> None:
-    blocks = await shown(places, to("rollout", "run", "run/0/0/0"))
+    blocks = await shown(places, to("rollout", "run", "run/1/0/0"))
     found = reasons(blocks)
     store = next(iter((await places.stores()).values()))
     batch = ALGORITHM.batch(await load_groups(store, await all_rollouts(store, "run", split="train"), ["solver"]))
-    sample = next(each for each in batch.samples if each.spans[0].rollout == "run/0/0/0")
+    sample = next(each for each in batch.samples if each.spans[0].rollout == "run/1/0/0")
     advantage, weight = float(sample.advantages[-1]), float(sample.weights[-1])
     assert found["reward"]["value"] == "1.0000"
     assert float(found["advantage"]["value"]) == pytest.approx(advantage, rel=1e-4)
@@ -140,25 +140,25 @@ async def test_why_a_token_was_pushed_is_what_the_batch_has(places: Places) -> N
 @pytest.mark.parametrize(
     "change",
     [
-        "UPDATE rollouts SET reward = 0.9 WHERE id = 'run/0/0/0'",
-        "UPDATE rollouts SET reward = 0.9 WHERE id = 'run/0/0/1'",  # a sibling: the advantage is another one as well
+        "UPDATE rollouts SET reward = 0.9 WHERE id = 'run/1/0/0'",
+        "UPDATE rollouts SET reward = 0.9 WHERE id = 'run/1/0/1'",  # a sibling: the advantage is another one as well
     ],
 )
 async def test_nothing_is_proved_after_a_stored_reward_was_changed(tmp_path: Path, places: Places, change: str) -> None:
     with sqlite3.connect(tmp_path / RUN / "lightning.db") as database:
         assert database.execute(change).rowcount == 1
-    found = reasons(await shown(places, to("rollout", "run", "run/0/0/0")))
+    found = reasons(await shown(places, to("rollout", "run", "run/1/0/0")))
     assert found["advantage"]["proved"] is found["push"]["proved"] is False
     assert found["reward"]["proved"] is ("0/1'" in change)
-    assert "advantages are not proved" in await text_of(places, to("rollout", "run", "run/0/0/0"))
-    assert "not proved" in await text_of(places, to("group", "run", "run/0/0"))
+    assert "advantages are not proved" in await text_of(places, to("rollout", "run", "run/1/0/0"))
+    assert "not proved" in await text_of(places, to("group", "run", "run/1/0"))
 
 
 async def test_what_is_not_trained_says_so(places: Places) -> None:
-    critic = reasons(await shown(places, to("rollout", "run", "run/0/0/0", call=2)))
+    critic = reasons(await shown(places, to("rollout", "run", "run/1/0/0", call=2)))
     assert critic["pushed"]["value"] == "no"
     assert "its agent is not trained" in critic["pushed"]["source"]
-    equal = reasons(await shown(places, to("rollout", "run", "run/0/1/0", call=1)))
+    equal = reasons(await shown(places, to("rollout", "run", "run/1/1/0", call=1)))
     assert "its group taught nothing: all rewards equal" in equal["pushed"]["source"]
 
 
@@ -166,19 +166,19 @@ async def test_an_algorithm_of_ones_own_is_not_proved(tmp_path: Path) -> None:
     async with opened(tmp_path / RUN) as store:
         await train(store, own_code=True)
     places = Places(str(tmp_path / RUN))
-    found = reasons(await shown(places, to("rollout", "run", "run/0/0/0")))
+    found = reasons(await shown(places, to("rollout", "run", "run/1/0/0")))
     assert "only the user's own code" in found["pushed"]["source"]
-    strip = (await shown(places, to("rollout", "run", "run/0/0/0")))["TokenStrip"]
+    strip = (await shown(places, to("rollout", "run", "run/1/0/0")))["TokenStrip"]
     assert strip["texts"][-1] == "#11"  # there is no tokenizer
     await places.close()
 
 
 async def test_keys_go_from_call_to_call(places: Places) -> None:
-    address = to("rollout", "run", "run/0/0/0")
+    address = to("rollout", "run", "run/1/0/0")
     first = await show(places, address)
-    assert (first.previous, first.next) == ("", to("rollout", "run", "run/0/0/0", call=2))
+    assert (first.previous, first.next) == ("", to("rollout", "run", "run/1/0/0", call=2))
     second = await show(places, first.next)
-    assert (second.previous, second.next) == (to("rollout", "run", "run/0/0/0", call=1), "")
+    assert (second.previous, second.next) == (to("rollout", "run", "run/1/0/0", call=1), "")
     timeline = (await shown(places, first.next))["Timeline"]
     assert timeline["lanes"] == ["solver", "critic"]
     assert [
@@ -280,10 +280,10 @@ async def test_what_is_not_whole_is_said(tmp_path: Path, places: Places) -> None
         to("rollout", "run"): "rollout/RUN/ROLLOUT",
         to("group", "run", "nobody"): "the run run has no group 'nobody'",
         to("rollout", "nowhere", "r"): "there is no run 'nowhere'",
-        to("rollout", "run", "run/0/0/0", call=3): "has 2 calls, so there is no call 3",
-        to("rollout", "run", "run/0/0/0", call=-1): "there is no call -1",
-        to("rollout", "run", "run/0/0/0", attempt=2): "has 1 attempts, so there is no attempt 2",
-        to("rollout", "run", "run/0/0/0", call="x"): "is no whole number",
+        to("rollout", "run", "run/1/0/0", call=3): "has 2 calls, so there is no call 3",
+        to("rollout", "run", "run/1/0/0", call=-1): "there is no call -1",
+        to("rollout", "run", "run/1/0/0", attempt=2): "has 1 attempts, so there is no attempt 2",
+        to("rollout", "run", "run/1/0/0", call="x"): "is no whole number",
     }.items():
         assert said in await text_of(places, address), address
     store = next(iter((await places.stores()).values()))
@@ -310,9 +310,9 @@ async def test_a_pruned_run_says_so(tmp_path: Path, places: Places) -> None:
         keeper = keeper_of(url)
         request = PruneRequest(trained=True, unfinished=True)
         await carry_out(store, keeper, await plan(store, keeper, request))
-    said = await text_of(places, to("rollout", "run", "run/0/0/0"))
+    said = await text_of(places, to("rollout", "run", "run/1/0/0"))
     assert "`lightning db prune` removed them" in said
-    assert "there is no tree" in await text_of(places, to("group", "run", "run/0/0"))
+    assert "there is no tree" in await text_of(places, to("group", "run", "run/1/0"))
 
 
 async def test_parallel_calls_and_tools_have_lanes_of_their_own(tmp_path: Path) -> None:

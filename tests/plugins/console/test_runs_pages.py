@@ -92,10 +92,10 @@ async def test_every_run_is_listed_with_its_state_and_the_stores_that_cannot_be_
         "one": "finished", "two": "finished", "searched": "finished", "half": "stopped", "broke": "failed", "on": "running",
         f"{MARKUP},~%": "stopped",
     }  # fmt: skip
-    assert "all 3 rollouts of step 0 failed" in rows["broke"]["state"]["hint"]
+    assert "all 3 rollouts of step 1 failed" in rows["broke"]["state"]["hint"]
     assert rows["one"]["run"]["to"] == "run/one"
     assert len(rows["one"]["course"]["spark"]) == STEPS
-    assert rows["one"]["step"]["to"] == f"step/one/{STEPS - 1}"
+    assert rows["one"]["step"]["to"] == f"step/one/{STEPS}"
     assert "→" in rows["one"]["held-out"]["text"]
     assert rows["half"]["held-out"]["text"] == "no held-out tasks"
     (bad, *_) = await blocks(places, "runs")
@@ -216,7 +216,7 @@ async def test_a_run_is_running_while_a_trainer_holds_its_folder_and_stopped_whe
         assert "a trainer holds its folder" in await shown(Places(str(copied)), "run/one")
     page = await show(Places(str(copied)), "run/one")
     text = await shown(Places(str(copied)), "run/one")
-    assert "it stopped after step 3: it has written nothing for 2.8 h" in text
+    assert "it stopped after step 4: it has written nothing for 2.8 h" in text
     assert "--resume" in text
     assert not page.live
     monkeypatch.setattr("lightning_console.queries.runs.time.time", lambda: real + 30)
@@ -261,7 +261,7 @@ async def test_a_run_begins_with_what_is_wrong_and_its_points_lead_to_steps(plac
         "brief",
         "correct",
     ]
-    assert reward["series"][0]["to"] == [f"step/one/{step}" for step in range(STEPS)]
+    assert reward["series"][0]["to"] == [f"step/one/{step}" for step in range(1, STEPS + 1)]
     held_out = await chart(places, "run/one", "Held-out tasks")
     assert [point[0] for point in held_out["series"][0]["points"]] == [0, 2, 4]
     assert all(low < value < high for _, value, low, high in held_out["series"][0]["points"])
@@ -272,7 +272,7 @@ async def test_a_run_begins_with_what_is_wrong_and_its_points_lead_to_steps(plac
     for command in ("advise", "profile", "audit", "replay"):
         assert f"lightning {command} " in text
     page = await show(places, "run/one")
-    assert (page.live, page.next) == (False, f"step/one/{STEPS - 1}")
+    assert (page.live, page.next) == (False, f"step/one/{STEPS}")
 
 
 async def test_alarms_lead_to_their_evidence() -> None:
@@ -317,8 +317,8 @@ async def test_a_run_says_what_it_lacks(places: Places) -> None:
         "run/old": "has schema 1",
         "run": "names no run",
         "runs/x/y": "Runs",
-        "step/one/99": "has the steps 0 to 3",
-        "step/half/0": "has no step yet",
+        "step/one/99": "has the steps 1 to 4",
+        "step/half/1": "has no step yet",
         "step/one/x": "names no step",
         "rewards/half": "no training rollout of this run has a reward",
         "compare?runs=one,nobody": "nobody is left out",
@@ -334,7 +334,7 @@ async def test_a_run_is_followed_while_it_goes_on() -> None:
     await store.put_run(Run("live", "live", {"model": "m", "tasks": {"train": [], "val": ["t"]}}, time.time()))
     places = Places(stores={"memory://": store})
     assert "no step is committed yet" in await shown(places, "run/live")
-    for step in range(3):
+    for step in range(1, 4):
         await maker.step(step)
         for _ in range(100):  # an answer of just before may be shown for as long as twenty times what it took
             page = await show(places, "run/live")
@@ -342,8 +342,8 @@ async def test_a_run_is_followed_while_it_goes_on() -> None:
                 break
             await asyncio.sleep(0.05)
         assert page.live
-        assert (await fact(places, "run/live", "steps"))["value"] == str(step + 1)
-        assert len((await chart(places, "run/live", "Reward"))["series"][0]["points"]) == step + 1
+        assert (await fact(places, "run/live", "steps"))["value"] == str(step)
+        assert len((await chart(places, "run/live", "Reward"))["series"][0]["points"]) == step
         assert (await table(places, "runs"))[0]["step"]["text"] == str(step)
     await mark_over(store, "live", True)
     assert not (await show(places, "run/live")).live
@@ -355,12 +355,12 @@ async def test_settings_that_changed_are_marks_of_the_curves(copied: Path) -> No
         run = await store.get_run("one")
         config = json.loads(json.dumps(run.config))
         config["config"]["engine"]["lr"] = 5e-6
-        await keep_epochs(store, run, [Epoch(0, 0, run.config), Epoch(1, 2, config, 5.0)])
+        await keep_epochs(store, run, [Epoch(0, 1, run.config), Epoch(1, 3, config, 5.0)])
 
     await in_store(copied / "one", change)
     reward = await chart(Places(str(copied)), "run/one", "Reward")
     ((at, text),) = reward["marks"]
-    assert at == 2.0
+    assert at == 3.0
     assert "engine.lr 1e-06 → 5e-06" in text
 
 
@@ -391,9 +391,9 @@ async def test_a_pruned_run_says_so_and_shows_what_is_left(copied: Path) -> None
     assert "calls of" in text
     assert "were removed" in text
     assert "prune" in text
-    step = await shown(places, "step/one/1")
+    step = await shown(places, "step/one/2")
     assert "its calls were removed" in step
-    assert (await table(places, "step/one/1", "Groups"))[0]["rewards"]["text"]
+    assert (await table(places, "step/one/2", "Groups"))[0]["rewards"]["text"]
     assert "are not in the store" in await shown(places, "rewards/one")
 
 
@@ -436,29 +436,29 @@ async def test_runs_that_differ_in_their_seed_alone_are_one_group(copied: Path) 
 
 # step and rewards --------------------------------------------------------------------------------------------------------
 async def test_a_step_shows_its_groups_its_rollouts_and_what_failed(places: Places) -> None:
-    rows = await table(places, "step/one/1", "Groups")
+    rows = await table(places, "step/one/2", "Groups")
     assert len(rows) == 3
-    assert rows[0]["task"]["to"].startswith("group/one/one%2F1%2F")
+    assert rows[0]["task"]["to"].startswith("group/one/one%2F2%2F")
     spreads = [float(row["spread"]["text"]) for row in rows if row["taught"]["text"] == "yes"]
     assert spreads == sorted(spreads, reverse=True)
     for axis in ("tokens", "turns", "advantage", "seconds"):
-        cloud = next(b for b in await blocks(places, f"step/one/1?x={axis}") if b["component"] == "Chart")["value"]
+        cloud = next(b for b in await blocks(places, f"step/one/2?x={axis}") if b["component"] == "Chart")["value"]
         points = [pair for series in cloud["series"] for pair in zip(series["points"], series["to"], strict=True)]
         assert points
         assert all(to.startswith("rollout/one/") for _, to in points)
-    page = await show(places, "step/one/1")
-    assert (page.previous, page.next) == ("step/one/0", "step/one/2")
-    assert (await show(places, f"step/one/{STEPS - 1}")).next == ""
-    (failed,) = [block for block in await blocks(places, "step/one/1") if block["title"] == "Failed rollouts"]
+    page = await show(places, "step/one/2")
+    assert (page.previous, page.next) == ("step/one/1", "step/one/3")
+    assert (await show(places, f"step/one/{STEPS}")).next == ""
+    (failed,) = [block for block in await blocks(places, "step/one/2") if block["title"] == "Failed rollouts"]
     with sqlite3.connect(Path(places.where, "one", "lightning.db")) as database:
-        asked = "SELECT COUNT(*) FROM rollouts WHERE run = 'one' AND id LIKE 'one/1/%' AND reward IS NULL"
+        asked = "SELECT COUNT(*) FROM rollouts WHERE run = 'one' AND id LIKE 'one/2/%' AND reward IS NULL"
         (count,) = database.execute(asked).fetchone()
     database.close()
     assert sum(int(notice["text"].split()[0]) for notice in failed["value"]["notices"]) == count > 0
 
 
 async def test_advantages_of_a_step_are_those_that_were_trained(places: Places) -> None:
-    cloud = next(b for b in await blocks(places, "step/one/1?x=advantage") if b["component"] == "Chart")["value"]
+    cloud = next(b for b in await blocks(places, "step/one/2?x=advantage") if b["component"] == "Chart")["value"]
     of_group: dict[str, list[tuple[float, float]]] = {}
     for series in cloud["series"]:
         for (advantage, reward), to in zip(series["points"], series["to"], strict=True):
@@ -472,28 +472,28 @@ async def test_advantages_of_a_step_are_those_that_were_trained(places: Places) 
 async def test_groups_that_taught_nothing_are_named_with_the_reason(copied: Path) -> None:
     with sqlite3.connect(copied / "one" / "lightning.db") as database:
         database.execute(
-            "UPDATE rollouts SET reward = 0.5, rewards = '{}' WHERE group_id = 'one/1/0' AND reward IS NOT NULL"
+            "UPDATE rollouts SET reward = 0.5, rewards = '{}' WHERE group_id = 'one/2/0' AND reward IS NOT NULL"
         )
-        (rollouts,) = database.execute("SELECT rollouts FROM steps WHERE step = 1").fetchone()
-        kept = [each for each in json.loads(rollouts) if not each[0].startswith("one/1/0/")]
-        database.execute("UPDATE steps SET rollouts = ? WHERE step = 1", (json.dumps(kept),))
+        (rollouts,) = database.execute("SELECT rollouts FROM steps WHERE step = 2").fetchone()
+        kept = [each for each in json.loads(rollouts) if not each[0].startswith("one/2/0/")]
+        database.execute("UPDATE steps SET rollouts = ? WHERE step = 2", (json.dumps(kept),))
     places = Places(str(copied))
-    (row,) = [row for row in await table(places, "step/one/1", "Groups") if row["task"]["to"].endswith("%2F0")]
+    (row,) = [row for row in await table(places, "step/one/2", "Groups") if row["task"]["to"].endswith("%2F0")]
     assert row["taught"]["text"] == "no"
     assert row["taught"]["hint"] == "all that is compared earned the same"
-    text = await shown(places, "step/one/1")
+    text = await shown(places, "step/one/2")
     assert "1 of 3 groups taught nothing" in text
     assert "advantages are not known" in text, "the record was changed: it is not the batch that was trained"
     await places.close()
 
 
 async def test_a_step_that_is_being_sampled_is_live(places: Places) -> None:
-    page = await show(places, "step/on/0")
+    page = await show(places, "step/on/1")
     assert page.live
-    (row,) = await table(places, "step/on/0", "Groups")
+    (row,) = await table(places, "step/on/1", "Groups")
     assert row["rewards"]["text"] == "0.25 … …"
-    assert (await table(places, "step/broke/0", "Groups"))[0]["task"]["text"] == MARKUP
-    assert MARKUP in await shown(places, "step/broke/0")
+    assert (await table(places, "step/broke/1", "Groups"))[0]["task"]["text"] == MARKUP
+    assert MARKUP in await shown(places, "step/broke/1")
 
 
 async def test_the_reward_lab_shows_parts_what_the_reward_follows_and_trials(copied: Path) -> None:

@@ -68,11 +68,11 @@ def call_of(rollout: str, seq: int, prompt: list[int], *, attempt: int = 1, rng:
 
 
 async def fill(store: Store, run: str = "run") -> None:
-    """Groups of two: step 0 has one that was trained and one that was not, step 1 likewise; a group of `val`, one failed,
+    """Groups of two: step 1 has one that was trained and one that was not, step 2 likewise; a group of `val`, one failed,
     and with `-open` one rollout that is running."""
     rng = random.Random(run)
     await store.put_run(Run(run, run, CONFIG, 1000.0, "lab"))
-    groups = [("0/0", 0, "train"), ("0/1", 0, "train"), ("1/0", 1, "train"), ("1/1", 1, "train"), ("val/0", 0, "val")]
+    groups = [("1/0", 1, "train"), ("1/1", 1, "train"), ("2/0", 2, "train"), ("2/1", 2, "train"), ("val/0", 0, "val")]
     made = [
         Rollout(f"{run}/{name}/{index}", run, Task({"q": name}, ["a"], {"m": 1}), f"{run}/{name}", step, split, index)
         for name, step, split in groups
@@ -85,7 +85,7 @@ async def fill(store: Store, run: str = "run") -> None:
         first = call_of(rollout.id, 0, start, rng=rng)
         await store.append([first, call_of(rollout.id, 1, [*start, *first.response_ids, 7], rng=rng)])
         await append_spans(store, [Span(rollout.id, 1, "0" * 32, "1" * 16, name="step", attributes={"k": [1]})])
-        failed = rollout.id.endswith("0/1/1")
+        failed = rollout.id.endswith("/1/1/1")
         events = (ToolEvent("search", "ok", "t-1", {"x": 1}, "out", caller=Caller("writer"), at=2.0),)
         outcome = Outcome(fault=Fault.AGENT, error="no") if failed else Outcome(reward=0.5, rewards={"f1": 0.5})
         rewards = (StepReward(0.25, "fmt", first.id, 2.0),)
@@ -94,16 +94,16 @@ async def fill(store: Store, run: str = "run") -> None:
         )
         outcome = replace(outcome, step_states=(StepState({"k": 1}, "state", first.id, 2.0),), extras={"taint": b"\0t"})
         await store.complete(rollout.id, 1, outcome)
-    for step in range(2):
+    for step in (1, 2):
         trained = tuple((f"{run}/{step}/0/{index}", 1) for index in range(2))
         record = StepRecord(
-            run, step, step + 1, trained, ("d", "e"), f"digest-{step}", f"step-{step + 1:08d}", {"loss": 0.5}, 1001.0
+            run, step, step, trained, ("d", "e"), f"digest-{step}", f"step-{step:08d}", {"loss": 0.5}, 1001.0
         )
         record = replace(record, extras={"advice": b"\0a"})
         await store.commit_step(record)
         await store.log_metrics(run, step, {"reward": 0.5, "odd": float("nan")})
     await store.put_state(run, "note", "00ff")
-    await store.put_state(run, "epochs", [{"first": 1, "at": 1001.0, "config": {"seed": 1}}])
+    await store.put_state(run, "epochs", [{"first": 2, "at": 1001.0, "config": {"seed": 1}}])
 
 
 @pytest.fixture

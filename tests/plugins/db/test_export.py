@@ -112,18 +112,18 @@ async def test_the_other_tables_have_what_the_store_has(store: Store, tmp_path: 
     (run,) = found["runs"]
     assert (run["run"], run["project"], run["config"]["model"]) == ("run", "lab", "tiny")
     (epoch,) = run["epochs"]
-    assert (epoch["epoch"], epoch["first"], epoch["config"]["config"]["trainer"]["max_staleness"]) == (1, 1, 0)
+    assert (epoch["epoch"], epoch["first"], epoch["config"]["config"]["trainer"]["max_staleness"]) == (1, 2, 0)
     first, failed = found["rollouts"][0], found["rollouts"][3]
-    assert (first["reward"], first["rewards"], first["trained_at_step"], first["fault"]) == (0.5, {"f1": 0.5}, 0, None)
-    assert (first["input"], first["expected"], first["metadata"]) == ({"q": "0/0"}, ["a"], {"m": 1})
+    assert (first["reward"], first["rewards"], first["trained_at_step"], first["fault"]) == (0.5, {"f1": 0.5}, 1, None)
+    assert (first["input"], first["expected"], first["metadata"]) == ({"q": "1/0"}, ["a"], {"m": 1})
     assert (failed["status"], failed["reward"], failed["fault"], failed["error"]) == ("failed", None, "agent", "no")
     assert found["tool_events"][0]["arguments"] == {"x": 1}
     assert (found["step_rewards"][0]["value"], found["step_rewards"][0]["name"]) == (0.25, "fmt")
     assert found["spans"][0]["attributes"] == {"k": [1]}
-    assert found["steps"][1]["rollouts"][0] == {"rollout": "run/1/0/0", "attempt": 1}
+    assert found["steps"][1]["rollouts"][0] == {"rollout": "run/2/0/0", "attempt": 1}
     assert (found["steps"][1]["policy"], found["steps"][1]["extras"]) == ("policy", {"advice": "AGE="})
     extra = found["outcome_extras"][0]
-    assert (extra["rollout"], extra["plugin"], b64decode(extra["bytes"])) == ("run/0/0/0", "taint", b"\0t")
+    assert (extra["rollout"], extra["plugin"], b64decode(extra["bytes"])) == ("run/1/0/0", "taint", b"\0t")
     odd = next(row["value"] for row in found["metrics"] if row["name"] == "odd")
     assert odd is None if kind is Format.JSONL else odd != odd
 

@@ -41,15 +41,15 @@ async def groups_of(path: Path, choice: PruneRequest) -> list[str]:
 
 async def test_only_what_nothing_reads_is_chosen(database: Path) -> None:
     """By default what was trained stays; both steps have a checkpoint, so that nothing before it is replayed."""
-    assert await groups_of(database, PruneRequest()) == ["0/1", "1/1", "val/0"]
-    assert await groups_of(database, PruneRequest(trained=True)) == ["0/0", "0/1", "1/0", "1/1", "val/0"]
+    assert await groups_of(database, PruneRequest()) == ["1/1", "2/1", "val/0"]
+    assert await groups_of(database, PruneRequest(trained=True)) == ["1/0", "1/1", "2/0", "2/1", "val/0"]
 
 
 async def test_what_a_resumed_run_replays_stays(database: Path) -> None:
     connection = sqlite3.connect(database)
-    connection.execute("UPDATE steps SET checkpoint = '' WHERE step = 1")
+    connection.execute("UPDATE steps SET checkpoint = '' WHERE step = 2")
     connection.commit()
-    assert await groups_of(database, PruneRequest(trained=True)) == ["0/0", "0/1", "val/0"]
+    assert await groups_of(database, PruneRequest(trained=True)) == ["1/0", "1/1", "val/0"]
     connection.execute("UPDATE steps SET checkpoint = ''")
     connection.commit()
     connection.close()
@@ -57,7 +57,7 @@ async def test_what_a_resumed_run_replays_stays(database: Path) -> None:
     assert len(await groups_of(database, PruneRequest(trained=True, unfinished=True))) == 5
 
 
-@pytest.mark.parametrize(("staleness", "kept_from"), [(0, 2), (1, 1), (5, 0)])
+@pytest.mark.parametrize(("staleness", "kept_from"), [(0, 3), (1, 2), (5, 1)])
 async def test_older_groups_that_a_step_may_take_stay(database: Path, staleness: int, kept_from: int) -> None:
     connection = sqlite3.connect(database)
     text = f'{{"config": {{"trainer": {{"max_staleness": {staleness}}}}}}}'
@@ -66,8 +66,8 @@ async def test_older_groups_that_a_step_may_take_stay(database: Path, staleness:
     connection.close()
     chosen = await groups_of(database, PruneRequest(trained=True))
     steps = {group.partition("/")[0] for group in chosen} - {"val"}
-    assert steps == {str(step) for step in range(kept_from)}
-    epoch = f'[{{"first": 2, "at": 1.0, "config": {text}}}]'  # as after a resume with that bound
+    assert steps == {str(step) for step in range(1, kept_from)}
+    epoch = f'[{{"first": 3, "at": 1.0, "config": {text}}}]'  # as after a resume with that bound
     with closing(sqlite3.connect(database)) as connection:
         connection.execute("UPDATE runs SET config = '{}'")
         connection.execute("UPDATE state SET value = ? WHERE name = 'epochs'", (epoch,))
@@ -77,8 +77,8 @@ async def test_older_groups_that_a_step_may_take_stay(database: Path, staleness:
 
 async def test_a_group_that_has_not_ended_stays(database: Path) -> None:
     async with Opened(database) as (store, _):
-        await store.create_rollouts([Rollout("late", "run", Task("q"), "run/0/1")])
-    assert await groups_of(database, PruneRequest(unfinished=True)) == ["1/1", "val/0"]
+        await store.create_rollouts([Rollout("late", "run", Task("q"), "run/1/1")])
+    assert await groups_of(database, PruneRequest(unfinished=True)) == ["2/1", "val/0"]
 
 
 async def test_pruning_says_so_keeps_rewards_and_is_done_once(database: Path) -> None:
@@ -125,13 +125,13 @@ async def test_branches_in_other_runs_are_told_that_lose_what_they_said(database
     async with Opened(database) as (store, keeper):
         await store.put_run(Run("branches", "branches", {}, 2000.0))
         await store.put_run(Run("more", "more", {}, 2000.0))
-        parents = [("run/val/0/0", 1, 0), ("run/val/0/0", 1, 0), ("run/0/0/0", 1, 0), ("gone", 1, 0)]
+        parents = [("run/val/0/0", 1, 0), ("run/val/0/0", 1, 0), ("run/1/0/0", 1, 0), ("gone", 1, 0)]
         for run, count in (("branches", 4), ("more", 2)):
             await store.create_rollouts(
                 [Rollout(f"{run}/{n}", run, Task("q"), f"{run}/g", parent=parents[n]) for n in range(count)]
             )
-        await store.create_rollouts([Rollout("run/val/0/late", "run", Task("q"), "run/1/9", parent=parents[0])])
-        trained = (await store.get_rollout("run/0/0/0")).trained_at_step  # type: ignore[union-attr]
+        await store.create_rollouts([Rollout("run/val/0/late", "run", Task("q"), "run/2/9", parent=parents[0])])
+        trained = (await store.get_rollout("run/1/0/0")).trained_at_step  # type: ignore[union-attr]
         assert trained is not None
         assert {item.run: item.branches for item in await plan(store, keeper, PruneRequest())} == {
             "run": 4, "branches": 0, "more": 0,
@@ -206,12 +206,12 @@ async def test_a_pruned_run_without_a_step_record_is_left_alone(tmp_path: Path) 
     """A prompt search has no steps, and reads what its rollouts said when it goes on."""
     async with Opened(tmp_path / "s.db") as (store, keeper):
         await store.put_run(Run("run", "run"))
-        await store.create_rollouts([Rollout("a", "run", Task("q"), "g")])
+        await store.create_rollouts([Rollout("a", "run", Task("q"), "g", 1)])
         await store.lease("run", "w")
         ids = token_ids([1, 2])
         await store.append([Transition("a", 1, 0, "c", ids, ids, logprobs([-1.0, -1.0]))])
         await store.complete("a", 1, Outcome(reward=1.0))
         assert (await plan(store, keeper, PruneRequest(trained=True)))[0].groups == ()
-        record = StepRecord("run", 0, 1, (("a", 1),), ("d",), "x", "step-00000001")
+        record = StepRecord("run", 1, 1, (("a", 1),), ("d",), "x", "step-00000001")
         await store.commit_step(record)
         assert (await plan(store, keeper, PruneRequest(trained=True)))[0].groups == ("g",)

@@ -28,9 +28,9 @@ async def trained(path: Path) -> SqliteStore:
     store = SqliteStore(path)
     await store.open()
     await store.put_run(Run("run", "run", {"algorithm": describe_algorithm(ALGORITHM), "train_agents": []}))
-    for step in range(2):
+    for step in (1, 2):
         await store.create_rollouts(train_rollouts("run", step, TASKS, 4, 2))
-        await store.create_rollouts(val_rollouts("run", step, TASKS, 2))
+        await store.create_rollouts(val_rollouts("run", step - 1, TASKS, 2))
         for lease in await store.lease("run", "worker", limit=100):
             prompt, response = ([rng.randrange(100) for _ in range(count)] for count in (12, 6))
             call = Transition(
@@ -41,13 +41,13 @@ async def trained(path: Path) -> SqliteStore:
                 token_ids(prompt),
                 token_ids(response),
                 logprobs([-rng.random() for _ in response]),
-                versions=(VersionRun(0, step),),
+                versions=(VersionRun(0, step - 1),),
             )
             await store.append([call])
             same = lease.rollout.group.endswith("/0")
             await store.complete(lease.rollout.id, 1, Outcome(reward=1.0 if same else rng.random()))
         groups = await load_groups(store, await all_rollouts(store, "run", split="train", step=step), ())
-        checkpoint = f"step-{step + 1:08d}"
+        checkpoint = f"step-{step:08d}"
         batch = ALGORITHM.batch(groups)
         await store.commit_step(record_step("run", step, groups, batch, checkpoint=checkpoint, metrics={}, context={}))
     return store
@@ -60,8 +60,8 @@ async def test_an_audit_proves_as_much_after_pruning_as_before(tmp_path: Path) -
     assert (before.ok, before.rederived, before.rollouts) == (True, True, 16)
     plans = await plan(store, keeper, PruneRequest())
     assert set(plans[0].groups) == {
-        "run/0/0",
         "run/1/0",
+        "run/2/0",
         *(f"run/val/{step}/{n}" for step in range(2) for n in range(3)),
     }
     await carry_out(store, keeper, plans)

@@ -177,15 +177,15 @@ async def test_a_backup_while_a_run_writes_is_one_moment_of_it(tmp_path: Path) -
 async def test_calls_go_with_their_whole_group_and_siblings_of_others_stay(database: Path) -> None:
     before = await content(database)
     keeper = keeper_of(sqlite_url(database))
-    heavy, none = await keeper.weigh("run", ["run/0/1", "nobody"])
+    heavy, none = await keeper.weigh("run", ["run/1/1", "nobody"])
     assert (heavy.calls, heavy.spans, none) == (4, 2, Weight())
     assert heavy.bytes > 100
-    await keeper.forget_calls("run", ["run/0/1"])
-    assert await keeper.weigh("run", ["run/0/1"]) == [Weight()]
+    await keeper.forget_calls("run", ["run/1/1"])
+    assert await keeper.weigh("run", ["run/1/1"]) == [Weight()]
     after = await content(database)
     assert after["rollouts"] == before["rollouts"]
     for place, rollout in enumerate(before["rollouts"]):
-        gone = rollout.group == "run/0/1"
+        gone = rollout.group == "run/1/1"
         for what in ("calls", "spans", "events", "extras"):
             assert after[what][place] == ([] if gone else before[what][place])
 
@@ -193,10 +193,10 @@ async def test_calls_go_with_their_whole_group_and_siblings_of_others_stay(datab
 async def test_calls_of_a_group_in_which_something_still_runs_stay(database: Path) -> None:
     store = SqliteStore(database)
     await store.open()
-    await store.create_rollouts([Rollout("late", "run", Task("q"), "run/0/1")])
+    await store.create_rollouts([Rollout("late", "run", Task("q"), "run/1/1")])
     await store.close()
     before = await content(database)
-    await keeper_of(sqlite_url(database)).forget_calls("run", ["run/0/1"])
+    await keeper_of(sqlite_url(database)).forget_calls("run", ["run/1/1"])
     assert await content(database) == before
 
 
@@ -327,7 +327,7 @@ async def test_space_is_given_back_once_nobody_else_has_the_file_open(database: 
     await store.open()
     keeper = keeper_of(sqlite_url(database))
     large = database.stat().st_size
-    await keeper.forget_calls("run", ["run/0/0", "run/0/1", "run/1/0", "run/1/1", "run/val/0"])
+    await keeper.forget_calls("run", ["run/1/0", "run/1/1", "run/2/0", "run/2/1", "run/val/0"])
     assert "keeps its size, since it is open in another process" in await keeper.vacuum()
     assert database.stat().st_size >= large
     await store.put_state("run", "note", "it goes on")

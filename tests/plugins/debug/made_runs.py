@@ -157,7 +157,7 @@ class Maker:
         for step in range(plot.steps):
             if step % plot.eval_every == 0:
                 await self.evaluate(step)
-            await self.step(step)
+            await self.step(step + 1)
         await self.evaluate(plot.steps)
         await mark_over(self.store, plot.run, True)
         return plot.run
@@ -178,20 +178,20 @@ class Maker:
 
     async def step(self, step: int) -> None:
         """One step, as `Loop.step` does it."""
-        plot, state = self.plot, self.plot.state(step)
-        tasks = tasks_of_step(self.train, step, plot.tasks_per_step, self.config.trainer.seed)
-        bound = min(step, self.config.trainer.max_staleness)
+        plot, state = self.plot, self.plot.state(step - 1)
+        tasks = tasks_of_step(self.train, step - 1, plot.tasks_per_step, self.config.trainer.seed)
+        bound = min(step - 1, self.config.trainer.max_staleness)
         rollouts: list[Rollout] = []
         for task in tasks:
-            version = step - int(self.rng.integers(0, bound + 1))
-            first = self.begun.get(version, 0)
-            self.begun[version] = first + 1
-            planned = train_rollouts(plot.run, version, [task], plot.group_size, 2, first=first)
-            rollouts += await self.executed(planned, plot.state(version), version)
+            begun = step - int(self.rng.integers(0, bound + 1))
+            first = self.begun.get(begun, 0)
+            self.begun[begun] = first + 1
+            planned = train_rollouts(plot.run, begun, [task], plot.group_size, 2, first=first)
+            rollouts += await self.executed(planned, plot.state(begun - 1), begun - 1)
         groups = await load_groups(self.store, rollouts, (), self.config.trainer.policy_fault)
         batch = self.algorithm.batch(groups)
         result = StepResult(self.engine_metrics(batch, state), {})
-        metrics = step_metrics(rollouts, groups, batch, result) | staleness(step, batch)
+        metrics = step_metrics(rollouts, groups, batch, result) | staleness(step - 1, batch)
         seconds = {
             "rollout": (4.0 + 0.03 * state.length + 40 * state.timeouts) * float(self.rng.lognormal(0, 0.12)),
             "checkpoint": 0.02,

@@ -142,7 +142,7 @@ async def store() -> Any:
 async def commit(store: Store, run: str, step: int, reward: float = 0.5, **context: Json) -> None:
     """A step of ten rollouts whose rewards are 2 apart from their mean."""
     metrics = {"reward": reward, "reward_with_failures": reward, "reward_std": 2.0, "rollouts": 10.0, "failed": 0.0}
-    await store.commit_step(StepRecord(run, step, step + 1, (), (), "d", metrics=metrics, context=context))
+    await store.commit_step(StepRecord(run, step, step, (), (), "d", metrics=metrics, context=context))
 
 
 async def evaluated(store: Store, run: str, step: int, rewards: list[float]) -> None:
@@ -158,8 +158,8 @@ async def test_a_run_is_compared_by_what_was_measured_under_its_last_settings(st
     run = Run("r", "r", described(engine__lr=1e-3), 1.0)
     await store.put_run(run)
     await evaluated(store, "r", 0, [0.0, 2.0])
-    await commit(store, "r", 0)
     await commit(store, "r", 1)
+    await commit(store, "r", 2)
     one = await past_of(store, run)
     assert one is not None, "the evaluation before the first step is of no setting"
     assert one.outcome.measure == "training"
@@ -169,9 +169,9 @@ async def test_a_run_is_compared_by_what_was_measured_under_its_last_settings(st
     assert one is not None
     assert (one.outcome.measure, one.outcome.reward) == ("held-out", 12.0)
     assert one.outcome.error == pytest.approx(2 / math.sqrt(2))
-    later = Epoch(1, 2, described(engine__lr=5e-3, trainer__eval_temperature=0.0), 2.0)
-    await keep_epochs(store, run, [Epoch(0, 0, run.config, 1.0), later])
-    await commit(store, "r", 2, reward=7.0)
+    later = Epoch(1, 3, described(engine__lr=5e-3, trainer__eval_temperature=0.0), 2.0)
+    await keep_epochs(store, run, [Epoch(0, 1, run.config, 1.0), later])
+    await commit(store, "r", 3, reward=7.0)
     assert await past_of(store, run) is None, "what did it may have been either learning rate"
     one = await past_of(store, run, changed=True)
     assert one is not None
@@ -180,7 +180,7 @@ async def test_a_run_is_compared_by_what_was_measured_under_its_last_settings(st
     assert (await config_of(store, run))["config"] == later.config["config"]
 
 
-@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("bad", [1, 2, 3])
 async def test_what_is_in_rollouts_lasts_only_if_the_last_step_has_it(
     store: Store, bad: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,16 +192,16 @@ async def test_what_is_in_rollouts_lasts_only_if_the_last_step_has_it(
     await store.create_rollouts([Rollout("r/1", "r", Task("t"), "r/1", step=bad)])
     await store.lease("r", "worker", limit=1)
     await store.complete("r/1", 1, Ended(error="odd", fault=Fault.AGENT))
-    for step in range(3):
+    for step in range(1, 4):
         await commit(store, "r", step)
     alarms = (await advise(store, "r")).alarms
-    assert [(alarm.since, alarm.still) for alarm in alarms] == {0: [], 1: [(None, False)], 2: [(None, True)]}[bad]
+    assert [(alarm.since, alarm.still) for alarm in alarms] == {1: [], 2: [(None, False)], 3: [(None, True)]}[bad]
 
 
 async def test_training_rewards_of_chosen_tasks_say_nothing(store: Store) -> None:
     run = Run("r", "r", described(trainer__order="learnable"), 1.0)
     await store.put_run(run)
-    await commit(store, "r", 0)
+    await commit(store, "r", 1)
     assert await past_of(store, run) is None
 
 
@@ -212,7 +212,7 @@ async def test_a_run_with_odd_settings_is_read_with_the_dtype_it_was_computed_in
     config: Json = {"trainer": {"gone": 1, "order": 7, "eval_every": 2}, "engine": {"dtype": "auto"}}
     run = Run("r", "r", {"model": "m", "config": config}, 1.0)
     await store.put_run(run)
-    await commit(store, "r", 0, dtype=dtype)
+    await commit(store, "r", 1, dtype=dtype)
     course = (await read_course(store, run)).after(1)
     assert (course.gap, course.order) == (bound, "shuffled")
     assert (await advise(store, "r")).steps == 1

@@ -116,7 +116,7 @@ async def test_a_policy_server_that_cannot_say_is_asked_a_few_times_and_nothing_
 async def test_the_metric_of_a_step_counts_calls_whose_tools_are_hidden(house):
     house.fake.shows_tools = False
     line, parts = step_line(Config()), house.gateway.parts
-    step = StepTaken(0, [], [], LightningRL("grpo").batch([]), {}, parts=parts)
+    step = StepTaken(1, [], [], LightningRL("grpo").batch([]), {}, parts=parts)
     others = (await line.taken(step)).metrics
     assert "advice/hidden_tools" not in others
     client = await house.client()

@@ -130,7 +130,7 @@ async def test_a_dry_run_tells_of_tools_that_the_model_is_not_shown_and_of_calls
 
     async with bench(tmp_path, with_tools) as made:
         made.loop.stack.policy.fake.shows_tools = False
-        report = await dry_run(made.loop.stack, [Task("one")], [], made.loop.schedule.at(0), Reporter(enabled=False))
+        report = await dry_run(made.loop.stack, [Task("one")], [], made.loop.schedule.at(1), Reporter(enabled=False))
     (problem,) = report.problems
     assert problem.startswith("2 calls: the model's chat template does not show the tools")
     hint, clamped = report.hints
@@ -148,7 +148,7 @@ async def test_a_dry_run_is_not_green_when_calls_are_refused_and_the_agent_goes_
         return 1.0
 
     async with bench(tmp_path, swallows) as made:
-        tasks, algorithm = [Task("one"), Task("none")], made.loop.schedule.at(0)
+        tasks, algorithm = [Task("one"), Task("none")], made.loop.schedule.at(1)
         report = await dry_run(made.loop.stack, tasks, [], algorithm, Reporter(enabled=False))
     assert not report.ok
     failed, *refused = report.problems
@@ -174,7 +174,7 @@ async def test_a_dry_run_shows_the_parts_of_a_reward_and_what_each_call_was_give
     console = Terminal(width=200, file=io.StringIO())
     async with bench(tmp_path, judged) as made:
         report = await dry_run(
-            made.loop.stack, [Task("one")], [], made.loop.schedule.at(0), Reporter(enabled=True, console=console)
+            made.loop.stack, [Task("one")], [], made.loop.schedule.at(1), Reporter(enabled=True, console=console)
         )
     (row,) = report.rows
     assert row.call_rewards == ("call 1 (judged): [polite] 0.25", "call 2 (judged): [polite] 0.75")
@@ -200,7 +200,7 @@ async def test_a_dry_run_samples_as_training_does_and_counts_what_it_sampled(ben
     }
     async with bench(tmp_path, greedy, **settings) as made:
         report = await dry_run(
-            made.loop.stack, [Task("one")], ["[a-z]*"], made.loop.schedule.at(0), Reporter(enabled=False)
+            made.loop.stack, [Task("one")], ["[a-z]*"], made.loop.schedule.at(1), Reporter(enabled=False)
         )
     (seen,) = report.rows
     assert (seen.greedy_calls, seen.constrained_calls, seen.truncated_calls) == (1, 0, 1)
@@ -252,7 +252,7 @@ async def test_a_memory_that_rollouts_share_is_a_problem(bench: Any, tmp_path: P
     tasks = [Task("Ann"), Task("Bob"), Task("Cleo")]
     for kind in saved:
         async with bench(tmp_path / kind, agent_with(kind), script=answer) as made:
-            report = await dry_run(made.loop.stack, tasks, [], made.loop.schedule.at(0), Reporter(enabled=False))
+            report = await dry_run(made.loop.stack, tasks, [], made.loop.schedule.at(1), Reporter(enabled=False))
         shared = [problem for problem in report.problems if "rollouts share a memory" in problem]
         assert len(shared) == (kind == "shared"), report.problems
         if shared:

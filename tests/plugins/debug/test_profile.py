@@ -64,14 +64,13 @@ async def record(
     }
     await store.put_run(Run("run", "run", described, START))
     now, points = START, []
-    for step in range(STEPS):
+    for step in range(1, STEPS + 1):
         groups = [f"run/{step}/{task}" for task in range(TASKS)]
         names = [(f"{group}/{index}", group, index) for group in groups for index in range(GROUP)]
         await store.create_rollouts(
             [Rollout(name, "run", Task(group[-1]), group, step=step, index=i) for name, group, i in names]
         )
         await store.lease("run", "worker", limit=len(names))
-        now += (seconds or {}).get("eval", 0.0)
         began, server, waiting = now, [now] * (slots or 100), list(enumerate(names))
         starts: dict[int, float] = {}
         firsts: dict[int, float] = {}
@@ -101,21 +100,22 @@ async def record(
             await store.complete(name, 1, Outcome(reward=reward, seconds=seconds_, tool_events=(event,)))
             begin(last)
             ended = max(ended, last)
+        phases = {"rollout": ended - began, "train": train, "checkpoint": 0.0, "update": 0.1} | dict(seconds or {})
         taught = tuple((name, 1) for name, group, _ in names if int(group[-1]) < teaching)
         await store.commit_step(
             StepRecord(
                 "run",
                 step,
-                step + 1,
+                step,
                 taught,
                 ("d",) * len(taught),
                 f"d{step}",
                 groups=tuple(groups),
                 metrics={"x": 0.0},
+                at=ended + phases["train"] + phases["checkpoint"],
             )
         )
-        phases = {"rollout": ended - began, "train": train, "checkpoint": 0.0, "update": 0.1} | dict(seconds or {})
-        now = ended + phases["train"] + phases["checkpoint"] + phases["update"]
+        now = ended + sum(phases.values()) - phases["rollout"]
         values = {f"seconds/{phase}": value for phase, value in phases.items()} | {"tokens": 15.0 * len(taught)}
         points.append(MetricPoint(step, values | dict(metrics or {}), now))
     store.metrics = lambda run: _answer(points)  # type: ignore[method-assign]  # with times that are not of now
@@ -280,7 +280,7 @@ async def test_a_run_of_which_nothing_can_be_said_is_refused() -> None:
     with pytest.raises(DataError, match="no committed step"):
         await read_profile(store, "run")
     await record(store)
-    with pytest.raises(ConfigError, match="has the steps 0 to 5"):
+    with pytest.raises(ConfigError, match="has the steps 1 to 6"):
         await read_profile(store, "run", 9)
     store.metrics = lambda run: _answer([])  # type: ignore[method-assign]
     with pytest.raises(DataError, match="no recorded times"):
@@ -292,7 +292,8 @@ def test_the_command_prints_tables_or_one_document(tmp_path: Path, capsys: pytes
     async def fill() -> None:
         store = plugins().store(f"sqlite:///{tmp_path / 'lightning.db'}")
         await store.open()
-        log = store.metrics
+        log, commit = store.metrics, store.commit_step
+        store.commit_step = lambda record: commit(replace(record, at=0.0))  # type: ignore[method-assign]
         await record(store)
         for point in await store.metrics("run"):
             await store.log_metrics("run", point.step, point.values)

@@ -127,8 +127,8 @@ def group_of(lengths: list[int], rewards: list[float]) -> tuple[Group, dict[str,
 
 
 RECORD, GRPO = (
-    StepRecord("run", 0, 1, (), (), ""),
-    Epoch(0, 0, {"algorithm": describe_algorithm(LightningRL("grpo"))}, 0.0),
+    StepRecord("run", 1, 1, (), (), ""),
+    Epoch(0, 1, {"algorithm": describe_algorithm(LightningRL("grpo"))}, 0.0),
 )
 
 
@@ -347,7 +347,7 @@ def test_the_tool_calls_of_an_answer_in_each_api() -> None:
 def test_what_cannot_be_said_is_not_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     trial = _Trial(lambda seen: seen.rollout.reward)
     group, calls = group_of([1, 2, 3, 4], [1.0, 0.0, 0.0, 1.0])
-    critic = Epoch(0, 0, {"algorithm": describe_algorithm(LightningRL("ppo", credit="critic"))}, 0.0)
+    critic = Epoch(0, 1, {"algorithm": describe_algorithm(LightningRL("ppo", credit="critic"))}, 0.0)
     trial.step(RECORD, critic, [group], calls)
     found = trial.result()
     assert "follow from a critic" in found.why

@@ -33,9 +33,9 @@ async def tell(
 
 async def test_groups_that_teach_nothing_are_told_once() -> None:
     line = step_line(Config())
-    found = {step: said for step in range(20) if (said := await tell(line, step, [group(1.0, 1.0)]))}
+    found = {step: said for step in range(1, 21) if (said := await tell(line, step, [group(1.0, 1.0)]))}
     ((step, (text,)),) = found.items()
-    assert (step, text[:22]) == (4, "100% of the groups tea")
+    assert (step, text[:22]) == (5, "100% of the groups tea")
 
 
 async def test_calls_that_were_refused_are_said_once_for_each_cause() -> None:
@@ -44,7 +44,7 @@ async def test_calls_that_were_refused_are_said_once_for_each_cause() -> None:
     one = made.trajectories[0].transitions[0]
     no = replace(one, status=CallStatus.REFUSED, finish_reason="invalid_parameter", error="'n' is 3")
     member = replace(made.trajectories[0], refused=(no,))
-    found = [await tell(line, step, [Group(made.id, (member, made.trajectories[1]))]) for step in range(3)]
+    found = [await tell(line, step, [Group(made.id, (member, made.trajectories[1]))]) for step in range(1, 4)]
     assert found[1:] == [[], []]
     ((text,), *_) = found
     assert text == "agent/planner/ask: 1 refused call (invalid_parameter): 'n' is 3"
@@ -52,16 +52,16 @@ async def test_calls_that_were_refused_are_said_once_for_each_cause() -> None:
 
 async def test_a_misspelt_agent_beside_a_right_one_is_told_once() -> None:
     line, groups = step_line(Config()), [group(0.0, 1.0), group(0.0, 1.0, trained=False, caller=CHECKER)]
-    (first,) = await tell(line, 0, groups, ("ask", "chekcer"))
+    (first,) = await tell(line, 1, groups, ("ask", "chekcer"))
     assert "no call matched 'chekcer' of train_agents; did you mean 'checker'?" in first
-    assert await tell(line, 1, groups, ("ask", "chekcer")) == []
+    assert await tell(line, 2, groups, ("ask", "chekcer")) == []
 
 
 async def test_much_that_is_masked_is_told_once_with_its_cure() -> None:
     line, groups = step_line(Config()), [group(0.0, 1.0)]
     found: list[str] = []
-    for step, share in enumerate((0.04, 0.125, 0.5)):
-        found += [f"step {step + 1}: {text}" for text in await tell(line, step, groups, masked_share=share)]
+    for step, share in enumerate((0.04, 0.125, 0.5), 1):
+        found += [f"step {step}: {text}" for text in await tell(line, step, groups, masked_share=share)]
     (text,) = found
     assert text.startswith("step 2: 12 % of what was to be trained is masked: ")
     for cure in ("trainer.max_staleness", "engine.dtype", "correction.high=10"):
@@ -101,5 +101,5 @@ async def test_a_serious_finding_is_told_to_who_wants_to_know(
         await made.loop.run({})
     (alert,) = [json.loads(line) for line in told.read_text().splitlines()]
     assert heard == [alert], "trackers hear of it as well"
-    assert (alert["run"], alert["cause"], alert["step"], alert["steps"]) == ("run", "equal groups", 4, [0, 1, 2, 3, 4])
+    assert (alert["run"], alert["cause"], alert["step"], alert["steps"]) == ("run", "equal groups", 5, [1, 2, 3, 4, 5])
     assert "learnable" in alert["text"]

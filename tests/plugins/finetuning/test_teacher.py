@@ -250,7 +250,7 @@ def test_a_teacher_whose_files_changed_is_refused_by_a_resume_and_told_by_an_aud
     assert not asyncio.run(with_store(url, lambda store: audit(store, run))).warnings
     monkeypatch.setattr(SqliteStore, "steps", steps)
     (warning,) = asyncio.run(with_store(url, lambda store: audit(store, run))).warnings
-    assert f"from step 1 on the teacher {teacher} is another model than before: SHA-256 {then[:12]}" in warning
+    assert f"from step 2 on the teacher {teacher} is another model than before: SHA-256 {then[:12]}" in warning
 
 
 def test_a_step_that_was_written_for_a_start_that_failed_is_not_kept(
@@ -337,5 +337,5 @@ def test_a_loop_of_ones_own_has_a_teacher_and_a_buffer(train: Any, tmp_path: Pat
     report = asyncio.run(with_store(url, lambda store: audit(store, run)))
     assert (report.ok, report.rollouts, report.reused) == (True, 4, 2)
     again = asyncio.run(with_store(url, lambda store: retrain(store, run, tmp_path / "own")))
-    assert (again.equal, again.why.partition(" (")[0]) == (None, "step 0 was taken by a loop of its own")
+    assert (again.equal, again.why.partition(" (")[0]) == (None, "step 1 was taken by a loop of its own")
     assert all(record.context["teacher"]["name"] == "parent@2" for record in steps_of(tmp_path / "own"))  # type: ignore[index, call-overload]

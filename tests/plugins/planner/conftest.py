@@ -31,7 +31,7 @@ async def record(store: Store, run: str = "run") -> None:
     algorithm = describe_algorithm(LightningRL("grpo", group_size=GROUP))
     described = {"model": "models/tiny", "algorithm": algorithm, "config": config.model_dump(mode="json")}
     await store.put_run(Run(run, run, described, 1000.0))
-    for step in range(STEPS):
+    for step in range(1, STEPS + 1):
         groups = [f"{run}/{step}/{task}" for task in range(TASKS)]
         names = [f"{group}/{index}" for group in groups for index in range(GROUP)]
         made = [
@@ -41,7 +41,7 @@ async def record(store: Store, run: str = "run") -> None:
         await store.create_rollouts(made)
         await store.lease(run, "worker", limit=len(made))
         for place, name in enumerate(names):
-            start = 1000.0 * (step + 1) + (place // PLACES) * (LEAD + 2 * CALL + TOOL)
+            start = 1000.0 * step + (place // PLACES) * (LEAD + 2 * CALL + TOOL)
             first, second = start + LEAD, start + LEAD + CALL + TOOL
             await store.append([call(name, 0, first, [1, 2, 3, 4 + place // GROUP], [7] * 10, tools=2)])
             seen = [1, 2, 3, 4 + place // GROUP, *[7] * 10]
@@ -52,7 +52,7 @@ async def record(store: Store, run: str = "run") -> None:
             StepRecord(
                 run,
                 step,
-                step + 1,
+                step,
                 trained,
                 ("d",) * GROUP,
                 f"digest {step}",

@@ -16,9 +16,9 @@ from lightning_planner.recorded import Recorded, RecordedCall, RecordedGroup, Re
 def recording(groups: list[list[RecordedRollout]], rows: list[int], schedule: Schedule | None = None) -> Recorded:
     steps = tuple(
         RecordedStep(step, {"train": 1.5 + 0.01 * count, "update": 0.25, "checkpoint": 0.125}, count, (0.0, 0.0))
-        for step, count in enumerate(rows)
+        for step, count in enumerate(rows, 1)
     )
-    made = tuple(RecordedGroup(step, tuple(rollouts), True) for step, rollouts in enumerate(groups))
+    made = tuple(RecordedGroup(step, tuple(rollouts), True) for step, rollouts in enumerate(groups, 1))
     return Recorded("run", "model", schedule or Schedule(1, len(groups[0]), 64), made, steps, {})
 
 

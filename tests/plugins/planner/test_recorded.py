@@ -48,7 +48,7 @@ async def test_calls_and_what_was_between_them(store: Store) -> None:
     assert (recorded.schedule.tasks_per_step, recorded.schedule.group_size) == (TASKS, GROUP)
     assert recorded.schedule.concurrency == PLACES
     assert [(group.step, group.teaches) for group in recorded.groups] == [
-        (step, task == 0) for step in range(STEPS) for task in range(TASKS)
+        (step, task == 0) for step in range(1, STEPS + 1) for task in range(TASKS)
     ]
     first, second = recorded.groups[0].rollouts[1].calls
     assert (first.after, first.started - first.ready, first.ended - first.started) == (-1, LEAD, CALL)
@@ -90,7 +90,7 @@ async def test_the_replay_of_a_run_without_noise_is_the_run(store: Store) -> Non
 async def test_no_rollout_takes_place_while_the_engine_trains(store: Store, seed: int) -> None:
     rng, agents, seconds = random.Random(seed), 12, list[float]()
     await store.put_run(Run("crowd", "crowd", {"config": {"trainer": {"tasks_per_step": 1}}}))
-    for step in range(STEPS):
+    for step in range(1, STEPS + 1):
         names = [f"crowd/{step}/{index}" for index in range(agents)]
         made = [Rollout(name, "crowd", Task(1), f"crowd/{step}", step=step, index=n) for n, name in enumerate(names)]
         await store.create_rollouts(made)
@@ -104,7 +104,7 @@ async def test_no_rollout_takes_place_while_the_engine_trains(store: Store, seed
             await store.complete(name, 1, Outcome(reward=1.0, seconds=ended[-1]))
         seconds += ended
         groups, keys = (f"crowd/{step}",), tuple((name, 1) for name in names)
-        await store.commit_step(StepRecord("crowd", step, step + 1, keys, ("d",) * agents, f"{step}", groups=groups))
+        await store.commit_step(StepRecord("crowd", step, step, keys, ("d",) * agents, f"{step}", groups=groups))
         await store.log_metrics("crowd", step, {"seconds/rollout": max(ended), "seconds/train": TRAIN})
     recorded = await read_run(store, "crowd")
     for group, one in zip(recorded.groups, recorded.steps, strict=True):
@@ -129,7 +129,7 @@ async def test_calls_before_an_interruption_stay_where_they_were(store: Store) -
 async def test_how_long_calls_stood_still(store: Store) -> None:
     await record(store)
     assert calibrate(await read_run(store, "run")).costs.trainer.export == 0.0, "not recorded: all of the update"
-    for step in range(STEPS):
+    for step in range(1, STEPS + 1):
         await store.log_metrics("run", step, {HELD_SECONDS: 0.125})
     trainer = calibrate(await read_run(store, "run")).costs.trainer
     assert (trainer.update, trainer.export) == (0.5, 0.375)

@@ -117,7 +117,7 @@ async def test_there_and_back(store: PostgresStore, url: str, tmp_path: Path, po
     await restored.open()
     assert await content(restored) == before
     for going in (store, restored):
-        assert await going.create_rollouts([Rollout("new", "run", before["rollouts"][0].task, "run/0/0")]) == 1
+        assert await going.create_rollouts([Rollout("new", "run", before["rollouts"][0].task, "run/1/0")]) == 1
         (lease,) = await going.lease("run", "w")
         call = before["calls"][0][0]
         fresh = type(call)("new", lease.attempt, 0, "c", call.prompt_ids, call.response_ids, call.logprobs)
@@ -157,14 +157,14 @@ async def test_pruning(store: PostgresStore, url: str) -> None:
     keeper = keeper_of(url)
     before = await content(store)
     plans = await plan(store, keeper, PruneRequest())
-    assert (plans[0].groups, plans[0].weight.calls) == (("run/0/1", "run/1/1", "run/val/0"), 12)
+    assert (plans[0].groups, plans[0].weight.calls) == (("run/1/1", "run/2/1", "run/val/0"), 12)
     await carry_out(store, keeper, plans)
     await keeper.vacuum()
     after = await content(store)
     assert after["rollouts"] == before["rollouts"]
     kept = [place for place, rollout in enumerate(before["rollouts"]) if rollout.trained_at_step is not None]
     assert [after["calls"][place] for place in kept] == [before["calls"][place] for place in kept]
-    assert await keeper.weigh("run", ["run/0/1"]) == [Weight()]
+    assert await keeper.weigh("run", ["run/1/1"]) == [Weight()]
     assert "run" in await keeper.activity()
 
 
@@ -216,7 +216,7 @@ async def test_a_live_server_stores_no_call_against_one_that_was_pruned(
     store: PostgresStore, url: str, whole: bool
 ) -> None:
     """It remembers the roots of the group, which are gone when the same names come again."""
-    call = (await store.transitions("run/0/0/0"))[0]
+    call = (await store.transitions("run/1/0/0"))[0]
 
     async def work(name: str) -> None:
         await store.put_run(Run("again", "again"))
@@ -240,19 +240,19 @@ async def test_a_live_server_stores_no_call_against_one_that_was_pruned(
 async def test_reading_while_somebody_prunes_sees_one_moment(
     store: PostgresStore, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, pruned, look = await store.transitions("run/0/1/0"), [], PostgresTransaction.all
+    whole, pruned, look = await store.transitions("run/1/1/0"), [], PostgresTransaction.all
 
     async def look_and_prune(self: PostgresTransaction, query: str, values: Any = ()) -> Any:
         found = await look(self, query, values)
         if query == sql.SELECT_TRANSITIONS and not pruned:
             pruned.append(1)
-            await keeper_of(url).forget_calls("run", ["run/0/1"])
+            await keeper_of(url).forget_calls("run", ["run/1/1"])
         return found
 
     monkeypatch.setattr(PostgresTransaction, "all", look_and_prune)
-    assert await store.transitions("run/0/1/1") != []  # its parent is a call of the other rollout
+    assert await store.transitions("run/1/1/1") != []  # its parent is a call of the other rollout
     assert whole != []
-    assert await store.transitions("run/0/1/1") == []
+    assert await store.transitions("run/1/1/1") == []
 
 
 async def test_what_gateways_keep_of_a_run_goes_with_it(store: PostgresStore, url: str) -> None:

@@ -38,7 +38,7 @@ async def trained(algorithm: Algorithm) -> MemoryStore:
     await store.open()
     await store.put_run(Run("run", "run", {"algorithm": describe_algorithm(algorithm), "train_agents": []}))
     tasks = tasks_of_step([Task("a"), Task("b")], 0, 2, 0)
-    await store.create_rollouts(train_rollouts("run", 0, tasks, algorithm.group_size, 2))
+    await store.create_rollouts(train_rollouts("run", 1, tasks, algorithm.group_size, 2))
     for lease in await store.lease("run", "worker", limit=8):
         for seq in range(2):
             ids = [rng.randrange(50) for _ in range(rng.randrange(2, 6))]
@@ -51,14 +51,14 @@ async def trained(algorithm: Algorithm) -> MemoryStore:
         await store.complete(
             lease.rollout.id, lease.attempt, Outcome(reward=rng.choice([0.0, 0.5, 1.0]), tool_events=tools)
         )
-    groups = await load_groups(store, await all_rollouts(store, "run", split="train", step=0), ())
+    groups = await load_groups(store, await all_rollouts(store, "run", split="train", step=1), ())
     if needs_critic(algorithm):
         groups = await fresh_values(
-            store, "run", 0, groups, lambda rows: [np.linspace(0, 1, len(row.spans), dtype=np.float32) for row in rows]
+            store, "run", 1, groups, lambda rows: [np.linspace(0, 1, len(row.spans), dtype=np.float32) for row in rows]
         )
     batch = algorithm.batch(groups)
     assert batch.samples
-    await store.commit_step(record_step("run", 0, groups, batch, checkpoint="", metrics={}, context={}))
+    await store.commit_step(record_step("run", 1, groups, batch, checkpoint="", metrics={}, context={}))
     return store
 
 

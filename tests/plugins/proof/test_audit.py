@@ -38,8 +38,8 @@ async def _trained_store() -> MemoryStore:
     await store.open()
     await store.put_run(Run("run", "run", {"algorithm": describe_algorithm(ALGORITHM), "train_agents": []}))
     tasks = [Task(f"question {number}") for number in range(TASKS)]
-    for step in range(STEPS):
-        await store.create_rollouts(train_rollouts("run", step, tasks_of_step(tasks, step, TASKS, 0), GROUP, 2))
+    for step in range(1, STEPS + 1):
+        await store.create_rollouts(train_rollouts("run", step, tasks_of_step(tasks, step - 1, TASKS, 0), GROUP, 2))
         while leases := await store.lease("run", "worker", limit=8):
             for lease in leases:
                 await store.append(_calls(rng, lease.rollout, step))

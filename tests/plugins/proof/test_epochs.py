@@ -16,7 +16,7 @@ from lightning_proof.audit import audit
 
 from tests.core.trainer.test_epochs import Bench, trained
 
-SCHEDULE = AlgorithmSchedule(((0, LightningRL("rloo", group_size=2)), (2, LightningRL("grpo", group_size=3))), 3)
+SCHEDULE = AlgorithmSchedule(((1, LightningRL("rloo", group_size=2)), (3, LightningRL("grpo", group_size=3))), 3)
 
 
 async def test_steps_are_taken_again_with_the_settings_of_their_own_epoch(bench: Bench, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ async def test_an_audit_derives_each_step_by_the_algorithm_of_its_epoch(bench: B
         await run.loop.run({})
         second = (await run.store.steps("run"))[1]
         assert (await audit(run.store, "run")).ok
-        assert len(second.rollouts) <= 4 < 8 == len((await run.store.list_rollouts("run", split="train", step=0)).items)
+        assert len(second.rollouts) <= 4 < 8 == len((await run.store.list_rollouts("run", split="train", step=1)).items)
         await run.store.put_state("run", "epochs", [])  # as if nobody had noted the change
         report = await audit(run.store, "run")
     assert {finding.step for finding in report.findings} == {second.step}
@@ -69,7 +69,7 @@ async def test_a_schedule_trains_each_phase_with_its_algorithm(bench: Bench, tmp
     async with bench(folder, trainer__eval_every=0, algorithm=SCHEDULE) as run:
         await run.loop.run({})
         records = await run.store.steps("run")
-        sizes = [len((await run.store.list_rollouts("run", step=step, split="train")).items) for step in range(3)]
+        sizes = [len((await run.store.list_rollouts("run", step=step, split="train")).items) for step in (1, 2, 3)]
         assert sizes == [4, 4, 6]
         names = [
             epoch.config["algorithm"]["arguments"]["low_level"]
@@ -111,7 +111,7 @@ async def test_a_record_says_how_its_step_was_computed(bench: Bench, tmp_path: P
         run.store.steps = lambda run: _answer(records)
         report = await audit(run.store, "run")
     assert report.ok
-    assert report.warnings == ("from step 1 on sums are rounded otherwise than before: threads 1 → 7",)
+    assert report.warnings == ("from step 2 on sums are rounded otherwise than before: threads 1 → 7",)
 
 
 async def test_a_resume_and_an_audit_name_the_stages_that_are_not_there_any_more(
@@ -126,7 +126,7 @@ async def test_a_resume_and_an_audit_name_the_stages_that_are_not_there_any_more
     assert "is missing. For the same ones install the plugins" in caplog.text
     async with bench(folder, trainer__steps=2, trainer__eval_every=0) as run:
         (warning,) = (await audit(run.store, "run")).warnings
-    assert warning.startswith("from step 1 on calls were made with other stages than before: 'texts' (")
+    assert warning.startswith("from step 2 on calls were made with other stages than before: 'texts' (")
 
 
 async def test_a_resume_and_an_audit_name_the_stages_that_are_not_around_attempts_any_more(
@@ -139,7 +139,7 @@ async def test_a_resume_and_an_audit_name_the_stages_that_are_not_around_attempt
     assert "calls are made with other stages" not in caplog.text
     async with bench(folder, trainer__steps=2, trainer__eval_every=0) as run:
         (warning,) = (await audit(run.store, "run")).warnings
-    assert warning.startswith("from step 1 on attempts were made with other stages than before: 'tool_limits' (")
+    assert warning.startswith("from step 2 on attempts were made with other stages than before: 'tool_limits' (")
 
 
 async def _answer(records: list[StepRecord]) -> list[StepRecord]:

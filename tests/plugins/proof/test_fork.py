@@ -132,7 +132,7 @@ async def test_a_fork_begins_with_the_state_of_a_step_and_goes_on(
         assert run.engine.ledger[:2] == learned[:2]
         assert len(run.engine.ledger) == 4
         records = await run.store.steps("fork")
-        assert [(record.step, record.policy_version) for record in records] == [(0, 1), (1, 2)]
+        assert [(record.step, record.policy_version) for record in records] == [(1, 1), (2, 2)]
         assert (await audit(run.store, "fork")).ok
         ledger = run.engine.ledger
     async with bench(fork, parent="parent@2", trainer__eval_every=0, trainer__steps=3, engine__lr=0.5) as run:

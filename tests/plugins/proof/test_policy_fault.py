@@ -28,11 +28,11 @@ async def test_each_setting_and_what_it_trains(policy_fault: Any, rewards: list[
     assert [all(member.trainable) for member in group.trajectories] == trained
     batch = ALGORITHM.batch(groups)
     assert {rollout.index for rollout in batch.used} == {index for index, each in enumerate(trained) if each}
-    await store.commit_step(record_step("run", 0, groups, batch, checkpoint="", metrics={}, context={}))
+    await store.commit_step(record_step("run", 1, groups, batch, checkpoint="", metrics={}, context={}))
     assert (await audit(store, "run")).findings == ()
     kept = {
         rollout.index: (rollout.reward, rollout.fault)
-        for rollout in await all_rollouts(store, "run", split="train", step=0)
+        for rollout in await all_rollouts(store, "run", split="train", step=1)
     }
     assert kept[2] == (None, Fault.POLICY), "what is trained with is no reward that the agent has given"
 
@@ -42,5 +42,5 @@ async def test_an_audit_knows_the_setting_of_the_run() -> None:
     store, rollouts = await store_of(*ENDS, policy_fault=None)
     groups = await load_groups(store, rollouts, (), 0.0)
     batch = ALGORITHM.batch(groups)
-    await store.commit_step(record_step("run", 0, groups, batch, checkpoint="", metrics={}, context={}))
+    await store.commit_step(record_step("run", 1, groups, batch, checkpoint="", metrics={}, context={}))
     assert (await audit(store, "run")).findings != ()

@@ -48,7 +48,7 @@ async def test_what_is_trained_again_is_declared_counted_and_audited(bench: Open
         assert records[1].context["reuse"]["limit"] == 1
         assert "reuse" not in records[0].context
         kept = await made.store.get_rollout(min(first))
-        assert kept.trained_at_step == 0
+        assert kept.trained_at_step == 1
         report = await audit(made.store, "run")
         assert report.ok, report.findings
         assert (report.steps, report.rollouts, report.reused) == (3, 24, 16)
@@ -129,19 +129,23 @@ def _undeclared(record: StepRecord) -> StepRecord:
 PLANTED: dict[str, dict[str, Any]] = {
     "not declared as reused": {"record": _undeclared},
     "no step before trained it": {
-        "record": lambda record: _declares(record, rollouts=[record.rollouts[0][0]]) if record.step == 0 else record
+        "record": lambda record: _declares(record, rollouts=[record.rollouts[0][0]]) if record.step == 1 else record
     },
     "and trainer.max_reuse = 0": {
         "config": lambda config: {**config, "trainer": {**config["trainer"], "max_reuse": 0}}
     },
     "under trainer.max_reuse = 7, and the run's is 1": {
-        "record": lambda record: _declares(record, limit=7) if record.step else record
+        "record": lambda record: _declares(record, limit=7) if record.step > 1 else record
     },
-    "which is later": {"rollout": lambda rollout: replace(rollout, step=2)},
+    "which is later": {"rollout": lambda rollout: replace(rollout, step=3)},
     "marked as trained at step None": {"rollout": lambda rollout: replace(rollout, trained_at_step=None)},
-    "marked as trained at step 1": {"rollout": lambda rollout: replace(rollout, trained_at_step=1)},
-    "says not which rollouts": {"record": lambda record: _declares(record, limit="many") if record.step else record},
-    "which it does not train": {"record": lambda record: _declares(record, rollouts=["x"]) if record.step else record},
+    "marked as trained at step 2": {"rollout": lambda rollout: replace(rollout, trained_at_step=2)},
+    "says not which rollouts": {
+        "record": lambda record: _declares(record, limit="many") if record.step > 1 else record
+    },
+    "which it does not train": {
+        "record": lambda record: _declares(record, rollouts=["x"]) if record.step > 1 else record
+    },
 }
 
 

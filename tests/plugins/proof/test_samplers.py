@@ -74,4 +74,4 @@ async def test_an_audit_names_the_order_that_is_another(bench: Open, tmp_path: P
             await made.loop.run({})
     async with bench(tmp_path / "run", algorithm=GROUPS) as made:
         (warning,) = (await audit(made.store, "run")).warnings
-    assert warning.startswith("from step 1 on groups were made with other stages than before: 'order backwards' (")
+    assert warning.startswith("from step 2 on groups were made with other stages than before: 'order backwards' (")

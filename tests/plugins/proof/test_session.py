@@ -75,7 +75,7 @@ async def test_an_audit_says_whether_the_loop_changed_the_rows(
         said = await asyncio.to_thread(CliRunner().invoke, build("audit"), ["audit", str(tmp_path / "run")])
         assert ("as it was trained" if rows is _as_made else "changed by the loop in 1 step") in said.output
         assert ("as it was trained" in said.output) == (rows is _as_made)
-        assert report.changed == (() if rows is _as_made else (1,))
+        assert report.changed == (() if rows is _as_made else (2,))
         updates = (await made.store.last_step("run")).context["own_loop"]["updates"]
         assert [update["lr"] for update in updates] == [0.5, 0.25]
 
@@ -119,7 +119,7 @@ async def test_it_goes_on_where_it_was_killed(bench: Open, tmp_path: Path) -> No
         await take(session)
         assert len(made.engine.ledger) == 2
         assert (await audit(made.store, "run")).ok
-        begun = await all_rollouts(made.store, "run", split="train", step=1)
+        begun = await all_rollouts(made.store, "run", split="train", step=2)
         assert len(begun) == 16  # those of the step that was lost stay in the record
         used = {name for name, _ in (await made.store.last_step("run")).rollouts}
         assert all("~1/" in name for name in used)

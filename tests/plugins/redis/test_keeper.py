@@ -72,10 +72,10 @@ async def test_status(store: RedisStore, url: str) -> None:
 
 async def test_another_schema_is_refused(store: RedisStore, url: str, redis_server: RedisServer) -> None:
     mark = f"{url.partition('prefix=')[2]}:meta"
-    redis_server.command("SET", mark, '{"program":"lightning","schema":6,"id":"x"}')
+    redis_server.command("SET", mark, '{"program":"lightning","schema":7,"id":"x"}')
     for act in (keeper_of(url).status, RedisStore.from_url(url).open):
         with pytest.raises(
-            SchemaError, match=f"has schema 6, but this version of lightning works with schema {SCHEMA} only"
+            SchemaError, match=f"has schema 7, but this version of lightning works with schema {SCHEMA} only"
         ):
             await act()
 
@@ -91,7 +91,7 @@ async def test_pruning(store: RedisStore, url: str) -> None:
     before = await content(store)
     plans = await plan(store, keeper, PruneRequest())
     assert (plans[0].groups, plans[0].weight.calls, plans[0].weight.spans) == (
-        ("run/0/1", "run/1/1", "run/val/0"),
+        ("run/1/1", "run/2/1", "run/val/0"),
         12,
         6,
     )
@@ -103,25 +103,25 @@ async def test_pruning(store: RedisStore, url: str) -> None:
         for what in ("calls", "events", "spans", "extras"):
             kept = before[what][place] if rollout.trained_at_step is not None else []
             assert after[what][place] == kept
-    assert await keeper.weigh("run", ["run/0/1", "nobody"]) == [Weight(), Weight()]
+    assert await keeper.weigh("run", ["run/1/1", "nobody"]) == [Weight(), Weight()]
     ended = before["rollouts"][3]
-    assert ended.group == "run/0/1"
+    assert ended.group == "run/1/1"
     with pytest.raises(StoreError, match="it has ended"):
         await store.complete(ended.id, 1, Outcome(reward=9.0))
 
 
 async def test_a_group_in_which_something_still_runs_keeps_its_calls(store: RedisStore, url: str) -> None:
-    await store.create_rollouts([Rollout("late", "run", Task("q"), "run/0/1")])
-    await keeper_of(url).forget_calls("run", ["run/0/1"])
-    assert len(await store.transitions("run/0/1/0")) == 2
+    await store.create_rollouts([Rollout("late", "run", Task("q"), "run/1/1")])
+    await keeper_of(url).forget_calls("run", ["run/1/1"])
+    assert len(await store.transitions("run/1/1/0")) == 2
 
 
-@pytest.mark.parametrize("group", ["run/0/1", "another"])
+@pytest.mark.parametrize("group", ["run/1/1", "another"])
 async def test_a_rollout_that_comes_while_calls_are_removed_keeps_those_of_its_group(
     store: RedisStore, url: str, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is created, leased, and its call stored against a sibling's, after the keeper has looked at the rollouts."""
-    siblings = await store.transitions("run/0/1/0")
+    siblings = await store.transitions("run/1/1/0")
     stored: list[Transition] = []
     look = RedisKeeper._members
 
@@ -135,16 +135,16 @@ async def test_a_rollout_that_comes_while_calls_are_removed_keeps_those_of_its_g
         return found
 
     monkeypatch.setattr(RedisKeeper, "_members", look_too_early)
-    await keeper_of(url).forget_calls("run", ["run/0/1"])
+    await keeper_of(url).forget_calls("run", ["run/1/1"])
     assert await store.transitions("late") == stored
-    assert await store.transitions("run/0/1/0") == (siblings if group == "run/0/1" else [])
+    assert await store.transitions("run/1/1/0") == (siblings if group == "run/1/1" else [])
 
 
 async def test_a_new_call_is_not_stored_against_one_that_was_removed(store: RedisStore, url: str) -> None:
     """The process that appends remembers the group's calls; Redis says that they are gone."""
-    (known,) = (await store.transitions("run/0/1/0"))[:1]
-    await keeper_of(url).forget_calls("run", ["run/0/1"])
-    await store.create_rollouts([Rollout("new", "run", Task("q"), "run/0/1")])
+    (known,) = (await store.transitions("run/1/1/0"))[:1]
+    await keeper_of(url).forget_calls("run", ["run/1/1"])
+    await store.create_rollouts([Rollout("new", "run", Task("q"), "run/1/1")])
     (lease,) = await store.lease("run", "w")
     fresh = type(known)("new", lease.attempt, 0, "c", known.prompt_ids, known.response_ids, known.logprobs)
     assert await store.append([fresh]) == 1

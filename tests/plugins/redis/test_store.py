@@ -205,7 +205,7 @@ async def test_the_rights_that_the_documentation_names_are_enough(
     await store.append([call(0)])
     await append_spans(store, [Span("a", 1, "t", "s")])
     await store.complete("a", 1, Outcome(reward=1.0))
-    await store.commit_step(StepRecord("run", 0, 1, (("a", 1),), ("d",), "x"))
+    await store.commit_step(StepRecord("run", 1, 1, (("a", 1),), ("d",), "x"))
     assert await store.release("w") == 1
     await store.log_metrics("run", 0, {"loss": 1.0})
     await store.keep_state("run", "k", 1)
@@ -323,7 +323,7 @@ async def test_every_key_is_under_the_prefix_and_described(redis: RedisStore, ro
     await redis.append([call(0)])
     await append_spans(redis, [Span("a", 1, "t", "s")])
     await redis.complete("a", 1, Outcome(reward=1.0, labels={"call-0": Caller("x")}))
-    await redis.commit_step(StepRecord("run", 0, 1, (("a", 1),), ("d",), "x"))
+    await redis.commit_step(StepRecord("run", 1, 1, (("a", 1),), ("d",), "x"))
     await redis.complete("b", 1, Outcome(fault=Fault.AGENT))
     await redis.log_metrics("run", 0, {"loss": 1.0})
     await redis.put_state("run", "k", 1, once="an id")

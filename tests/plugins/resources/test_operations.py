@@ -178,8 +178,8 @@ async def test_a_step_keeps_the_groups_it_looked_at(store: Store, rollout: Rollo
     await store.create_rollouts([rollout()])
     await store.lease("run", "w")
     await store.complete("a", 1, Outcome(reward=1.0))
-    await store.commit_step(StepRecord("run", 0, 1, (("a", 1),), ("d",), "x", groups=("g", "h"), at=1.0))
-    await store.commit_step(StepRecord("run", 1, 2, (), (), "y", at=2.0))
+    await store.commit_step(StepRecord("run", 1, 1, (("a", 1),), ("d",), "x", groups=("g", "h"), at=1.0))
+    await store.commit_step(StepRecord("run", 2, 2, (), (), "y", at=2.0))
     assert [record.groups for record in await store.steps("run")] == [("g", "h"), ()]
 
 

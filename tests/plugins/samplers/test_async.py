@@ -50,7 +50,7 @@ async def assert_whole(made: Any, bound: int = 2) -> list[StepRecord]:
     """Every step in the weights once, every group in one step, everything fresh enough, and an audit that agrees."""
     records: list[StepRecord] = await made.store.steps("run")
     rollouts = {rollout.id: rollout for rollout in await all_rollouts(made.store, "run", split="train")}
-    assert [record.step for record in records] == list(range(STEPS))
+    assert [record.step for record in records] == list(range(1, STEPS + 1))
     assert len(made.engine.ledger) == sum(bool(record.rollouts) for record in records), "but those that taught nothing"
     assert made.policy.ledger == made.engine.ledger
     taken = [group for record in records for group in record.groups]
@@ -63,7 +63,7 @@ async def assert_whole(made: Any, bound: int = 2) -> list[StepRecord]:
         assert ages == [None, None] if not record.rollouts else 0 <= (ages[0] or 0.0) <= (ages[1] or 0.0) <= bound
         for name, attempt in record.rollouts:
             for call in await made.store.transitions(name, attempt):
-                assert begun[rollouts[name].group] <= call.version <= call.versions[-1].version <= record.step
+                assert begun[rollouts[name].group] <= call.version + 1 <= call.versions[-1].version + 1 <= record.step
     report = await audit(made.store, "run")
     assert report.ok, report.findings
     assert report.rederived
@@ -147,8 +147,8 @@ async def test_an_epoch_that_was_replaced_before_a_step_leaves_no_place_in_the_t
         found = Pipeline.__new__(Pipeline)
         found.stack = Mock(store=Mock(keep_state=keep_state))
         found.tasks, found.config = [Task("", id=name) for name in tasks], TrainerConfig()
-        found.epochs, found._begun = [Epoch(0, 0, config(first, 1e-5)), Epoch(1, 2, config(tasks, lr))], begun
-        await found._find_place(2)
+        found.epochs, found._begun = [Epoch(0, 1, config(first, 1e-5)), Epoch(1, 3, config(tasks, lr))], begun
+        await found._find_place(3)
         return [task.id for group in range(4) for task in _next_of(found, begun + group)]
 
     first, second, third = ([f"{name}{number}" for number in range(20)] for name in "abc")
@@ -343,7 +343,7 @@ async def _group_twice(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     await _change_record(
         made,
         monkeypatch,
-        lambda record: record if record.step == 0 else replace(record, groups=(*record.groups, first[0])),
+        lambda record: record if record.step == 1 else replace(record, groups=(*record.groups, first[0])),
     )
 
 
@@ -369,7 +369,7 @@ async def test_an_audit_finds_what_was_changed(
         await made.loop.run({})
         for tamper, problem in (
             (_group_left_out, "was trained, but is not the stored outcome"),
-            (_group_twice, "taken already by step 0"),
+            (_group_twice, "taken already by step 1"),
             (_later_step, "not within trainer.max_staleness = 2 of step"),
         ):
             await tamper(made, monkeypatch)

@@ -24,12 +24,12 @@ class World:
         self.dropped: list[str] = []
 
     def run(self) -> None:
-        while self.pacer.step < self.steps:
+        while self.pacer.step <= self.steps:
             self.something_happens()
             if self.rng.random() < self.patience:
                 self.train()
             for group in self.pacer.open_groups:
-                assert group.version + self.bound >= self.pacer.step, "its deadline has passed"
+                assert group.step + self.bound >= self.pacer.step, "its deadline has passed"
 
     def something_happens(self) -> None:
         running = [group.id for group in self.pacer.open_groups if not group.finished]
@@ -55,8 +55,8 @@ class World:
     def restart(self) -> None:
         """What another process knows: which groups had begun, which have ended, which committed steps took them."""
         left = [
-            OpenGroup(group, version, group in self.finished)
-            for group, version in self.begun.items()
+            OpenGroup(group, step, group in self.finished)
+            for group, step in self.begun.items()
             if group not in self.taken
         ]
         self.dropped = []
@@ -83,7 +83,7 @@ class World:
             assert 0 <= step - self.begun[group] <= self.bound
             self.taken[group] = step
         self.dropped = []
-        self.pacer.advance(step + 1)
+        self.pacer.advance(step)
         return True
 
 
@@ -114,7 +114,7 @@ def test_the_same_events_give_the_same_picks(size: int, bound: int, seed: int) -
 
 def test_a_bound_of_0_is_sampling_and_training_in_turns() -> None:
     pacer = Pacer(2, 0, 3)
-    for step in range(3):
+    for step in range(1, 4):
         assert pacer.room == 2
         for name in (f"{step}a", f"{step}b"):
             pacer.begin(name)
@@ -124,21 +124,21 @@ def test_a_bound_of_0_is_sampling_and_training_in_turns() -> None:
         pacer.finish(f"{step}a")
         assert pacer.pick() == [f"{step}a", f"{step}b"]
         assert pacer.room == 0, "what begins now would be too old for the next step"
-        pacer.advance(step + 1)
+        pacer.advance(step)
 
 
 def test_a_slow_group_is_carried_over_until_its_deadline() -> None:
     pacer = Pacer(1, 2, 10)
     pacer.begin("slow")
-    for step in range(2):
+    for step in (1, 2):
         pacer.begin(f"quick {step}")
         pacer.finish(f"quick {step}")
         assert pacer.pick() == [f"quick {step}"]
-        assert pacer.carried() == (step > 0)
-        pacer.advance(step + 1)
-    pacer.begin("quick 2")
-    pacer.finish("quick 2")
-    assert pacer.pick() is None, "step 2 is the last that may train on a token of version 0"
+        assert pacer.carried() == (step > 1)
+        pacer.advance(step)
+    pacer.begin("quick 3")
+    pacer.finish("quick 3")
+    assert pacer.pick() is None, "step 3 is the last that may train on a token of version 0"
     pacer.finish("slow")
     assert pacer.pick() == ["slow"]
 
@@ -149,10 +149,10 @@ def test_a_step_waits_before_it_is_too_late_for_two() -> None:
         pacer.begin(name)
     pacer.finish("b")
     assert pacer.pick() == ["b"]
-    pacer = Pacer(1, 2, 10, open_groups=[OpenGroup(name, 0, name == "new") for name in ("a", "b", "c")])
+    pacer = Pacer(1, 2, 10, open_groups=[OpenGroup(name, 1, name == "new") for name in ("a", "b", "c")])
     pacer.advance(1)
-    pacer._open["new"] = OpenGroup("new", 1, True)
-    assert pacer.pick() is None, "three groups of version 0 cannot be taken in steps 1 and 2 if another goes first"
+    pacer._open["new"] = OpenGroup("new", 2, True)
+    assert pacer.pick() is None, "three groups of version 0 cannot be taken in steps 2 and 3 if another goes first"
 
 
 def test_the_oldest_finished_groups_go_first() -> None:

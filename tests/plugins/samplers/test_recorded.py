@@ -70,11 +70,11 @@ async def test_a_run_s_own_rollouts_train_another_run(bench, tmp_path: Path) -> 
         assert {rollout.id for rollout in record.rollouts} == {each.id for each in before}, "held-out ones are no data"
         async with bench(tmp_path / "copy", **of(record)) as copy:
             called = len(copy.policy.fake.requests)
-            await copy.loop.sampling().step(0)
+            await copy.loop.sampling().step(1)
             assert len(copy.policy.fake.requests) == called, "no agent runs for a step"
             await copy.loop.run({})
             assert copy.engine.ledger, "something was learned"
-            report = await audit(copy.store, "run", copy.loop.schedule.at(0))
+            report = await audit(copy.store, "run", copy.loop.schedule.at(1))
             assert report.ok, report.findings
             assert report.rollouts == sum(len(record.rollouts) for record in await copy.store.steps("run"))
             records = await copy.store.steps("run")
@@ -114,9 +114,9 @@ async def test_copies_that_a_crash_left_are_not_run_by_agents(bench, tmp_path: P
     async with open_record(str(source), None, "default") as record:
         async with bench(tmp_path / "run", **of(record), algorithm=WHITENED) as one:
             sampler = one.loop.sampling()
-            units = sampler._units(0)
+            units = sampler._units(1)
             left = [
-                Rollout(f"run/0/{place}/0", "run", unit[0].task, f"run/0/{place}", max_attempts=2)
+                Rollout(f"run/1/{place}/0", "run", unit[0].task, f"run/1/{place}", 1, max_attempts=2)
                 for place, unit in enumerate(units)
             ]
             await one.store.create_rollouts(left)
@@ -200,7 +200,7 @@ async def test_a_pass_has_each_recorded_rollout_once(bench, tmp_path: Path) -> N
     ):
         await run.loop.run({})
         known = await all_rollouts(run.store, "run", split="train")
-        steps = [[each.task.id for each in known if each.step == number] for number in range(6)]
+        steps = [[each.task.id for each in known if each.step == number] for number in range(1, 7)]
         shares = [step.metrics["recorded_share"] for step in await run.store.steps("run")]
     assert [len(step) for step in steps] == [2, 2, 1] * 2
     for passed in (steps[:3], steps[3:]):

@@ -47,7 +47,7 @@ def ended(step: int, earned: Sequence[tuple[int, float | None]]) -> list[Rollout
 
 async def after(history: Sequence[Sequence[tuple[int, float | None]]], seed: int = 0) -> TaskChoice:
     choice, store = TaskChoice(TASKS, seed), Recorded()
-    for step, earned in enumerate(history):
+    for step, earned in enumerate(history, 1):
         await choice.learn(store, step, ended(step, earned))  # type: ignore[arg-type]
     return choice
 
@@ -118,7 +118,7 @@ async def test_the_infrastructure_says_nothing_of_a_task() -> None:
 async def test_a_task_whose_agent_crashes_is_no_mixed_one(always: bool) -> None:
     """What crashes is left out of its group: of one that is solved otherwise nothing is left to compare."""
     choice, store = TaskChoice(TASKS, 0), Recorded()
-    for step in range(4):
+    for step in range(1, 5):
         earned: list[tuple[int, float | None]] = [(0, 1.0), (1, 0.0), (3, 0.0), (4, 1.0), (5, 0.0)] * 8
         earned += [(2, None if always or number % 2 else 1.0) for number in range(8)]
         crashed = [replace(one, fault=Fault.AGENT) if one.fault else one for one in ended(step, earned)]
@@ -151,7 +151,7 @@ async def store(tmp_path: Path) -> Any:
 async def a_run(store: Store, name: str, rewards: Sequence[float], *, project: str = "mine", over: bool = True) -> Run:
     """A run of one step in which every task but the third earned 1, and the third these."""
     run = await store.put_run(Run(name, name, {}, project=project))
-    planned = train_rollouts(name, 0, TASKS, len(rewards), 1)
+    planned = train_rollouts(name, 1, TASKS, len(rewards), 1)
     await store.create_rollouts(planned)
     for lease in await store.lease(name, "worker", limit=100):
         rollout = lease.rollout
@@ -159,7 +159,7 @@ async def a_run(store: Store, name: str, rewards: Sequence[float], *, project: s
         # One half returned by the agent, one given by lightning.reward.
         await store.complete(rollout.id, 1, Outcome(reward / 2, step_rewards=(StepReward(reward / 2),)))
     groups = tuple(dict.fromkeys(rollout.group for rollout in planned))
-    await store.commit_step(StepRecord(name, 0, 1, (), (), "", groups=groups))
+    await store.commit_step(StepRecord(name, 1, 1, (), (), "", groups=groups))
     await mark_over(store, name, over)
     return run
 
@@ -194,7 +194,7 @@ async def test_what_was_learned_on_the_way_is_read_again(store: Any) -> None:
     await read.recall(store, run)
     await told.recall(store, replace(run, id="nobody"))
     rollouts = await all_rollouts(store, "run")
-    await told.learn(store, 0, rollouts[::-1])
+    await told.learn(store, 1, rollouts[::-1])
     assert (read._sums == told._sums).all()
     assert math.isclose(read._sums[2, 1], 2.0), "returned and given inside"
     assert [read.ranked(str(number), 4) for number in range(9)] == [told.ranked(str(number), 4) for number in range(9)]

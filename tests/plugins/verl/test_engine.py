@@ -239,7 +239,7 @@ def test_a_wrong_loss_changes_nothing(
 ) -> None:
     engine, batch = open_verl(ALONE), rows(0)
     before = engine.logprobs(batch)
-    with pytest.raises(EngineError, match=rf"{message}.* at step 0 in .* rows .*rollout r0-\d"):
+    with pytest.raises(EngineError, match=rf"{message}.* at step 1 in .* rows .*rollout r0-\d"):
         engine.step(batch, loss)
     assert_equal(engine.logprobs(batch), before, 0.0)
     assert engine.step([replace(row, weights=row.weights * 0) for row in batch], LOSS).metrics["stepped"] == 0
@@ -257,7 +257,7 @@ def test_a_loss_that_is_not_finite_is_skipped_a_few_times(
 
     skipped = engine.step(batch, broken).metrics
     assert (skipped["skipped_nonfinite"], skipped["stepped"]) == (1.0, 0.0)
-    assert re.search(r"the loss is nan at step 0 in .* rows .*rollout r0-\d.*: the step is skipped", caplog.text)
+    assert re.search(r"the loss is nan at step 1 in .* rows .*rollout r0-\d.*: the step is skipped", caplog.text)
     assert_equal(engine.logprobs(batch), before, 0.0)
     with pytest.raises(EngineError, match=r"2nd in a row, more than engine\.max_nonfinite_steps = 1"):
         engine.step(batch, broken)

@@ -181,7 +181,7 @@ def test_what_is_wrong_changes_nothing(open_verl: OpenVerl, tmp_path: Path, capl
         return LossOutput((batch.logprobs - batch.logprobs.detach()).sqrt().sum())
 
     for loss, said in (
-        (infinite, r"the loss is -inf at step 0 in .* rows"),
+        (infinite, r"the loss is -inf at step 1 in .* rows"),
         (infinite_gradient, "the gradient is not finite"),
     ):
         assert engine.step(batch, loss).metrics["skipped_nonfinite"] == 1.0

@@ -135,8 +135,8 @@ async def read_rewards(store: Store, run: Run) -> Rewards:
 
 async def _read(store: Store, run: Run) -> Rewards:
     last = await store.last_step(run.id)
-    count = last.step + 1 if last else 1
-    steps = sorted({round(place) for place in np.linspace(0, count - 1, min(count, STEPS))})
+    count = last.step if last else 1
+    steps = sorted({round(place) for place in np.linspace(1, count, min(count, STEPS))})
     rollouts = [each for step in steps for each in await all_rollouts(store, run.id, split=TRAIN, step=step)]
     scored = [each for each in rollouts if each.reward is not None and each.status is Status.SUCCEEDED]
     names = sorted({name for each in scored for name in each.rewards} - {"reward"})

@@ -215,7 +215,7 @@ async def _state(found: Located, line: RunLine, curves: Curves) -> Notices:
             Notice(
                 what,
                 detail=detail,
-                links=[Link("what is sampled of step 0", to("step", found.key, 0))]
+                links=[Link("what is sampled of step 1", to("step", found.key, 1))]
                 if line.rollouts and not over
                 else (),
             )
@@ -509,7 +509,7 @@ def _parts(profile: Profile) -> Table:
         columns,
         rows,
         title="Where time goes",
-        note=f"steps {first} to {last}, counted from 0: {seconds(profile.seconds / steps)} a step",
+        note=f"steps {first} to {last}: {seconds(profile.seconds / steps)} a step",
     )
 
 

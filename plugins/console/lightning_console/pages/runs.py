@@ -35,7 +35,7 @@ COLUMNS: Final = (
     ("reward", "number", "reward", "mean of the last step, failed rollouts as 0"),
     ("course", "text", "", "the reward of each step, failed rollouts as 0"),
     ("held-out", "number", "held-out", "the first evaluation and the last, failed rollouts as 0"),
-    ("step", "number", "steps", "the last committed step, counted from 0 as in the ids of rollouts"),
+    ("step", "number", "steps", "the last committed step"),
     ("rollouts", "number", "rollouts", "all of them, evaluations included"),
     ("failed", "number", "failed", "rollouts that failed"),
     ("model", "text", "", "the model's folder, and the algorithm"),

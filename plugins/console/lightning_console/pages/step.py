@@ -130,7 +130,7 @@ async def read_step(store: Store, run: Run, number: int) -> Step:
     else:
         rollouts = await all_rollouts(store, run.id, split=TRAIN, step=number)
         if not rollouts:
-            has = f"has the steps 0 to {last.step}" if last else "has no step yet"
+            has = f"has the steps 1 to {last.step}" if last else "has no step yet"
             raise ConfigError(f"there is no step {number}: the run {run.id} {has}")
         proof = StepProof(rollouts=tuple(rollouts), why="the step is not committed: nothing was trained yet")
     scored = any(rollout.status is Status.SUCCEEDED for rollout in proof.rollouts)
@@ -177,7 +177,7 @@ async def page(places: Places, address: Address) -> Page:
     """`step/KEY/N?cursor=&x=tokens|turns|advantage|seconds`."""
     found = await located(places, address)
     if len(address.about) < 2 or not address.about[1].isdecimal():
-        raise DataError(f"the address {str(address)!r} names no step: step/RUN/NUMBER, counted from 0")
+        raise DataError(f"the address {str(address)!r} names no step: step/RUN/NUMBER, counted from 1")
     step = await read_step(found.store, found.run, int(address.about[1]))
     first = max(0, address.number("cursor", 0))
     axis = address.option("x") if address.option("x") in AGAINST else "tokens" if step.record else "seconds"
@@ -197,7 +197,7 @@ async def page(places: Places, address: Address) -> Page:
         ],
         trail(found),
         live=step.record is None and goes_on,
-        previous=to("step", found.key, step.number - 1) if step.number else "",
+        previous=to("step", found.key, step.number - 1) if step.number > 1 else "",
         next=to("step", found.key, step.number + 1) if not is_last or (step.record and goes_on) else "",
     )
 
@@ -257,7 +257,7 @@ def _groups(found: Located, step: Step, address: Address, first: int) -> Table:
         Column("taught", hint="whether a rollout of it was trained"),
     ]
     if any(group.members[0].step != step.number for group in step.groups):
-        columns.append(Column("begun in", "number", "the step whose policy it was begun with"))
+        columns.append(Column("begun in", "number", "the step that was next when it began"))
     pages = page_links(address, len(ordered), GROUPS)
     rows = [_row(found, step, group)[: len(columns)] for group in ordered[first : first + GROUPS]]
     note = "those that taught first, the largest spread first" if rows and step.record else ""

@@ -22,7 +22,7 @@ from lightning.trainer.epochs import is_over
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.stack import why_not_served
 from lightning.types import BRANCH_VOID, Json, Rollout, Run, Transition
-from lightning_branching.recorded import CHANGES, live_tools, prefix_of, recorded_rollout
+from lightning_branching.recorded import CHANGES, live_tools, prefix_of, recorded_rollout, version_of
 from lightning_record.exchanges import packed_in
 
 from lightning_console.places import Located, key_of
@@ -154,8 +154,7 @@ async def _weights_of(store: Store, parent: Rollout, said: Mapping[str, Json]) -
     calls = [each for each in await store.transitions(parent.id, attempt) if not each.choice and packed_in(each)]
     if not 0 < at <= len(calls):
         return ""
-    versions = calls[at - 1].versions
-    return f"{parent.run}@{versions[0].version if versions else parent.step}"
+    return f"{parent.run}@{version_of(calls[at - 1], parent)}"
 
 
 def _sampling(config: Mapping[str, Json], *, held_out: bool = False) -> dict[str, Json]:
@@ -238,9 +237,8 @@ async def fork_of(located: Located, rollout: Rollout, calls: Sequence[Transition
         prefix = prefix_of(recorded, first.seq)
     except (DataError, StoreError) as error:
         return Fork(why=str(error))
-    version = first.versions[0].version if first.versions else rollout.step
     tools = tuple(live_tools(recorded, prefix))
-    return Fork(prefix.at.number, tools=tools, live=await _is_live(located, version))
+    return Fork(prefix.at.number, tools=tools, live=await _is_live(located, version_of(first, rollout)))
 
 
 async def _is_live(located: Located, version: int) -> bool:

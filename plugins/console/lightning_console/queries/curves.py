@@ -57,8 +57,8 @@ class Gain:
 @dataclass(frozen=True, slots=True)
 class Curves:
     """A run's course. `steps` are the numbers of its committed steps, `values[i]` the metrics of step `steps[i]`; `tokens[i]`
-    and `seconds[i]` say how many tokens were sampled and how long it took up to the end of it, where the first is about: what
-    the trainer measured of its speed, times how long it sampled."""
+    and `seconds[i]` say how many tokens were sampled and how long the steps took up to the end of it, where the first is about:
+    what the trainer measured of its speed, times how long it sampled."""
 
     about: About
     steps: tuple[int, ...]
@@ -78,7 +78,7 @@ class Curves:
         """Where an evaluation after `count` steps is on an axis. That before the first step is at 0."""
         if axis == "step":
             return float(count)
-        done = [x for step, x in zip(self.steps, self.x(axis), strict=True) if step < count]
+        done = [x for step, x in zip(self.steps, self.x(axis), strict=True) if step <= count]
         return done[-1] if done else 0.0
 
     def named(self, name: str) -> list[float | None]:
@@ -159,7 +159,7 @@ def gain_of(curves: Curves) -> Gain | None:
     elif len(rewards) >= LEAST:
         window = min(WINDOW, len(rewards) // 3 + 1)
         smooth = np.convolve(rewards, np.ones(window) / window, mode="valid")
-        scores = [(known[place + window - 1][0] + 1, float(value)) for place, value in enumerate(smooth)]
+        scores = [(known[place + window - 1][0], float(value)) for place, value in enumerate(smooth)]
         measure = f"reward of training, mean of {window} steps"
     else:
         return None

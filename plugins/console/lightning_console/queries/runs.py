@@ -70,14 +70,13 @@ async def state_of(store: Store, run: Run, url: str, *, over: bool, steps: Seque
     if quiet < max(QUIET, 5 * max(walls, default=0.0)):
         what = "committed a step" if steps else "began"
         return State("running", f"it {what} {max(0.0, quiet):.0f} s ago, and its end is not recorded")
-    done = steps[-1][0] + 1 if steps else 0
-    page = await store.list_rollouts(run.id, split=TRAIN, step=done)
+    following = steps[-1][0] + 1 if steps else 1
+    page = await store.list_rollouts(run.id, split=TRAIN, step=following)
     mine = of_generation(page.items, newest_generation(page.items))
     if mine and is_lost(mine):
         reasons = grouped(rollout.error for rollout in mine if rollout.status is Status.FAILED)
-        why = f"all {len(mine)} rollouts of step {done} failed: {reasons[0][1]}"
-        return State("failed", why)
-    where = f"after step {done - 1}" if steps else "before its first step"
+        return State("failed", f"all {len(mine)} rollouts of step {following} failed: {reasons[0][1]}")
+    where = f"after step {steps[-1][0]}" if steps else "before its first step"
     return State(
         "stopped", f"it stopped {where}: it has written nothing for {said_seconds(quiet)}, and no end is recorded"
     )
@@ -222,7 +221,7 @@ async def _line(store: Store, run: Run, url: str) -> RunLine:
     cache = _known.setdefault(store, {})
     known, over = cache.get(run.id), await is_over(store, run.id)
     if known is not None and known.line.created_at == run.created_at and known.over == over:
-        after = -1 if known.line.last is None else known.line.last
+        after = known.line.last or 0
         if (over or time.monotonic() < known.until) and not await store.steps(run.id, after=after, limit=1, brief=True):
             return known.line
     began = time.monotonic()

@@ -101,7 +101,7 @@ class HttpStore(Operations, Asking):
         else:
             rollout_state.check_page(most)
             after = arguments.get("after", "")
-            cursor = "" if isinstance(after, int) and after < 0 else str(after)
+            cursor = "" if isinstance(after, int) and after <= 0 else str(after)
         found: list[Any] = []
         while True:
             limit = PAGE if most is None else min(most - len(found), PAGE)

@@ -79,7 +79,7 @@ def lease_of(ids: Ids) -> Lease:
     return Lease(Rollout(ids.live, ids.run, Task("t"), "g", attempt=1), ids.worker, 0.0)
 
 
-def record(run: str, rollout: str, step: int = 1) -> StepRecord:
+def record(run: str, rollout: str, step: int = 2) -> StepRecord:
     return StepRecord(run, step, step, ((rollout, 1),), ("d",), "digest")
 
 
@@ -166,7 +166,7 @@ async def fill(store: Store, project: str, ids: Ids) -> None:
     await view.complete(
         ids.done, 1, Outcome(reward=1.0, tool_events=(ToolEvent("t", "ok"),), step_rewards=(StepReward(1.0),))
     )
-    await view.commit_step(record(ids.run, ids.done, 0))
+    await view.commit_step(record(ids.run, ids.done, 1))
     await view.log_metrics(ids.run, 0, {"loss": 1.0})
     await view.put_state(ids.run, "notes", 1)
     await put_token(view, replace(issue_token(Scope.RUNNER, project)[0], id=ids.token))
@@ -350,7 +350,7 @@ OPERATIONS: dict[str, Callable[[Store, str, str], Awaitable[object]]] = {
     "complete": lambda store, run, name: store.complete(f"{run}/{name}", 1, Outcome(reward=1.0)),
     "append": lambda store, run, name: store.append([call(f"{run}/{name}")]),
     "transitions": lambda store, run, name: store.transitions(f"{run}/{name}"),
-    "commit": lambda store, run, name: store.commit_step(record(run, f"{run}/{name}", 0)),
+    "commit": lambda store, run, name: store.commit_step(record(run, f"{run}/{name}", 1)),
     "steps": lambda store, run, name: store.steps(run),
     "runs": lambda store, run, name: store.list_runs(),
     "put": lambda store, run, name: put_resource(store, Resource(name, run, ResourceKind.PROMPT)),
