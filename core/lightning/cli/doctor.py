@@ -94,7 +94,7 @@ def examine(tries: Sequence[str] = ()) -> Iterator[Check]:
 
 
 def _lightning() -> Iterator[Check]:
-    """Check which lightning this is, and whether another package of the name (PyTorch Lightning) hides it."""
+    """Check which lightning this is, and whether another package of the name (PyTorch Lightning) conflicts with it."""
     found = list(conflicts(__version__))
     for detail, cure in found:
         yield Check("lightning", "broken", detail, cure)

@@ -353,8 +353,8 @@ class Plugins:
         return sorted(self._infos.values(), key=lambda info: info.name)
 
     def left_out(self) -> str:
-        """Say which plugins are broken, disabled or not loaded yet, and so may lack from a search: sentences, each after a
-        space."""
+        """Say which plugins are broken, disabled or not loaded yet, because one of them may have the name that is missing:
+        sentences, each after a space."""
         missing = [info for info in self.plugins() if info.state in ("broken", "disabled", "waiting")]
         text = "".join(
             f" The plugin {info}, which might have it, is broken: {info.error}."

@@ -14,8 +14,7 @@ from lightning.errors import ConfigError
 
 MAIN = "__main__"
 LIBRARIES = "site-packages"
-"""Part of the path of an installed package. Such a path may lie in the folder of the agent, in which it is not the user's
-own."""
+"""Stands in the path of every installed package; an environment with packages may lie in the agent's folder."""
 
 
 def import_named(name: str, what: str) -> object:
