@@ -3,8 +3,8 @@
 The invariant: never more than the budget is held, and a holder of little always finds room: nobody may hold more than is still
 free then. So one holder has at most half of the budget, two have a third each, and a newcomer always gets some.
 
-The values of JSON are counted before it is parsed, by commas and opening brackets: each value but the outermost follows one of them, and
-`[[],[],...]` takes thirty times its bytes as Python's objects. Commas in texts count as well, which errs on the safe side.
+The values of JSON are counted before it is parsed, by commas and opening brackets: each value but the outermost follows one,
+and `[[],[],...]` takes thirty times its bytes as Python's objects. Commas in texts count as well, which errs on the safe side.
 """
 
 from __future__ import annotations
