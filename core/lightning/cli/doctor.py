@@ -216,7 +216,7 @@ def _of_plugin(name: str, tried: str | None) -> Iterator[Check]:
         yield Check(
             name,
             "broken",
-            f"it could not be looked at: {type(error).__name__}: {error}",
+            f"the check failed: {type(error).__name__}: {error}",
             f"update the plugin that registers the check {name!r}, or switch it off: LIGHTNING_DISABLE_PLUGINS",
         )
 

@@ -121,7 +121,7 @@ def draw_rewards(summary: Summary, title: str, file: Path, measure: str = "rewar
     if any(result.failed for result in summary.evaluations):
         points = [(result.step, result.mean_with_failures(measure)) for result in summary.evaluations]
         held_out = [(step, mean) for step, mean in points if mean is not None]
-        axes.plot(*_columns(held_out), linestyle="--", label="held-out tasks, the failed as 0")
+        axes.plot(*_columns(held_out), linestyle="--", label="held-out tasks, if failures count as 0")
     axes.set(xlabel="optimizer steps", ylabel=measure, title=title, ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
@@ -142,7 +142,7 @@ def show_summary(summary: Summary, title: str, console: Terminal, measure: str =
     ended = summary.evaluations
     results.add_row(str(ended[0].rollouts if ended else 0), *_cells([result.mean(measure) for result in ended]))
     if any(result.failed for result in ended):
-        results.add_row("with the failed as 0", *_cells([result.mean_with_failures(measure) for result in ended]))
+        results.add_row("if failures count as 0", *_cells([result.mean_with_failures(measure) for result in ended]))
     console.print(results)
     console.print(
         f"{summary.steps} steps, {summary.rollouts} rollouts ({summary.failed} failed), "

@@ -123,7 +123,7 @@ def show(
                 _show_run(found)
             return
     shown = redacted(place)
-    raise ConfigError(f"there is no run {run!r} in {shown}: `lightning runs --runs {shown}` lists those that are")
+    raise ConfigError(f"there is no run {run!r} in {shown}: `lightning runs --runs {shown}` lists the runs there")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def compare(
         run.id: (run, summary) for _, those in answers(place, partial(_summaries, names)) for run, summary in those
     }
     if missing := [name for name in names or () if name not in found]:
-        raise ConfigError(f"there is no run {missing[0]!r} in {redacted(place)}: `lightning runs` lists those that are")
+        raise ConfigError(f"there is no run {missing[0]!r} in {redacted(place)}: `lightning runs` lists the runs there")
     if len(found) < 2:
         raise ConfigError(f"{len(found)} run in {redacted(place)}: two or more can be compared")
     rows = _compared([found[name] for name in names or sorted(found)])
@@ -378,4 +378,4 @@ def _change(
     change = f"{said(values[0])} → {said(values[1])}"
     if counted is None or counted == values:
         return "-" if values[0] is None else change
-    return f"{change} ({said(counted[0])} → {said(counted[1])} with the failed as 0)"
+    return f"{change} ({said(counted[0])} → {said(counted[1])} if failures count as 0)"

@@ -75,8 +75,8 @@ Recorded = Annotated[
     str | None,
     typer.Option(
         metavar="PLACE",
-        help="Train on rollouts that were recorded, in place of new ones: a run's folder, that of `lightning serve`, or a "
-        "store's URL; with #RUN of that run alone. The agent then only runs the tasks of --val.",
+        help="Train on recorded rollouts instead of sampling. PLACE is a run's folder, a folder of `lightning serve`, or a "
+        "store's URL; add #RUN to use one run. The agent then only runs the tasks of --val.",
     ),
 ]
 SETTING = {"--steps": "trainer.steps", "--tasks-per-step": "trainer.tasks_per_step", "--lr": "engine.lr"}

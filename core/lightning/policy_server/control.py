@@ -89,12 +89,11 @@ class VLLMControl:
         except NoRoutesError:
             raise
         except PolicyServerError as error:
-            logger.warning("whether %s was started as it must be could not be checked: %s", self.url, error)
+            logger.warning("the settings with which %s was started could not be checked: %s", self.url, error)
             return
         if not isinstance(info.get("vllm_config"), dict):
             logger.warning(
-                "%s does not tell its settings, so that whether it was started as it must be could not be checked: is it a "
-                "vLLM as new as 0.31?",
+                "%s does not tell its settings, which could not be checked therefore: is it a vLLM as new as 0.31?",
                 self.url,
             )
         check_settings(info, self.url, extensions, updates=updates)

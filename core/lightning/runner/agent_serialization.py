@@ -25,7 +25,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from lightning.errors import RunnerError
 from lightning.runner.protocol import Agent
 
-CURE = "give a function agent(task, llm) -> reward, or an object that is called so"
+CURE = "give a function agent(task, llm) -> reward, or an object that can be called like one"
 
 PLACEHOLDER = getattr(functools, "Placeholder", object())
 """Marks, in a `functools.partial` of Python 3.14, an argument that the call fills in."""

@@ -378,7 +378,9 @@ class _Incoming:
                 self._buffer += data
             parsed: dict[str, int | str] = json.loads(message)
         except (ValueError, RecursionError) as error:
-            raise ConnectionAbortedError(f"the process that prepares agents sent no message: {error}") from error
+            raise ConnectionAbortedError(
+                f"the process that prepares agents sent bytes that are no message: {error}"
+            ) from error
         return parsed
 
 

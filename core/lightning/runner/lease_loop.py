@@ -214,7 +214,7 @@ class _Worker:
     async def _drain(self, waiting: _Waiting) -> None:
         now = asyncio.get_running_loop().time
         deadline = now() + self._config.drain
-        logger.info("told to end: %d agents get %g s (runner.drain)", len(self._held), self._config.drain)
+        logger.info("stopping: %d agents get %g s to end (runner.drain)", len(self._held), self._config.drain)
         while self._held and now() < deadline:
             await waiting.first(self._held, deadline - now())
             self._collect()

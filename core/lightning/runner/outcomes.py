@@ -40,11 +40,11 @@ from lightning.types import (
 
 CAUSES: Final = {
     "max_turns": "it did not come to an end within the turns that the agent allows",
-    "invented_tool": "it called a tool that there is not",
-    "malformed_output": "its answer has not the form that the agent asked for",
+    "invented_tool": "it called a tool that does not exist",
+    "malformed_output": "its answer does not have the form that the agent asked for",
     "cut_off": "its last answer was cut off at the limit of tokens",
     "context_overflow": "its conversation became longer than the context",
-    "slow_generation": "the time was over while it generated",
+    "slow_generation": "the time ran out while it generated",
 }
 """What a policy can do wrong: the word under which it is counted, and its description."""
 GENERATING: Final = 0.9

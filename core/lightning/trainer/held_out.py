@@ -89,8 +89,8 @@ class HeldOut:
             return
         if (best := self.best) is not None and _score(best) > _score(result):
             logger.warning(
-                "held-out tasks were solved better after %d steps (%.3f) than now (%.3f), and the model of then was not kept: "
-                "trainer.keep was not 'best' yet. To have it: a new run with --from %s@%d",
+                "held-out tasks were solved better after %d steps (%.3f) than now (%.3f), but that model was not kept, because "
+                "trainer.keep was not 'best' yet. To get it, start a new run with --from %s@%d",
                 best.step,
                 _score(best),
                 _score(result),

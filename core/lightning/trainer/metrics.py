@@ -59,12 +59,14 @@ class UsageMeter:
         self._before = now
         if since.preemptions and self._said.first("preempted"):
             logger.warning(
-                "vLLM put %d requests back for want of KV cache, and computes them again: %s", since.preemptions, CURE
+                "vLLM preempted %d requests because its KV cache was full, and computes them again: %s",
+                since.preemptions,
+                CURE,
             )
         if self._nothing_found(since, groups) and self._said.first("prefixes"):
             logger.warning(
-                "vLLM found no beginning of a prompt in its prefix cache, in %d requests of %.0f tokens on average, though "
-                "rollouts of one task begin alike: %s; or take --no-enable-prefix-caching out of its arguments",
+                "no prompt hit vLLM's prefix cache, in %d requests of %.0f tokens on average, though rollouts of one "
+                "task begin alike: %s; or take --no-enable-prefix-caching out of its arguments",
                 since.requests,
                 since.prompt_tokens / since.requests,
                 CURE,
@@ -175,7 +177,7 @@ def sampled_tokens(groups: Sequence[Group]) -> int:
 
 
 REASONS: Mapping[str, str] = {
-    "all_rewards_equal": "all that is compared earned the same",
+    "all_rewards_equal": "all rollouts that were compared earned the same",
     "nothing_to_train": "no call belongs to an agent that is trained",
     "too_few_succeeded": "too few of the rollouts succeeded",
     "too_few_trainable": "too few of the rollouts have calls that can be trained on",

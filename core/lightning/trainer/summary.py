@@ -116,7 +116,7 @@ def said_reward(result: Evaluation) -> str:
     reward = said(result.reward)
     if not result.failed:
         return reward
-    return f"{reward} ({said(result.reward_with_failures)} with the failed as 0)"
+    return f"{reward} ({said(result.reward_with_failures)} if failures count as 0)"
 
 
 def said_parts(rewards: Mapping[str, float], given: Sequence[StepReward] = ()) -> str:
@@ -130,7 +130,7 @@ def said_parts(rewards: Mapping[str, float], given: Sequence[StepReward] = ()) -
 
 def _with_failures(metrics: Mapping[str, float]) -> str:
     """Format the reward with failed rollouts as 0, if any failed: the other reward is the mean of those that succeeded."""
-    return f" ({said(metrics.get('reward_with_failures'))} with the failed as 0)" if metrics["failed"] else ""
+    return f" ({said(metrics.get('reward_with_failures'))} if failures count as 0)" if metrics["failed"] else ""
 
 
 def _causes(metrics: Mapping[str, float]) -> str:
