@@ -57,7 +57,7 @@ class Installation:
 
 
 class Adapters:
-    """The installations of this process."""
+    """All installations of adapters in this process, and the adapters to ask who is calling."""
 
     def __init__(self, manager: pluggy.PluginManager, infos: Mapping[str, PluginInfo]) -> None:
         self._manager, self._infos = manager, infos

@@ -213,7 +213,7 @@ class Demand:
     """What the policy server must serve, and what it shares the machine with."""
 
     requests: int = 32
-    """Concurrent requests."""
+    """How many requests run at once."""
     trains_meanwhile: bool = False
     """Whether the trainer computes on the same cores while agents sample."""
     shares_gpu: bool = False

@@ -126,7 +126,7 @@ class ServerProcess:
         await self._wait(patience)
 
     def kill(self) -> None:
-        """Kill the whole group now."""
+        """Kill every process of vLLM's group now."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -205,7 +205,7 @@ def encode_request(task: Task, llm: LLM) -> bytes:
 
 
 def decode_request(data: bytes) -> tuple[Task, LLM]:
-    """The inverse of `encode_request`."""
+    """Decode the task and the `llm` of an attempt that `encode_request` encoded."""
     request = json.loads(data)
     return Task(**request["task"]), LLM(*request["llm"])
 

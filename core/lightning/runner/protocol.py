@@ -25,7 +25,7 @@ class Runner(Protocol):
 
     @property
     def concurrency(self) -> int:
-        """Most attempts at once."""
+        """The largest number of attempts that run at once."""
 
     async def start(self) -> None:
         """Get ready to run attempts. Raises `RunnerError` when the agent cannot be run. Idempotent."""

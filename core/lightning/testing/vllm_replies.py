@@ -344,7 +344,7 @@ class ChatShape(Shape):
         self._shows_tools, self._skips_thinking = shows_tools, skips_thinking
 
     def most_tokens(self, body: Mapping[str, Any]) -> tuple[str, int]:
-        """See `Shape`."""
+        """Return the name of the token limit, newer or older, and its value; 0 if neither is set."""
         name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
         return name, body.get(name) or 0
 
@@ -359,11 +359,11 @@ class ChatShape(Shape):
         return [tokenize(json.dumps(said, sort_keys=True))]
 
     def frame(self, job: Job, model: str) -> dict[str, Any]:
-        """See `Shape`."""
+        """Return the fields that every chunk of a chat has."""
         return {"id": job.id, "object": "chat.completion.chunk", "created": job.created, "model": model}
 
     def whole(self, job: Job, model: str) -> dict[str, Any]:
-        """See `Shape`."""
+        """Return a whole chat answer."""
         wants_ids, wants_logprobs = wants(job.request.body)
         hides = hides_reasoning(job.request.body)
         return {
@@ -395,7 +395,7 @@ class ChatShape(Shape):
         }
 
     def opening(self, job: Job, model: str) -> list[dict[str, Any]]:
-        """See `Shape`."""
+        """Return a chunk with the role for each choice."""
         ids = job.prompts[0] if wants(job.request.body)[0] else None
         return [
             {
@@ -415,7 +415,7 @@ class ChatShape(Shape):
         ]
 
     def chunks(self, job: Job, generation: Generation, token: ReplyToken, model: str) -> list[dict[str, Any]]:
-        """See `Shape`."""
+        """Return the chunk for a token; none if it shows nothing."""
         wants_ids, wants_logprobs = (yes and not hides_reasoning(job.request.body) for yes in wants(job.request.body))
         delta = chat_delta(generation, token)
         if delta and "reasoning" in delta and hides_reasoning(job.request.body):
@@ -449,11 +449,11 @@ class CompletionShape(Shape):
         return [tokenize(item) if isinstance(item, str) else list(item) for item in prompt]
 
     def frame(self, job: Job, model: str) -> dict[str, Any]:
-        """See `Shape`."""
+        """Return the fields that every chunk of a completion has."""
         return {"id": job.id, "object": "text_completion", "created": job.created, "model": model}
 
     def whole(self, job: Job, model: str) -> dict[str, Any]:
-        """See `Shape`."""
+        """Return a whole completion."""
         wants_ids, wants_logprobs = job.request.body.get("return_token_ids"), completion_wants(job)
         return {
             **self.frame(job, model),
@@ -482,11 +482,11 @@ class CompletionShape(Shape):
         }
 
     def opening(self, job: Job, model: str) -> list[dict[str, Any]]:
-        """See `Shape`."""
+        """Return no chunks: a completion's stream begins with its first token."""
         return []
 
     def chunks(self, job: Job, generation: Generation, token: ReplyToken, model: str) -> list[dict[str, Any]]:
-        """See `Shape`."""
+        """Return the chunk for a token, after the prompt if that is echoed."""
         wants_ids, first = job.request.body.get("return_token_ids"), generation.sampled == 1
         said = [*echoed(job, generation), token] if first else [token]
         text = echo_of(job, generation) + token.text if first else token.text
