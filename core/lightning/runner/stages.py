@@ -204,7 +204,7 @@ class AttemptLine(StageLine[AttemptStage]):
                 with CONTRACT.blaming(each, "installed"):
                     if not callable(undo := each.stage.installed()):
                         raise TypeError(f"it returned {undo!r} and not what undoes it")
-                installing.callback(_undo, each, undo)
+                installing.callback(_done, each, "installed", undo)
             return installing.pop_all().close
 
     def around(self, task: Task, llm: LLM) -> list[Around]:
@@ -241,10 +241,10 @@ class AttemptLine(StageLine[AttemptStage]):
                 each.stage.heard(outcome, notes.get(each.name))
 
     def close(self) -> None:
-        """Call `closed` of each stage. Raises the first failure; the stages after it are not called."""
-        for each in self.at("closed"):
-            with CONTRACT.blaming(each, "closed"):
-                each.stage.closed()
+        """Call `closed` of each stage. Raises a failure when all of them have been called."""
+        with ExitStack() as closing:
+            for each in reversed(self.at("closed")):
+                closing.callback(_done, each, "closed", each.stage.closed)
 
 
 Around = tuple[NamedStage[AttemptStage], AbstractContextManager[None]]
@@ -303,9 +303,9 @@ class _Blamed:
             return await self._enclosure.attend(control)
 
 
-def _undo(each: NamedStage[AttemptStage], undo: Callable[[], None]) -> None:
-    with CONTRACT.blaming(each, "installed"):
-        undo()
+def _done(each: NamedStage[AttemptStage], point: str, do: Callable[[], None]) -> None:
+    with CONTRACT.blaming(each, point):
+        do()
 
 
 def _leave(each: NamedStage[AttemptStage], context: AbstractContextManager[None], llm: LLM) -> None:
