@@ -38,18 +38,19 @@ from lightning_server.json_codec import codec_of
 BEAT = 1.0
 """Seconds between two heartbeats."""
 LAPSE = 4.0
-"""Seconds after which a gateway that could not renew its seat takes itself for out."""
+"""Seconds after which a gateway that could not renew its seat gives the seat up."""
 GONE = 5.0
 """Seconds without a heartbeat after which others take a gateway, or an owner that holds calls, for gone."""
 
 
 def now() -> float:
-    """Seconds of a clock that never jumps, and on Linux goes on while the machine sleeps."""
+    """Return seconds of a clock that never jumps, and on Linux also runs while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class Stance(StrEnum):
-    """What gateways do with new calls: `OPEN` sends them; `HELD` keeps them and acknowledges; `PAUSED` only keeps them."""
+    """What gateways do with new calls. `OPEN`: send them. `HELD`: keep them waiting, and acknowledge that. `PAUSED`: only keep
+    them waiting."""
 
     OPEN = "open"
     HELD = "held"
@@ -58,12 +59,12 @@ class Stance(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What an owner says of its policy.
+    """What an owner announces of its policy.
 
-    `epoch` counts its holds (and owners). `version` is that of the newest weights, since epoch `updated`, `versions` those that
-    the servers have, in their order (empty: all have the newest), and `counts` says how many response tokens calls in flight
-    had then; `taken` are the seats that had acknowledged the last hold that ended. Seats below
-    `first` are gone. `seed` is what calls are seeded with, None where they are not.
+    `epoch` counts holds, and changes of owner. `version` is that of the newest weights, which were loaded in epoch `updated`.
+    `versions` are those of the `servers`, in their order (empty: all have the newest). `counts` has the response tokens that
+    each call in flight had at the update. `taken` are the seats that had acknowledged the last ended hold. Seats below `first`
+    are gone. `seed` seeds calls, None where they are not seeded.
     """
 
     owner: str
@@ -91,8 +92,8 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What a gateway says of itself. `ack` is the newest hold it keeps or kept, `keys` its calls in flight in that one, as
-    `Update.in_flight` names them; a gateway that has `left` never comes back under this seat."""
+    """What a gateway says of itself. `ack` is the epoch of the newest hold that it has acknowledged, `keys` its calls in flight
+    at that hold, as `Update.in_flight` names them. A gateway that has `left` never comes back under this seat."""
 
     id: str
     beat: int = 0
@@ -105,30 +106,30 @@ Word = TypeVar("Word", Notice, Seat)
 
 
 def to_json(said: Notice | Seat) -> Json:
-    """For the store."""
+    """Return a notice or a seat as JSON for the store."""
     return codec_of(type(said)).encode(said)
 
 
 def from_json(kind: type[Word], kept: Json) -> Word | None:
-    """What `to_json` wrote; None when nothing was kept. Fields of a newer version are left aside."""
+    """Read what `to_json` wrote; None when nothing was stored. Fields of a newer release are ignored."""
     return None if kept is None else cast("Word", codec_of(kind).decode(kept, "what a fleet has kept", False))
 
 
 async def notice_of(store: Store, run: str) -> Notice | None:
-    """What the owner of a run's policy says; None where there is none yet."""
+    """Return the notice of a run's owner; None where there is none yet."""
     return from_json(Notice, await store.get_state("", notice_key(run)))
 
 
 def notice_key(run: str) -> str:
-    """Where the owner's notice lies."""
+    """Return the key of the owner's notice."""
     return f"policy/{run}"
 
 
 def alive_key(run: str) -> str:
-    """Where the owner's heartbeat lies."""
+    """Return the key of the owner's heartbeat."""
     return f"policy/{run}/alive"
 
 
 def seat_key(run: str, number: int) -> str:
-    """Where a seat lies."""
+    """Return the key of a seat."""
     return f"gateway/{run}/{number}"
