@@ -33,7 +33,7 @@ from lightning.errors import DataError
 
 
 def encoded(value: str | float | bytes, what: str = "this value") -> bytes:
-    """A value as Redis keeps it. Raises `DataError` for text that is no Unicode and for numbers beyond 64 bits."""
+    """Return a value as bytes for Redis. Raises `DataError` for text that is no Unicode and for integers beyond 64 bits."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, str):
@@ -49,14 +49,14 @@ def encoded(value: str | float | bytes, what: str = "this value") -> bytes:
 
 
 class Keys:
-    """Makes the names. `keys("standing")` is one table, `keys("calls", 1, "rollout")` one of many."""
+    """Makes the keys. `keys("standing")` is a single table, `keys("calls", 1, "rollout")` one of many."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._tables: dict[str, bytes] = {}
 
     def __call__(self, name: str, *parts: str | int) -> bytes:
-        """Raises `DataError` for a part that is no Unicode text."""
+        """Return a key. Raises `DataError` for a part that is no Unicode text."""
         if not parts:
             return self._tables.get(name) or self._tables.setdefault(name, encoded(f"{self._prefix}:{name}"))
         return encoded(":".join((self._prefix, name, *map(str, parts))), "an id")
