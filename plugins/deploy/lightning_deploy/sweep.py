@@ -1,5 +1,5 @@
-"""`lightning sweep`: the same training with several seeds and settings, and what each led to. Its file says which runs it asks
-for, each as the arguments of one `lightning train`:
+"""`lightning sweep`: repeats a training with several seeds and settings, and compares the results. Its file describes the runs,
+each as the arguments of one `lightning train`:
 
 train = "my_agent:solve --model models/tiny --tasks train.jsonl --val val.jsonl"
 seeds = [0, 1, 2]
@@ -11,9 +11,9 @@ seeds = [0, 1, 2]
 grpo = "--algorithm grpo"
 ppo = "--algorithm ppo --set engine.critic_lr=1e-4"
 
-Its queue runs so many processes at a time, each with cores and GPUs of its own. A run is done when it has a `report.json`. One
-that has a database and no report goes on (`--resume`). `sweep.json` in a run's folder has the arguments it was begun with: with
-others its numbers would be those of two different runs.
+Its queue runs several processes at a time, each with cores and GPUs of its own. A run is done when it has a `report.json`. One
+with a database and no report is resumed (`--resume`). `sweep.json` in a run's folder has the arguments it was begun with: with
+other arguments its numbers would be a mixture of two runs.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class Plan:
 
 
 def make_plan(recorded: Recorded, calibration: Calibration, target: Target) -> Plan:
-    """Simulate a target with the work of a calibrated run. Raises `ConfigError` for a model that does not fit into its cluster,
-    and for an engine that cannot be planned."""
+    """Simulate a target with the work of a calibrated run. Raises `ConfigError` for a model that leaves vLLM no room for a KV
+    cache, and for an engine that cannot be planned; other lacks of memory are notes of the plan."""
     teams = [target.changes.apply(team) for team in calibration.steady]
     memories: Sequence[Memory] = ()
     if target.shape is not None and target.cluster is not None:

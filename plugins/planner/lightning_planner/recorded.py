@@ -57,7 +57,7 @@ class RecordedRollout:
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
-    """A group that the step `step` looked at. `teaches` is true when the step was trained on it."""
+    """A group that the sampling of step `step` has seen. `teaches` is true when the step was trained on it."""
 
     step: int
     rollouts: tuple[RecordedRollout, ...]

@@ -1,4 +1,4 @@
-"""Memory and speed of GPUs that nothing was measured on: formulas, each with where it is from.
+"""Memory and speed of GPUs on which nothing was measured: formulas, each with its source.
 
 The invariant: memory is in bytes for one GPU, at the moment of the step that needs most of it; nothing that is shared by
 ranks is counted whole on each, and nothing that every rank needs whole is divided. Every term of a cost is operations or bytes

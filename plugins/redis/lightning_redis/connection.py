@@ -91,7 +91,8 @@ def pause(attempt: int) -> float:
 
 
 def _packed(commands: Sequence[Command]) -> bytes:
-    """As Redis reads them. The client's own packing looks at the type of every part, and took most of a call's time."""
+    """Return commands in Redis' protocol. The client's own packing checks the type of every part, and took most of a call's
+    time."""
     parts: list[bytes] = []
     for command in commands:
         parts.append(b"*%d\r\n" % len(command))

@@ -32,8 +32,8 @@ Ask = Callable[..., Awaitable[Reply]]
 
 
 async def check_server(ask: Ask, settings: Settings) -> None:
-    """Raise `StoreError` unless the server is as durable as the URL demands, `BusyLoadingError` while it is loading, and
-    `ReadOnlyError` while it is a replica."""
+    """Raise `StoreError` for a server that cannot keep a store (too old, a cluster, evicting keys) or is less durable than the
+    URL demands; `BusyLoadingError` while it is loading, `ReadOnlyError` while it is a replica."""
     info = _info(await ask(b"INFO"))
     if info.get("loading") == "1":  # while it loads, its append-only file is reported as off
         raise BusyLoadingError("Redis is loading what it has kept")

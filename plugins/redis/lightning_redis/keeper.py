@@ -181,8 +181,8 @@ class RedisKeeper:
             await _ask(link, [(b"HDEL", self._keys("runs"), encoded(run))])
 
     async def vacuum(self) -> str:
-        """Delete traces of expired keys and seats without a run. Redis itself frees space, memory at once and its append-only
-        file at the next rewrite, and removes old answers."""
+        """Delete traces whose keys have expired or whose rollouts are gone, and seats without a run. Redis itself frees space,
+        memory at once and its append-only file at the next rewrite, and removes old answers."""
         async with self._link() as link:
             traces = {name: queries.trace_of(value) for name, value in await self._state(link, TRACES_RUN)}
             there = [(b"HEXISTS", self._keys("standing"), encoded(rollout)) for rollout, _ in traces.values()]

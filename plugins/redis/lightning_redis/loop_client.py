@@ -102,7 +102,7 @@ class Link:
         return self._homes.keep(rollout, home_of(columns, rollout))
 
     def remember_home(self, rollout: Rollout) -> None:
-        """Cache where a new rollout belongs."""
+        """Cache the run, group and parent of a rollout."""
         self._homes.keep(rollout.id, Home(rollout.run, rollout.group, rollout.parent))
 
 

@@ -93,7 +93,8 @@ class Control:
 
 
 def on_server_port(config: Config) -> Config:
-    """Return the settings with the gateway on the host and port of the section `server`. A public name is allowed as host."""
+    """Return the settings with the gateway on the host and port of the section `server`. Behind a proxy on this machine the
+    name of `server.public_url` is added to the allowed hosts."""
     settings: dict[str, object] = {"gateway.host": config.server.host, "gateway.port": config.server.port}
     name = urlsplit(config.server.public_url).hostname
     if name and is_loopback(config.server.host):  # a proxy in front passes the public name on

@@ -1,8 +1,8 @@
 """The control API's requests and answers that are neither nouns of `lightning.types` nor derived by
 `lightning_server.operations`: frozen values that client and server share.
 
-The invariant: everything that travels is one of these three, in the JSON that `lightning_server.json_codec` derives; neither
-side knows any other JSON.
+The invariant: everything that travels is one of these values, a derived one, or a noun, in the JSON that
+`lightning_server.json_codec` derives; neither side knows any other JSON.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Guard:
         self._app, self._limits = app, limits
         self._rate, self._failures = limits.requests_per_second, limits.failures_per_minute / 60.0
         self._tokens, self._untried = Shares(2.0 * self._rate), Shares(2.0 * self._rate)
-        # Kept apart, so that many invalid tokens do not displace a valid one.
+        # The untried tokens are kept apart from the valid ones, so that they cannot displace them.
         self._strangers = Shares(limits.failures_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -283,7 +283,7 @@ class VerlEngine:
         return compute_dtype(self._config, self._device)
 
     def _start(self, *, again: bool = False) -> None:
-        """Start the workers. Raises `EngineError` when `close` was called meanwhile."""
+        """Start the workers. Raises `EngineError` when they cannot be started, or `close` was called meanwhile."""
         from lightning_verl.settings import refuse_holes, teacher_config, worker_config
         from lightning_verl.worker_group import Alone, OnRay, connect
 

@@ -109,7 +109,7 @@ async def _with_llm(call: ApiCall[Any, Any], held: Lease) -> messages.LeasedRoll
 
 
 async def renew(call: ApiCall[NoQuery, messages.Renewal]) -> messages.Expiry:
-    """Prolong the lease of a running attempt, and return when it ends."""
+    """Prolong the lease of a running attempt, and return the lease's new end."""
     name = call.path["rollout"]
     rollout = await call.store.get_rollout(name)
     if rollout is None:

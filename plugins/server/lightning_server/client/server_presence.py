@@ -45,7 +45,7 @@ class Presence:
 TIMEOUT = 5.0
 """Seconds that a server has to answer at `/health`."""
 QUESTIONS = 8
-"""A process is gone when this many answers at its URL came from other processes: servers behind one URL take turns."""
+"""A process counts as gone when it gives none of this many answers at its URL: servers behind one URL take turns."""
 
 
 class Servers:

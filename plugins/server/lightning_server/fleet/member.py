@@ -1,5 +1,5 @@
-"""A gateway's seat among the gateways that serve one run: it follows the owner's notice, and stops serving in time when it
-cannot. Also the policies of other trainers' runs that one gateway serves.
+"""A gateway's seat among the gateways of one run: it follows the owner's notice, and stops serving in time when it cannot. Also
+the policies of other trainers' runs that one gateway serves.
 
 The invariant: a call is sent only while the gateway has its seat and its newest notice allows it. A call is unsure (its version
 is not known) if it was in flight during an update that this gateway did not acknowledge, or while it had lost its seat.

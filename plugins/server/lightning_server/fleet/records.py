@@ -1,24 +1,24 @@
-"""What the trainer that owns a policy and the gateways that serve it tell each other, and where in the store it lies.
+"""What the trainer that owns a policy and the gateways that serve it tell each other, and the store's keys for it.
 
-The invariant: everything is said in the store's state under the empty run; a key has one writer at a time, but for the claim
-of a seat, which `keep_state` decides.
+The invariant: all messages are in the store's state under the empty run. A key has one writer at a time, except while a seat is
+claimed, which `keep_state` decides.
 
     policy/RUN          the owner's notice: servers, weight version, and whether calls are held
     policy/RUN/alive    the owner's heartbeat, only while it holds calls
-    gateway/RUN/0, 1..  one seat for each gateway that serves the run, taken in order; from the notice's `first` on, none is
-                        ever given to a second one
+    gateway/RUN/0, 1..  one seat for each gateway that serves the run, taken in order; from the notice's `first` on, no seat
+                        is given to a second gateway
 
 An update: the owner announces a hold under a new epoch, then reads the seats. A gateway that reads the announcement stops
-dispatching, then writes the epoch and its calls in flight into its seat. A gateway that takes a seat reads the notice after
-that. So the owner sees every gateway that may have dispatched, or that gateway sees the hold. When each seat has
-acknowledged or is gone the owner updates, and announces the version with the tokens that each call had then.
+sending calls, then writes the epoch and its calls in flight into its seat. A gateway that takes a seat reads the notice after
+that. So either the owner sees a gateway that may have sent calls, or that gateway sees the hold. When each seat has
+acknowledged or is gone, the owner updates, and announces the version with the tokens that each call had then.
 
-Nobody compares clocks. A seat is gone when the owner has seen its heartbeat unchanged for `GONE` seconds of its own clock; a
-gateway gives its seat up for good when `LAPSE` seconds of its own, fewer, have passed since it began the last heartbeat that
-the store has acknowledged.
+Nobody compares clocks. A seat is gone when the owner has seen its heartbeat unchanged for `GONE` seconds of its own clock. A
+gateway gives its seat up for good when `LAPSE` seconds of its own clock, which are fewer, have passed since it began the last
+heartbeat that the store has acknowledged.
 
-Seats below the notice's `first` are gone, and whoever finds to have one gives it up: pruning a database removes them
-(`lightning_db.queries.empty_seats`), so that their numbers may be taken once more by a gateway that read an older notice.
+Seats below the notice's `first` are gone, and a gateway that has such a seat gives it up: pruning a database deletes them
+(`lightning_db.queries.empty_seats`), so that a gateway that read an older notice may take their numbers again.
 """
 
 from __future__ import annotations
