@@ -502,8 +502,8 @@ def _tool_of(*, function_tool: Any, **_: object) -> str:
 
 
 def _silence_default_exporter() -> Callable[[], None]:
-    """Keep items from the default exporter until the undo; items that it had already wait. Methods are replaced on the SDK's
-    single instances."""
+    """Make the default exporter drop new items until the undo; items that it had already are held back and exported then.
+    Methods are replaced on the SDK's single instances."""
     exporter, processor = cast("Any", default_exporter()), cast("Any", default_processor())
     waiting: list[object] = []
     exporter.export = waiting.extend

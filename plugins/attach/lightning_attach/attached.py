@@ -187,8 +187,8 @@ class AttachedVLLM(VLLMServer):
             self._waking = None
 
     async def _wake_when_silent(self, control: AttachedControl) -> None:
-        """Resume a paused vLLM, for ever, when nothing about it changed for `SILENT_SECONDS`, since its trainer was then
-        killed. The trainer's claim is removed."""
+        """Check a paused vLLM without end: where nothing about it changed for `SILENT_SECONDS`, its trainer was killed, so the
+        trainer's claim is removed and the vLLM resumed."""
         seen: tuple[str, int] | None = None
         since = time.monotonic()
         while True:
