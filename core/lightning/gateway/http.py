@@ -365,10 +365,10 @@ class RequestBody:
         self.give(self._held)
 
     async def work(self, do: Callable[[], T], *, reads_texts: bool) -> T:
-        """Do something with it: here when that is short, else beside the event loop (`Holder.work`). It takes the longer the more
-        values there are, and what `reads_texts` the longer these are."""
-        is_long = self._values > MANY or (reads_texts and self._bytes > LONG)
-        return await self._holder.work(do) if is_long else do()
+        """Do something with it: here when that is short, else beside the event loop (`Holder.work`). What reads no texts reads
+        names at most, a sixteenth as long."""
+        long = LONG if reads_texts else 16 * LONG
+        return await self._holder.work(do) if self._values > MANY or self._bytes > long else do()
 
 
 async def beside(scope: Scope, do: Callable[[], T], *, reads_texts: bool = True) -> T:
