@@ -1,7 +1,7 @@
-"""Advantages of a group's rollouts from their returns: the critic-free baselines.
+"""Estimators without a critic: the advantages of a group's rollouts from their returns.
 
-The invariant: each function maps shape (G,) to (G,) in float64 (0.999 and 1.0 are different rewards, as in bfloat16 they
-are not), and returns that are all equal give advantages that are all 0.
+The invariant: each estimator maps shape (G,) to (G,) in float64 (bfloat16 could not tell the rewards 0.999 and 1.0 apart), and
+returns that are all equal give advantages that are all 0.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from lightning.credit.protocol import Returns
 
 ROUNDING = 1e-12
-"""Differences below this part of the numbers that they come from are rounding."""
+"""Two numbers whose relative difference is at most this differ by rounding alone."""
 
 
 def grpo(returns: Returns, *, eps: float = 1e-4) -> Returns:
@@ -38,7 +38,7 @@ def rloo(returns: Returns) -> Returns:
 
 
 def all_equal(returns: Returns, *, beside: float = 0.0) -> bool:
-    """Whether the returns differ by no more than rounding, their own or that of numbers as large as `beside`, from which they
-    were computed."""
+    """Whether the returns differ by rounding alone. The rounding is relative to the largest of them, or to `beside` if that is
+    larger: the size of the numbers from which the returns were computed."""
     values = np.asarray(returns, dtype=np.float64)
     return not len(values) or bool(np.ptp(values) <= ROUNDING * max(np.abs(values).max(), beside))
