@@ -50,7 +50,7 @@ def build_samples(
     value_targets: Sequence[Sequence[float] | npt.NDArray[np.floating]] | None = None,
     value_coefficient: float = 1.0,
 ) -> tuple[Sample, ...]:
-    """The training rows of one optimizer step, in the order of the trajectories and of their calls.
+    """Return the training rows of one optimizer step, in the order of the trajectories and of their calls.
 
     `advantages[i][j]` belongs to call j of trajectory i. The trained calls are the OK calls of the component of interest that
     have response tokens; only they get weight and a span, and only they make rows. Calls share a row only if they are of one
@@ -131,11 +131,11 @@ class _Row:
         return np.array_equal(ids[:start], call.prompt) and np.array_equal(ids[start:stop], call.response)
 
     def ids(self) -> IntArray:
-        """All tokens of the row."""
+        """Return all token ids of the row."""
         return np.concatenate((self.longest.prompt, self.longest.response))
 
     def sample(self) -> Sample:
-        """The finished training row."""
+        """Return the finished training row of these calls."""
         length = len(self.longest)
         weights, advantages = np.zeros(length, np.float32), np.zeros(length, np.float32)
         logprobs, versions = np.full(length, np.nan, np.float32), np.full(length, -1, np.int32)

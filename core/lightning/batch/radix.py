@@ -63,7 +63,7 @@ class PrefixTree:
 
 @dataclass(slots=True)
 class _Chunk:
-    """The tokens `ids[start:stop]` that one row adds to the tree, from position `depth` of the row on. `cuts` are the depths at
+    """The tokens `ids[start:stop]` of the tree that a row adds, from position `depth` of the row on. `cuts` are the depths at
     which later rows branch off."""
 
     start: int

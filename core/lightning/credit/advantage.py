@@ -15,8 +15,8 @@ ROUNDING = 1e-12
 
 
 def grpo(returns: Returns, *, eps: float = 1e-4) -> Returns:
-    """(r - mean) / (std + eps), arXiv 2402.03300; std is the sample deviation (G - 1), as TRL and verl take it. Equal
-    returns give 0, also without `eps`."""
+    """Return (r - mean) / (std + eps), arXiv 2402.03300; std is the sample deviation (G - 1), as in TRL and verl. Equal returns
+    give 0, also without `eps`."""
     centred = centre(returns)
     if len(centred) < 2 or not centred.any():
         return centred
@@ -25,14 +25,14 @@ def grpo(returns: Returns, *, eps: float = 1e-4) -> Returns:
 
 
 def centre(returns: Returns) -> Returns:
-    """r - mean: GRPO without the deviation, which favours groups that are nearly solved or nearly hopeless
-    (Dr. GRPO, arXiv 2503.20783)."""
+    """Return r - mean: GRPO without dividing by the deviation, which would favour groups that are nearly solved or nearly
+    hopeless (Dr. GRPO, arXiv 2503.20783)."""
     values = np.asarray(returns, dtype=np.float64)
     return np.zeros_like(values) if all_equal(values) else values - values.mean()
 
 
 def rloo(returns: Returns) -> Returns:
-    """r minus the mean of the *other* rollouts, an unbiased baseline (arXiv 2402.14740): (r - mean) · G / (G - 1)."""
+    """Return r minus the mean of the *other* rollouts, an unbiased baseline (arXiv 2402.14740): (r - mean) · G / (G - 1)."""
     centred = centre(returns)
     return centred * (len(centred) / (len(centred) - 1)) if len(centred) > 1 else centred
 

@@ -73,7 +73,7 @@ class Decayed:
         check_discount(self.gamma)
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory."""
+        """Return one array of advantages, shape (calls,), for each trajectory of the group."""
         return [
             value * self.gamma ** _turns_after(trajectory)
             for trajectory, value in zip(group.trajectories, advantage(group_returns(group)), strict=True)
@@ -97,7 +97,7 @@ class Discounted:
         check_discount(self.gamma)
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory."""
+        """Return one array of advantages, shape (calls,), for each trajectory of the group."""
         own_turns = [turns(trajectory) for trajectory in group.trajectories]
         returns = [
             returns_to_go(trajectory, self.gamma)[own]

@@ -155,7 +155,7 @@ class Intermediate:
     weight: float = 1.0
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory."""
+        """Return one array of advantages, shape (calls,), for each trajectory of the group."""
         outcomes = advantage(np.array([member.reward for member in group.trajectories], dtype=np.float64))
         own = [call_rewards(member) for member in group.trajectories]
         counted = [rewards[turns(member)] for member, rewards in zip(group.trajectories, own, strict=True)]

@@ -46,7 +46,7 @@ class LeaveOneOut:
             raise ConfigError(f"prior={self.prior} is not a number of rollouts: use 0 or more")
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory."""
+        """Return one array of advantages, shape (calls,), for each trajectory of the group."""
         counts = [len(trajectory.transitions) for trajectory in group.trajectories]
         earned = _joined([returns_to_go(trajectory) for trajectory in group.trajectories])
         rollouts = np.repeat(np.arange(len(counts)), counts)
@@ -87,7 +87,7 @@ class GiGPO:
             raise ConfigError(f"omega={self.omega} is not a weight: use a number from 0 up")
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory."""
+        """Return one array of advantages, shape (calls,), for each trajectory of the group."""
         counts = [len(trajectory.transitions) for trajectory in group.trajectories]
         earned = _joined([returns_to_go(trajectory, self.gamma) for trajectory in group.trajectories])
         found = np.repeat(advantage(group_returns(group)), counts)
@@ -157,7 +157,7 @@ class Branched:
             raise ConfigError(f"prior={self.prior} is not a number of continuations: use 0 or more")
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory."""
+        """Return one array of advantages, shape (calls,), for each trajectory of the group."""
         returns = group_returns(group)
         if all_equal(returns):
             return [np.zeros(len(member.transitions)) for member in group.trajectories]

@@ -60,7 +60,7 @@ class Weighted:
             )
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
-        """One array of advantages, shape (calls,), for each trajectory."""
+        """Return one array of advantages, shape (calls,), for each trajectory of the group."""
         weight = self.weight(group)
         return [weight * np.asarray(part, dtype=np.float64) for part in self._credit()(group, advantage)]
 

@@ -92,7 +92,8 @@ def check_config(folder: Path) -> None:
 
 def _keep_layout(model: Any) -> None:
     """Remove the conversion from FP8 from the rules by which transformers restores a folder's layout when weights are written;
-    renaming and fusing stay. It would also quantise tensors that were never FP8. `as_stored` does this by the folder."""
+    renaming and fusing stay. Otherwise transformers would also quantise tensors that were never FP8; `as_stored` does it
+    right."""
     from transformers.core_model_loading import WeightConverter
 
     kept = []

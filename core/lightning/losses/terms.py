@@ -105,7 +105,7 @@ def mismatch_metrics(means: Mapping[str, float]) -> dict[str, float]:
 
 
 def value_loss(values: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> LossOutput:
-    """sum_i w_i * (V_i - target_i)^2 / 2, all of shape (M,): L^VF of PPO (arXiv 1707.06347, section 5).
+    """Return sum_i w_i * (V_i - target_i)^2 / 2 over M states, L^VF of PPO (arXiv 1707.06347, section 5). All have shape (M,).
 
     V is not clipped to its old value, because that did not help in measurements (arXiv 2006.05990, section 3.2). The `metrics`
     are the weighted sums that `value_metrics` takes. They are computed in float64, since a variance is a small difference of

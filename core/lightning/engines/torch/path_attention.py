@@ -403,7 +403,7 @@ class MaskedAttention:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, path: PathLayer | None, scale: float
     ) -> torch.Tensor:
-        """Attend; see `Attend`."""
+        """Return the output of attention to the pack's own tokens and to its path (None: no path), as `Attend` says."""
         if path is not None:
             key, value = with_path(key, value, path, self._depth)
         return scaled_dot_product_attention(
@@ -422,7 +422,7 @@ class PartsAttention:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, path: PathLayer | None, scale: float
     ) -> torch.Tensor:
-        """Attend; see `Attend`."""
+        """Return the output of attention to the pack's own tokens and to its path (None: no path), as `Attend` says."""
         if query.dtype not in FLASH_DTYPES or query.shape[-1] != value.shape[-1]:
             self._masked = self._masked or MaskedAttention(self._pack, self._device)
             return self._masked(query, key, value, path, scale)
@@ -556,7 +556,7 @@ class FlexAttention:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, path: PathLayer | None, scale: float
     ) -> torch.Tensor:
-        """Attend; see `Attend`."""
+        """Return the output of attention to the pack's own tokens and to its path (None: no path), as `Attend` says."""
         if query.dtype is torch.float64 and query.is_cuda:  # the compiled kernel has no float64
             return MaskedAttention(self._pack, self._device)(query, key, value, path, scale)
         if path is not None:
