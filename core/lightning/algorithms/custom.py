@@ -77,7 +77,7 @@ def from_loss(function: OwnLoss | None = None, /, *, needs_reference: bool = Fal
             if field not in told and all(value != getattr(preset, field) for preset in PRESETS.values()):
                 told.add(field)
                 logger.warning(
-                    "%s=%s does nothing: the loss %s is used as it is, and only what it clips itself is clipped; leave %s out",
+                    "%s=%s has no effect: the loss %s is used as it is, and only the loss itself can clip ratios; leave %s out",
                     field,
                     value,
                     name,

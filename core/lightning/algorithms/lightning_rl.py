@@ -322,7 +322,7 @@ class LightningRL:
         if targets is None:
             raise ConfigError(
                 f"the credit function {self._credit_name()} says `critic = True`, but has no method value_targets(trajectory) "
-                "that tells what the critic should learn"
+                "that returns the values for the critic to learn"
             )
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             given = [targets(trajectory) for trajectory in group.trajectories]

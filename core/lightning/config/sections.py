@@ -136,7 +136,7 @@ class OptimizerModelConfig(Section):
         if self == OptimizerModelConfig():
             return
         if not self.model or not self.base_url:
-            raise ConfigError("the section optimizer_model needs both: a model, and the base_url of where it is")
+            raise ConfigError("the section optimizer_model needs both: a model, and the base_url of its endpoint")
         check_endpoint(self.base_url, self.api_key_env)
 
 

@@ -87,8 +87,8 @@ def _values(trajectory: Trajectory, calls: npt.NDArray[np.intp]) -> npt.NDArray[
     rollout, count = trajectory.rollout.id, len(trajectory.transitions)
     if not trajectory.values:
         raise DataError(
-            f"rollout {rollout} has no values of its states, which the critic's credit starts from: the algorithm must have "
-            "`critic = True`, so that the engine is opened with a critic and asked before credit is assigned"
+            f"rollout {rollout} has no values of its states, which the critic's credit needs: the algorithm must have "
+            "`critic = True`, so that the engine is opened with a critic and values the states before credit is assigned"
         )
     if len(trajectory.values) != count:
         raise DataError(f"rollout {rollout} has {count} calls, but values of {len(trajectory.values)} states")

@@ -98,7 +98,7 @@ def _without_rewards(credit: Credit) -> Credit:
     if getattr(credit, "rewards", False):
         name = type(credit).__name__
         raise ConfigError(
-            f"Weighted cannot wrap {name}, which adds rewards that a weight would not know: put the weight inside it, "
+            f"Weighted cannot wrap {name}, which adds rewards that the weight would leave out: put the weight inside it, "
             f"{name}(..., credit=Weighted(...))"
         )
     return credit

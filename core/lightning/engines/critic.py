@@ -47,8 +47,8 @@ def refuse_targets(samples: Sequence[Sample]) -> None:
     """Raise `EngineError`, in an engine without a critic, if rows hold value targets."""
     if any(span.value_weight for sample in samples for span in sample.spans):
         raise EngineError(
-            "the rows say what states should have been worth, but the engine has no critic to learn it: open it with "
-            "critic=True, or give the algorithm the attribute `critic = True`"
+            "the rows hold value targets, but the engine has no critic to learn them: open it with critic=True, or give the "
+            "algorithm the attribute `critic = True`"
         )
 
 

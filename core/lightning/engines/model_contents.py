@@ -110,7 +110,7 @@ def as_stored(folder: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dt
             continue
         if spec is None:
             raise EngineError(
-                f"{name!r} was trained, and {folder} has no tensor of that name to be replaced: report it"
+                f"{name!r} was trained, but {folder} has no tensor of that name to replace: please report this"
             )
         if spec.dtype in FP8:
             scale = dict(tensors_of(folder, [name + SCALE]))[name + SCALE]

@@ -483,7 +483,7 @@ def _caller_here() -> Caller | None:
             if (caller := identify()) is not None:
                 return caller
         except Exception as error:  # noqa: BLE001 — isolates what a user registered
-            log_once(f"asked {identify!r}", "%r was asked who is calling and failed: %r (said once)", identify, error)
+            log_once(f"asked {identify!r}", "%r failed to name the current caller: %r (logged once)", identify, error)
     from lightning.plugins import plugins
 
     return plugins().identify()

@@ -257,8 +257,8 @@ def _say_in_fork(what: str) -> None:
     if not _said_in_fork[0]:
         _said_in_fork[0] = 1
         logger.warning(
-            "%s reported in a process that the agent forked (multiprocessing, os.fork) were dropped, since nothing brings them "
-            "back to the rollout: report them in the agent's own process, from what the forked one returns",
+            "%s reported in a process that the agent forked (multiprocessing, os.fork) were dropped, since they cannot reach "
+            "the rollout: return them from the forked process, and report them in the agent's own process",
             what,
         )
 
@@ -359,8 +359,8 @@ def current_attempt() -> ActiveAttempt | None:
     if stranger:
         log_once(
             "stranger",
-            "a thread that was busy before this rollout began reports to nobody, since it may belong to an earlier one: "
-            "start it in the rollout, or run its work in contextvars.copy_context()",
+            "reports of a thread that was busy before this rollout began are dropped, since they may belong to an earlier "
+            "rollout: start the thread in the rollout, or run its work in contextvars.copy_context()",
         )
     return attempt
 

@@ -174,8 +174,8 @@ def _say_if_nameless(caller: Caller | None) -> None:
     elif caller is None and _named_by:
         log_once(
             "nameless",
-            "a model call comes without an agent's name, although this process has calls that %s names. It belongs to the "
-            "agent 'agent'. The framework does not know the code that made it: put `with lightning.component(\"NAME\")` there",
+            "a model call has no agent's name, although %s names other calls of this process. It counts as a call of the agent "
+            "'agent', because the framework did not make it: put `with lightning.component(\"NAME\")` around that call",
             " and ".join(sorted(_named_by)),
         )
 
@@ -193,7 +193,9 @@ def answered(sent: Sent, reply: HttpxResponse) -> None:
             attempt, agent = sent
             attempt.calls.add(response_id, agent)
     except Exception as error:  # noqa: BLE001 — a reply must come in even if it cannot be noted
-        log_once("reply", "rewards and tool runs after a model call are matched to it by time: %r", error)
+        log_once(
+            "reply", "the id of a model's reply is unknown, so rewards and tool runs go to calls by time: %r", error
+        )
 
 
 PROVIDERS = frozenset({"api.openai.com", "api.anthropic.com"})
@@ -243,8 +245,8 @@ def reroute(request: HttpxRequest, hosts: Sequence[str]) -> bool:
     if not listed:
         log_once(
             f"elsewhere {host}",
-            "an agent calls %s itself: what is said there is not recorded, and nothing is learned from it. Give its client "
-            "llm.base_url and llm.api_key, or set runner.reroute to ['%s'] to have such calls brought to the policy",
+            "an agent calls %s itself: such calls are neither recorded nor trained on. Give its client llm.base_url and "
+            "llm.api_key, or set runner.reroute to ['%s'] to send such calls to the policy",
             host,
             host,
         )
@@ -294,7 +296,7 @@ def send_elsewhere(request: HttpxRequest) -> bool:
     getattr(request, "extensions", {}).pop(AZURE_ORIGIN, None)
     log_once(
         f"route {route.partition('/')[0]}",
-        "%s is no call of the policy's: it goes to %s with the process's own key",
+        "%s is not a call to the policy: it is sent to %s with the process's own key",
         route.partition("?")[0],
         url.partition("?")[0],
     )

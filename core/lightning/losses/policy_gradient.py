@@ -87,8 +87,8 @@ class ClippedPolicyGradient:
             )
         if self.correction.level != "token" and not isinstance(self, (CallCorrected, SequencePolicyGradient)):
             raise ConfigError(
-                f"a correction of the level {self.correction.level!r} has to prepare for a step, which CallCorrected does, and "
-                "which no loss can that has a `prepare` of its own: there, correct tokens"
+                f"a correction of the level {self.correction.level!r} needs a `prepare`, which CallCorrected has. A loss "
+                "with a `prepare` of its own can only be corrected by tokens: set level = 'token'"
             )
 
     @property
@@ -207,8 +207,8 @@ class SequencePolicyGradient(ClippedPolicyGradient):
         super(SequencePolicyGradient, self).__post_init__()
         if self.correction.decoupled:
             raise ConfigError(
-                f"a correction of the kind {self.correction.kind!r} takes no ratio of calls, for it is 1 where the old policy "
-                "is the trainer: give ClippedPolicyGradient or CallCorrected"
+                f"a correction of the kind {self.correction.kind!r} cannot be used with ratios of whole calls, which would "
+                "all be 1, since its old policy is the trainer: use ClippedPolicyGradient or CallCorrected"
             )
 
     def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:
@@ -247,7 +247,7 @@ class PreparedPolicyGradient(ClippedPolicyGradient):
 
 def _prepared(batch: TokenBatch) -> torch.Tensor:
     if batch.prepared is None:
-        raise EngineError("a ratio of whole calls has to be prepared for the step, and the engine did not do that")
+        raise EngineError("ratios of whole calls must be prepared before the update, and the engine did not do that")
     return batch.prepared
 
 

@@ -120,9 +120,9 @@ def check_updates(loss: object, *, several: bool, parts: bool) -> None:
     correction = getattr(loss, "correction", None)
     if several and getattr(correction, "decoupled", False):
         raise ConfigError(
-            f"a correction of the kind {getattr(correction, 'kind', '')!r} measures how far a step has moved the policy from "
-            "where it began, and with several updates in a step nobody keeps that: take one, with engine.minibatches = 1 "
-            "and engine.epochs = 1, or set correction = 'mask'"
+            f"a correction of the kind {getattr(correction, 'kind', '')!r} needs the policy's logprobs at the start of the "
+            "step, which are not kept over several updates in a step: take one update, with engine.minibatches = 1 and "
+            "engine.epochs = 1, or set correction = 'mask'"
         )
 
 
@@ -142,7 +142,7 @@ def said_by(function: Callable[[TokenBatch], object], batch: TokenBatch) -> obje
         if not (missing and "NoneType" in str(error)):
             raise
         raise ConfigError(
-            f"the loss {name_of(function)} failed on something that is None ({error}): tokens.reference is there for a loss "
-            "with needs_reference = True (@from_loss(needs_reference=True) says so of a function), and tokens.prepared for "
-            "one with a method prepare"
+            f"the loss {name_of(function)} failed on a value that is None ({error}): tokens.reference is set only for a loss "
+            "with needs_reference = True (for a function: @from_loss(needs_reference=True)), and tokens.prepared only for a "
+            "loss with a method prepare"
         ) from error

@@ -112,8 +112,8 @@ def load_state(
         if isinstance(error, EngineError):
             raise
         raise EngineError(
-            f"{folder} is not a whole training state ({error}): remove that folder, and a resume goes on from the checkpoint "
-            "before it, or from the start, and takes the steps since again from the store"
+            f"{folder} is not a whole training state ({error}): remove that folder, and a resume continues from the checkpoint "
+            "before it, or from the start, and repeats the steps since then from the store"
         ) from error
     same_critic(folder, progress.critic, critic)
     _refuse_other_model(folder, parameters, weights)
