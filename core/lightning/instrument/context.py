@@ -264,8 +264,8 @@ def _say_in_fork(what: str) -> None:
 
 
 def _may_be_one(one: ToolEvent, other: ToolEvent) -> bool:
-    """Whether two reports with one call id may be of the same run; some policy servers use an id for several calls. They are
-    not if their final statuses differ, if one framework made both, or if their arguments differ."""
+    """Whether two reports with one call id may be of the same run; some policy servers use an id for several calls.
+    They are not if both have a final status and the statuses differ or one framework reported both, or if arguments differ."""
     if "unknown" not in (one.status, other.status):
         tellers = {event.caller.framework if event.caller else "" for event in (one, other)}
         if one.status != other.status or (len(tellers) == 1 and "" not in tellers):

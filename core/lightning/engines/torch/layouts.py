@@ -65,7 +65,7 @@ class LayoutPart:
 
 
 Visit = Callable[[LayoutPart], torch.Tensor | None]
-"""A function that is called with each part of a walk. If it returns a loss, the walk goes backward from that at once."""
+"""A function that is called with each part of a walk. If it returns a loss, the walk goes backward from that loss."""
 
 
 @contextmanager
