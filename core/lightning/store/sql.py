@@ -19,6 +19,8 @@ def insert(table: str, columns: str, conflict: str = "") -> str:
     return f"INSERT INTO {table} ({columns}) VALUES ({places}){left_out}"  # noqa: S608
 
 
+ALL: Final = 2**63 - 1
+"""The LIMIT of a list without one."""
 RUN_COLUMNS: Final = rows.RUNS.names()
 BRIEF_RUN_COLUMNS: Final = RUN_COLUMNS.replace("config", "'{}'")
 INSERT_RUN: Final = insert("runs", RUN_COLUMNS, "id")
@@ -26,15 +28,15 @@ SELECT_RUN: Final = f"SELECT {RUN_COLUMNS} FROM runs WHERE id = ?"  # noqa: S608
 SELECT_RUN_PLACE: Final = "SELECT created_at, n, project FROM runs WHERE id = ?"
 
 
-def select_runs(*, project: bool, after: bool, limit: bool, brief: bool) -> str:
-    """Runs, newest first; the parameters are those asked for: project, time and `n` of the run before them, their number.
+def select_runs(*, project: bool, after: bool, brief: bool) -> str:
+    """Runs, newest first; the parameters are those asked for: project, time and `n` of the run before them, then their number.
 
     `brief` leaves their configurations out.
     """
     clauses = [clause for clause, asked in (("project = ?", project), ("(created_at, n) < (?, ?)", after)) if asked]
     where = f"WHERE {' AND '.join(clauses)} " if clauses else ""
     columns = BRIEF_RUN_COLUMNS if brief else RUN_COLUMNS
-    return f"SELECT {columns} FROM runs {where}ORDER BY created_at DESC, n DESC{' LIMIT ?' if limit else ''}"  # noqa: S608
+    return f"SELECT {columns} FROM runs {where}ORDER BY created_at DESC, n DESC LIMIT ?"  # noqa: S608
 
 
 # rollouts -------------------------------------------------------------------------------------------------------
@@ -69,7 +71,6 @@ TAKE_LEASE: Final = (
     "UPDATE rollouts SET status = 'running', attempt = ?, spent = spent + 1, worker = ?, lease_until = ?, fault = '', "
     "error = '', seconds = 0 WHERE n = ?"
 )
-SELECT_TAKEN: Final = "SELECT 1 FROM rollouts WHERE id = ? AND attempt = ? AND worker = ? AND lease_until = ?"
 RENEW_LEASE: Final = "UPDATE rollouts SET lease_until = ? WHERE id = ?"
 END_ROLLOUT: Final = (
     "UPDATE rollouts SET status = ?, reward = ?, rewards = ?, fault = ?, error = ?, seconds = ?, lease_until = NULL, "
@@ -163,18 +164,15 @@ BRIEF_STEP_COLUMNS: Final = ", ".join(
     _UNBRIEF.get(field, column) for field, column in zip(rows.STEPS.fields, rows.STEPS.columns, strict=True)
 )
 """Without the names of what was trained, and without what plugins keep."""
+_STEPS: Final = "FROM steps WHERE run = ? AND step > ? ORDER BY step LIMIT ?"
+SELECT_STEPS: Final = f"SELECT {STEP_COLUMNS} {_STEPS}"
+SELECT_STEPS_BRIEF: Final = f"SELECT {BRIEF_STEP_COLUMNS} {_STEPS}"
 SELECT_LAST_STEP: Final = f"SELECT {STEP_COLUMNS} FROM steps WHERE run = ? ORDER BY step DESC LIMIT 1"  # noqa: S608
 SELECT_TRAINED: Final = "SELECT rollouts FROM steps WHERE run = ? AND step >= ?"
 SELECT_TRAINABLE: Final = "SELECT id, run, status, fault, attempt, trained_at_step FROM rollouts WHERE id IN "
 """Followed by `places` and ORDER_IDS."""
 ORDER_IDS: Final = " ORDER BY id"
 """Rows are locked in this order, so that two transactions that share some do not wait for one another."""
-
-
-def select_steps(*, limit: bool, brief: bool) -> str:
-    """Steps in order; the parameters are the run, the step before the first, and the number of steps if there is a limit."""
-    columns = BRIEF_STEP_COLUMNS if brief else STEP_COLUMNS
-    return f"SELECT {columns} FROM steps WHERE run = ? AND step > ? ORDER BY step{' LIMIT ?' if limit else ''}"  # noqa: S608
 
 
 UPSERT_METRIC: Final = (

@@ -19,10 +19,10 @@ from lightning.errors import DataError, StoreError
 from lightning.store import codec, rollout_state, rows, sql
 from lightning.store.codec import CANDIDATES, LOADED_CALLS, Decoder, Fingerprint, KnownTransition, Prompt, choose
 from lightning.store.protocol import KNOWN_SECONDS, Page, RolloutCount
-from lightning.store.relational.transaction import Transaction, keep_answer, kept_answer
+from lightning.store.relational.transaction import Transaction, keep_answer, kept_answer, once_only
 from lightning.store.rollout_state import Position
 from lightning.store.rows import Row, Value
-from lightning.types import Caller, Json, Lease, Rollout, Status, Transition
+from lightning.types import Caller, Json, Lease, Outcome, Rollout, Status, Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,6 @@ async def create(transaction: Transaction, rollouts: Sequence[Rollout]) -> int:
     return new
 
 
-async def create_again(transaction: Transaction, new: int, rollouts: Sequence[Rollout]) -> int:
-    """`create` after a try that found so many new and whose end nobody heard of: if none is new now, it was committed."""
-    return await create(transaction, rollouts) or new
-
-
 async def get(transaction: Transaction, rollout: str) -> Rollout | None:
     """See `Store.get_rollout`."""
     row = await transaction.one(sql.SELECT_ROLLOUT, (rollout,))
@@ -105,11 +100,10 @@ async def count(transaction: Transaction, run: str) -> list[RolloutCount]:
     return [RolloutCount(split, Status(status), number) for split, status, number in found]
 
 
-async def lease(
-    transaction: Transaction, run: str, worker: str, limit: int, ttl: float, known_as: str = ""
-) -> list[Lease]:
-    """See `Store.lease`; `known_as` is the name of the call (`rollout_state.known_as`)."""
+async def lease(transaction: Transaction, run: str, worker: str, limit: int, ttl: float, once: str) -> list[Lease]:
+    """See `Store.lease`."""
     rollout_state.check_lease(worker, limit, ttl)
+    known_as = rollout_state.known_as(once, "lease", run, worker, ttl)
     if known_as and (leases := await _leased_before(transaction, known_as, worker, ttl)):
         return leases
     if known_as and not limit:
@@ -163,19 +157,6 @@ async def _lapsed(transaction: Transaction, run: str, limit: int) -> list[Row]:
     return await transaction.free(sql.SELECT_EXPIRED, (run, now, limit))
 
 
-async def lease_again(
-    transaction: Transaction, leases: list[Lease], run: str, worker: str, limit: int, ttl: float, known_as: str
-) -> list[Lease]:
-    """`lease` after a try that would have given `leases` and whose end nobody heard of: those, if it was committed."""
-    for held in sorted(leases, key=lambda held: held.rollout.id):
-        await standing(
-            transaction, held.rollout.id, held=True
-        )  # waits for the earlier try, should it still be on its way
-        if await transaction.one(sql.SELECT_TAKEN, (held.rollout.id, held.attempt, held.worker, held.expires_at)):
-            return leases
-    return await lease(transaction, run, worker, limit, ttl, known_as)
-
-
 async def renew(transaction: Transaction, lease: Lease, ttl: float) -> Lease:
     """See `Store.renew`."""
     rollout_state.check_ttl(ttl)
@@ -188,10 +169,9 @@ async def renew(transaction: Transaction, lease: Lease, ttl: float) -> Lease:
     return Lease(lease.rollout, lease.worker, until)
 
 
-async def complete(
-    transaction: Transaction, rollout: str, attempt: int, end: rollout_state.Ending, *, spend: bool
-) -> Rollout:
-    """See `Store.complete`; `end` is the checked outcome."""
+async def complete(transaction: Transaction, rollout: str, attempt: int, outcome: Outcome, spend: bool) -> Rollout:
+    """See `Store.complete`."""
+    end = rollout_state.ending(rollout, outcome)
     where = await standing(transaction, rollout, held=True)
     if not rollout_state.may_write(where.position, attempt):
         earlier = await transaction.one(sql.SELECT_OUTCOME_DIGEST, (rollout, attempt))
@@ -228,6 +208,7 @@ async def complete(
     return stored
 
 
+@once_only
 async def release(transaction: Transaction, worker: str) -> int:
     """See `Store.release`."""
     held = await transaction.locked(sql.SELECT_HELD, (worker,))
@@ -302,11 +283,6 @@ async def append(transaction: Transaction, calls: Sequence[NewCall]) -> int:
     names = sorted({call.transition.rollout for call in calls})
     standings = {name: await standing(transaction, name, held=True) for name in names}
     return sum([await _append_one(transaction, standings[call.transition.rollout], call) for call in calls])
-
-
-async def append_again(transaction: Transaction, new: int, calls: Sequence[NewCall]) -> int:
-    """`append` after a try that stored so many new ones and whose end nobody heard of: if none is new now, it was committed."""
-    return await append(transaction, calls) or new
 
 
 async def _append_one(transaction: Transaction, where: Standing, call: NewCall) -> bool:

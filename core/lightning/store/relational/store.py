@@ -1,10 +1,10 @@
 """`RelationalStore`: the `Store` protocol as operations, for a database that only has to run them; and the operations on runs,
 committed steps, metrics and small state.
 
-The invariant: every operation may be run again when nobody knows whether it was committed: by its nature, because it is known
-by a name what it was answered (`answers`), or because its `again` looks first. A step and the marks of the rollouts it trained
-are written together or not at all, and a rollout is marked once: with its first step. It enters another one only where that
-declares it, and only so often (`rollout_state.Reuse`).
+The invariant: every operation may be run again when nobody knows whether it was committed, by its nature or because it is
+known by a name what it was answered (`answers`); a lease without a name is another one, and what was new is so no more. A step
+and the marks of the rollouts it trained are written together or not at all, and a rollout is marked once: with its first step.
+It enters another one only where that declares it, and only so often (`rollout_state.Reuse`).
 """
 
 from __future__ import annotations
@@ -12,30 +12,21 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import Any, ClassVar, Final, TypeVar, cast
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from lightning.store import rollout_state, rows, sql
 from lightning.store.operation import Operation as StoreOperation
 from lightning.store.operation import OperationGroup, Operations
 from lightning.store.protocol import Attempt, MetricPoint
 from lightning.store.relational import rollouts as rollout_ops
-from lightning.store.relational.transaction import (
-    Again,
-    Operation,
-    SqlPart,
-    Transaction,
-    done_once,
-    make_tables,
-    version_of,
-)
+from lightning.store.relational.transaction import Operation, SqlPart, Transaction, make_tables, once_only, version_of
 from lightning.store.rows import Row, Value
-from lightning.types import Json, Lease, Outcome, Rollout, Run, StepRecord, Transition
+from lightning.types import Json, Run, StepRecord, Transition
 
 T = TypeVar("T")
 IDS_AT_ONCE: Final = 500
@@ -68,9 +59,8 @@ async def list_runs(
         if place is None or project not in (None, place[2]):
             raise rollout_state.no_cursor(after)
         values += place[:2]
-    query = sql.select_runs(project=project is not None, after=bool(after), limit=limit is not None, brief=brief)
-    found = await transaction.all(query, values if limit is None else [*values, limit])
-    return [rows.RUNS.read(row) for row in found]
+    query = sql.select_runs(project=project is not None, after=bool(after), brief=brief)
+    return [rows.RUNS.read(row) for row in await transaction.all(query, [*values, limit or sql.ALL])]
 
 
 async def attempts_of(transaction: Transaction, attempts: Sequence[tuple[str, int | None]]) -> list[Attempt]:
@@ -147,9 +137,8 @@ async def _check_uses(transaction: Transaction, record: StepRecord, reuse: rollo
 async def steps(transaction: Transaction, run: str, after: int, limit: int | None, brief: bool) -> list[StepRecord]:
     """See `Store.steps`."""
     rollout_state.check_page(limit)
-    query = sql.select_steps(limit=limit is not None, brief=brief)
-    found = await transaction.all(query, (run, after) if limit is None else (run, after, limit))
-    return [rows.STEPS.read(row) for row in found]
+    query = sql.SELECT_STEPS_BRIEF if brief else sql.SELECT_STEPS
+    return [rows.STEPS.read(row) for row in await transaction.all(query, (run, after, limit or sql.ALL))]
 
 
 async def last_step(transaction: Transaction, run: str) -> StepRecord | None:
@@ -158,6 +147,7 @@ async def last_step(transaction: Transaction, run: str) -> StepRecord | None:
     return None if row is None else rows.STEPS.read(row)
 
 
+@once_only
 async def log_metrics(transaction: Transaction, run: str, step: int, values: Mapping[str, float]) -> None:
     """See `Store.log_metrics`."""
     now = await transaction.now()
@@ -176,15 +166,16 @@ async def metrics(transaction: Transaction, run: str) -> list[MetricPoint]:
     return [MetricPoint(step, values, times[step]) for step, values in steps.items()]
 
 
-async def put_state(transaction: Transaction, run: str, key: str, text: str) -> None:
-    """See `Store.put_state`; `text` is the value as JSON."""
-    await transaction.run(sql.UPSERT_STATE, (run, key, text))
+@once_only
+async def put_state(transaction: Transaction, run: str, key: str, value: Json) -> None:
+    """See `Store.put_state`."""
+    await transaction.run(sql.UPSERT_STATE, (run, key, rows.dump(value, f"the state {key!r}")))
     await transaction.changed(run)
 
 
-async def keep_state(transaction: Transaction, run: str, key: str, text: str) -> Json:
-    """See `Store.keep_state`; `text` is the value as JSON."""
-    if await transaction.run(sql.KEEP_STATE, (run, key, text)):
+async def keep_state(transaction: Transaction, run: str, key: str, value: Json) -> Json:
+    """See `Store.keep_state`."""
+    if await transaction.run(sql.KEEP_STATE, (run, key, rows.dump(value, f"the state {key!r}"))):
         await transaction.changed(run)
     return await get_state(transaction, run, key)
 
@@ -211,14 +202,20 @@ READS: Final[Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]] = {
     "get_state": get_state,
 }
 """What reads for an operation of the table, from a transaction and with the operation's arguments by name."""
-WHOLE: Final = ("transitions", "transitions_of", "attempts_of")
-"""Those of them whose statements must see one moment."""
 WRITES: Final[Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]] = {
     "put_run": put_run,
+    "create_rollouts": rollout_ops.create,
+    "lease": rollout_ops.lease,
     "renew": rollout_ops.renew,
+    "complete": rollout_ops.complete,
+    "release": rollout_ops.release,
     "commit_step": commit_step,
+    "log_metrics": log_metrics,
+    "put_state": put_state,
+    "keep_state": keep_state,
 }
 """What writes for an operation, in the same way."""
+OWN: Final = SqlPart(READS, WRITES, whole=("transitions", "transitions_of", "attempts_of"))
 
 
 class _TakenBackError(Exception):
@@ -232,9 +229,6 @@ class _TakenBackError(Exception):
 class RelationalStore(Operations, ABC):
     """Everything of a store but its life and its `watch`."""
 
-    answers_get_lost: ClassVar[bool] = True
-    """Whether a commit may be done and this process not hear of it: then calls that their callers did not name get a name."""
-
     def __init__(self) -> None:
         self._with_tables: set[OperationGroup] = set()
         """The groups whose tables are known to be there; forgotten whenever the store is opened."""
@@ -242,14 +236,11 @@ class RelationalStore(Operations, ABC):
         """Whether anything was committed here: who has only looked makes no tables."""
 
     @abstractmethod
-    async def _write(
-        self, operation: Operation[T], again: Again[T] | None = None, *, first: Callable[[], object] | None = None
-    ) -> T:
+    async def _write(self, operation: Operation[T], *, first: Callable[[], object] | None = None) -> T:
         """Run an operation in a transaction of its own and commit it durably.
 
         `first` runs before the transaction, in the thread that writes: in the caller's it would compete with that one for the
-        interpreter. Where the answer to a commit may get lost: `again` is run then, with the result that was lost, else the
-        operation.
+        interpreter.
         """
 
     @abstractmethod
@@ -259,38 +250,29 @@ class RelationalStore(Operations, ABC):
         `whole`: all of its statements must see one moment.
         """
 
-    def _known_as(self, once: str | None, method: str, *arguments: Json) -> str:
-        """The name of a call that would not be the same if it were done twice; empty where that cannot happen, or does not
-        matter (None)."""
-        if once == "" and self.answers_get_lost:
-            once = uuid.uuid4().hex
-        return rollout_state.known_as(once or "", method, *arguments)
-
     async def call(self, operation: StoreOperation, arguments: dict[str, Any]) -> Any:
         """Run the function of an operation in a transaction."""
-        read = READS.get(operation.name)
-        if read is not None:
-            return await self._read(lambda tx: read(tx, **arguments), whole=operation.name in WHOLE)
         if operation.group is not None:
             return await self._call_of(operation.group, operation, arguments)
-        return await self._write(lambda tx: WRITES[operation.name](tx, **arguments))
+        return await self._run(OWN, operation.name, partial(OWN.functions[operation.name], **arguments))
+
+    async def _run(self, part: SqlPart, name: str, work: Operation[Any]) -> Any:
+        if name in part.reads:
+            return await self._read(work, whole=name in part.whole)
+        return await self._write(work)
 
     async def _call_of(self, group: OperationGroup, operation: StoreOperation, arguments: dict[str, Any]) -> Any:
         """Run a plugin's function."""
         part: SqlPart = group.part(operation, "sql", self)
-        function = group.function(operation, part.functions, self)
+        work = partial(group.function(operation, part.functions, self), **arguments)
         if group not in self._with_tables:
-            there = await self._read(lambda tx: version_of(tx, group.name))
+            there = await self._read(partial(version_of, group=group.name))
             if operation.name in part.reads and there < len(part.tables) and not self._has_written:
-                return await self._read_of_nothing(group, part, lambda tx: function(tx, **arguments))
+                return await self._read_of_nothing(group, part, work)
             if there != len(part.tables):
-                await self._write(lambda tx: make_tables(tx, group.name, part.tables, self))
+                await self._write(partial(make_tables, group=group.name, tables=part.tables, where=self))
             self._with_tables.add(group)
-        if self.answers_get_lost and arguments.get("once") == "":
-            arguments = {**arguments, "once": uuid.uuid4().hex}
-        if operation.name in part.reads:
-            return await self._read(lambda tx: function(tx, **arguments), whole=operation.name in part.whole)
-        return await self._write(lambda tx: function(tx, **arguments))
+        return await self._run(part, operation.name, work)
 
     async def _read_of_nothing(self, group: OperationGroup, part: SqlPart, read: Operation[Any]) -> Any:
         """The answer of a reading operation whose tables are not there yet, in a process that has only looked so far. They are
@@ -305,56 +287,9 @@ class RelationalStore(Operations, ABC):
         except _TakenBackError as found:
             return found.answer
 
-    # what is more than one function of a transaction -----------------------------------------------------------
-    async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
-        """See `Store.create_rollouts`."""
-        return await self._write(
-            lambda tx: rollout_ops.create(tx, rollouts), lambda tx, new: rollout_ops.create_again(tx, new, rollouts)
-        )
-
-    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
-        """See `Store.lease`."""
-        known_as = rollout_state.known_as(once, "lease", run, worker, ttl)
-        return await self._write(
-            lambda tx: rollout_ops.lease(tx, run, worker, limit, ttl, known_as),
-            lambda tx, leases: rollout_ops.lease_again(tx, leases, run, worker, limit, ttl, known_as),
-        )
-
-    async def complete(self, rollout: str, attempt: int, outcome: Outcome, *, spend: bool = True) -> Rollout:
-        """See `Store.complete`."""
-        end = rollout_state.ending(rollout, outcome)
-        return await self._write(lambda tx: rollout_ops.complete(tx, rollout, attempt, end, spend=spend))
-
-    async def release(self, worker: str, *, once: str = "") -> int:
-        """See `Store.release`."""
-        known_as = self._known_as(once, "release", worker)
-        return cast(
-            "int",
-            await self._write(lambda tx: done_once(tx, known_as, "", lambda: rollout_ops.release(tx, worker))),
-        )
-
     async def append(self, transitions: Sequence[Transition]) -> int:
         """See `Store.append`."""
         given = rollout_state.settled(transitions)  # read after others have run, who may change a list of theirs
-        calls = cache(lambda: [rollout_ops.prepare(transition) for transition in given])
-        return await self._write(
-            lambda tx: rollout_ops.append(tx, calls()),
-            lambda tx, new: rollout_ops.append_again(tx, new, calls()),
-            first=calls,
-        )
-
-    async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
-        """See `Store.log_metrics`."""
-        known_as = self._known_as(once, "log_metrics", run, step, dict(values))
-        await self._write(lambda tx: done_once(tx, known_as, run, lambda: log_metrics(tx, run, step, values)))
-
-    async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
-        """See `Store.put_state`."""
-        text = rows.dump(value, f"the state {key!r}")
-        known_as = self._known_as(once, "put_state", run, key, text)
-        await self._write(lambda tx: done_once(tx, known_as, run, lambda: put_state(tx, run, key, text)))
-
-    async def keep_state(self, run: str, key: str, value: Json) -> Json:
-        """See `Store.keep_state`."""
-        text = rows.dump(value, f"the state {key!r}")
-        return await self._write(lambda tx: keep_state(tx, run, key, text))
+        calls: list[rollout_ops.NewCall] = []
+        work = partial(rollout_ops.append, calls=calls)
+        return await self._write(work, first=lambda: calls.extend(map(rollout_ops.prepare, given)))

@@ -13,14 +13,16 @@ of a later step than the plugin knows are refused, untouched. Who only looks mak
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, wraps
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from lightning.errors import SchemaError, StoreError
-from lightning.store import sql
+from lightning.store import rollout_state, sql
 from lightning.store.codec import KnownTransition, Load
 from lightning.store.protocol import KNOWN_SECONDS
 from lightning.store.rows import Row, Value
@@ -91,9 +93,6 @@ class Transaction(Protocol):
 
 Operation: TypeAlias = Callable[[Transaction], Coroutine[Any, Any, T]]
 """One unit of work."""
-Again: TypeAlias = Callable[[Transaction, T], Coroutine[Any, Any, T]]
-"""What is run when nobody knows whether the operation that would have given this result was committed."""
-
 
 FORGOTTEN_AT_ONCE: Final = 8
 """Old answers that go whenever one is added: they never become many, and nobody waits for their removal."""
@@ -113,6 +112,22 @@ async def done_once(transaction: Transaction, known_as: str, run: str, work: Cal
     if answer is not None:
         await keep_answer(transaction, known_as, run, KNOWN_SECONDS, answer)
     return answer
+
+
+def once_only(function: Callable[..., Coroutine[Any, Any, Json]]) -> Callable[..., Coroutine[Any, Any, Json]]:
+    """What does an operation with the argument `once`: the function, done once for each call that has a name."""
+
+    @wraps(function)
+    async def done(transaction: Transaction, *, once: str | None, **arguments: Any) -> Json:
+        known_as = rollout_state.known_as(once or "", function.__name__, repr(arguments))
+        return await done_once(
+            transaction, known_as, arguments.get("run", ""), lambda: function(transaction, **arguments)
+        )
+
+    whole = inspect.signature(function)
+    named = inspect.Parameter("once", inspect.Parameter.KEYWORD_ONLY)
+    done.__signature__ = whole.replace(parameters=[*whole.parameters.values(), named])  # type: ignore[attr-defined]
+    return done
 
 
 async def kept_answer(transaction: Transaction, known_as: str) -> Json:
@@ -145,10 +160,10 @@ KEEP_VERSION: Final = (
 _MADE: Final = re.compile(r"\s*(?:CREATE|ALTER|DROP)\s+(?:UNIQUE\s+)?(TABLE|INDEX)\s+(\w+)", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SqlPart:
     """A plugin's part for SQL databases. Functions stand by the names of the operations, and get a transaction and the
-    operation's arguments by name; one that takes `once` is given a name where an answer may get lost.
+    operation's arguments by name; one that takes `once` is given a name where an answer may get lost (`once_only`).
 
     `tables` are steps of statements, in SQLite's types. What a release adds or changes is one more step: a database
     that has the earlier ones gets that one alone. `whole` are the `reads` whose statements must see one moment.
@@ -159,7 +174,7 @@ class SqlPart:
     tables: Sequence[Sequence[str]] = ()
     whole: Collection[str] = ()
 
-    @property
+    @cached_property
     def functions(self) -> Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]:
         """Those that read and those that write."""
         return {**self.reads, **self.writes}

@@ -25,7 +25,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from lightning.errors import ConfigError
 from lightning.store.codec import ParentCache
 from lightning.store.relational.store import RelationalStore
-from lightning.store.relational.transaction import Again, Operation, Transaction
+from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.rows import Row, Value
 from lightning.store.sqlite.connection import (
     MEMORY,
@@ -447,8 +447,6 @@ class SqliteStore(RelationalStore):
     many seconds to wait for another process that writes. Raises `ConfigError` for settings that cannot be meant.
     """
 
-    answers_get_lost = False
-
     def __init__(self, path: str | Path, *, sync: str = "normal", busy_timeout: float = 30.0) -> None:
         super().__init__()
         place = str(path) if str(path) == MEMORY else str(Path(path).absolute())  # wherever the process goes
@@ -512,9 +510,7 @@ class SqliteStore(RelationalStore):
         else:
             _inherited.append((writer, readers))
 
-    async def _write(
-        self, operation: Operation[T], again: Again[T] | None = None, *, first: Callable[[], object] | None = None
-    ) -> T:
+    async def _write(self, operation: Operation[T], *, first: Callable[[], object] | None = None) -> T:
         result = await self._open_writer().submit(operation, first)
         self._has_written = True
         return result
