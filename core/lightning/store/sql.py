@@ -120,17 +120,12 @@ TRANSITION_COLUMNS: Final = f"t.n, t.parent, t.digest, t.tokens, {CALL_COLUMNS}"
 INSERT_TRANSITION: Final = insert(
     "transitions", f"rollout, attempt, parent, {rows.CALLS.names()}, digest, tokens", "rollout, attempt, seq"
 )
-SELECT_TRANSITION_DIGEST: Final = "SELECT digest FROM transitions WHERE rollout = ? AND attempt = ? AND seq = ?"
+SELECT_TRANSITION_DIGEST: Final = "SELECT digest, caller FROM transitions WHERE rollout = ? AND attempt = ? AND seq = ?"
 SELECT_TRANSITIONS: Final = (
     f"SELECT {TRANSITION_COLUMNS} FROM transitions t JOIN rollouts r ON r.n = t.rollout "  # noqa: S608
     "WHERE r.id = ? AND t.attempt = ? ORDER BY t.seq"
 )
-SELECT_HEADS: Final = (
-    f"SELECT t.n, t.digest, substr(t.tokens, 1, ?), {CALL_COLUMNS} FROM transitions t "  # noqa: S608
-    "WHERE t.rollout = ? AND t.attempt = ? ORDER BY t.seq"
-)
 MARK_ABORTED: Final = "UPDATE transitions SET status = ?, digest = ? WHERE rollout = ? AND attempt = ? AND seq = ?"
-NAME_CALLER: Final = "UPDATE transitions SET caller = ?, digest = ? WHERE n = ?"
 SELECT_LAST_BLOBS: Final = (
     "SELECT n, parent, tokens FROM transitions WHERE rollout = ? AND attempt = ? ORDER BY n DESC LIMIT ?"
 )

@@ -3,14 +3,13 @@ the end.
 
 The invariant: of all processes on the database, one holds the running attempt of a rollout; each lease raises the attempt
 number, so whoever held an earlier one is fenced off. Who ends, renews or writes into an attempt locks its rollout first. One
-key of a call has one content for ever, but for the caller that a label names and for an answer that did not arrive, and a call
-that is read back is checked against the digest written with it. Labels are written in the transaction that ends their attempt,
-to calls of that attempt only, and a row that was damaged before stays recognizably damaged.
+key of a call has one content for ever, but for an answer that did not arrive, and a call that is read back is checked against
+the digest written with it. Labels are kept with the end of their attempt and name the callers of its calls when these are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import cast
@@ -21,7 +20,7 @@ from lightning.store.codec import CANDIDATES, LOADED_CALLS, Decoder, Fingerprint
 from lightning.store.protocol import KNOWN_SECONDS, Page, RolloutCount
 from lightning.store.relational.transaction import Transaction, keep_answer, kept_answer, once_only
 from lightning.store.rollout_state import Position
-from lightning.store.rows import Row, Value
+from lightning.store.rows import Row
 from lightning.types import Caller, Json, Lease, Outcome, Rollout, Status, Transition
 
 
@@ -201,7 +200,6 @@ async def complete(transaction: Transaction, rollout: str, attempt: int, outcome
                 attempt,
             ),
         )
-        await name_callers(transaction, where.n, rollout, attempt, rows.labels_from_text(end.labels))
         await transaction.changed(where.run)
     stored = await get(transaction, rollout)
     assert stored is not None, "the rollout was found in this transaction"
@@ -220,36 +218,10 @@ async def release(transaction: Transaction, worker: str) -> int:
     return len(held)
 
 
-async def name_callers(
-    transaction: Transaction, n: int, rollout: str, attempt: int, labels: Mapping[str, Caller]
-) -> None:
-    """Make `labels` the callers of the calls with these response ids. `n` is the row of the rollout."""
-    if not labels:
-        return
-    changes: list[tuple[str, bytes, int]] = []
-    place, call_id = rows.CALLS.fields.index("caller"), rows.CALLS.fields.index("id")
-    for call, digest, head, *described in await transaction.all(sql.SELECT_HEADS, (codec.HEAD_BYTES, n, attempt)):
-        caller = labels.get(described[call_id])
-        if caller is None or not _is_intact(rollout, attempt, described, head, digest):
-            continue
-        described[place] = rows.nouns_to_text(caller, "a label")
-        labelled = rollout_state.row_digest(rollout, attempt, described, codec.stored_digest(head))
-        changes.append((described[place], labelled, call))
-    await transaction.many(sql.NAME_CALLER, changes)
-
-
 async def labels_of(transaction: Transaction, rollout: str, attempt: int) -> dict[str, Caller]:
     """The labels an attempt was completed with."""
     row = await transaction.one(sql.SELECT_LABELS, (rollout, attempt))
     return {} if row is None else rows.labels_from_text(row[0])
-
-
-def _is_intact(rollout: str, attempt: int, described: Sequence[Value], head: bytes, digest: bytes) -> bool:
-    """Whether a stored call is what was stored: a new digest would make a damaged row look whole."""
-    try:
-        return rollout_state.row_digest(rollout, attempt, described, codec.stored_digest(head)) == digest
-    except (StoreError, ValueError, TypeError):
-        return False
 
 
 # the calls of an attempt ----------------------------------------------------------------------------------------
@@ -311,21 +283,19 @@ async def _is_repeated(transaction: Transaction, where: Standing, key: tuple[int
     row = await transaction.one(sql.SELECT_TRANSITION_DIGEST, key)
     if row is None:
         return False
-    if row[0] in await _digests(transaction, call.transition, call.packed.digest):
-        return True
-    for answered in rollout_state.answered(call.transition):
-        if row[0] in await _digests(transaction, answered, call.packed.digest):
-            rollout_state.check_fence(where.position, call.transition.attempt)
-            await transaction.run(sql.MARK_ABORTED, (call.transition.status.value, call.values[-1], *key))
-            return True
-    raise rollout_state.stored_otherwise(call.transition)
-
-
-async def _digests(transaction: Transaction, transition: Transition, content: bytes) -> list[bytes]:
-    """What the digest of a stored call may be if it is this one: as it was appended, and as it was labelled since."""
+    stored, content = row[0], call.packed.digest
+    transition = call.transition
     labels = await labels_of(transaction, transition.rollout, transition.attempt)
-    named = [transition] + ([replace(transition, caller=labels[transition.id])] if transition.id in labels else [])
-    return [rollout_state.record_digest(each, content) for each in named]
+    if labels.get(transition.id) == transition.caller:  # as it was labelled since
+        transition = replace(transition, caller=rows.caller_from_text(row[1]))
+    if stored == rollout_state.record_digest(transition, content):
+        return True
+    for answered in rollout_state.answered(transition):
+        if stored == rollout_state.record_digest(answered, content):
+            rollout_state.check_fence(where.position, transition.attempt)
+            await transaction.run(sql.MARK_ABORTED, (transition.status.value, call.values[-1], *key))
+            return True
+    raise rollout_state.stored_otherwise(transition)
 
 
 async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> tuple[KnownTransition[int] | None, int]:
@@ -397,7 +367,9 @@ async def transitions_of(transaction: Transaction, attempts: Sequence[tuple[str,
         stored = await transaction.all(sql.SELECT_TRANSITIONS, (rollout, attempt))
         if not stored:
             await standing(transaction, rollout)  # raises for a rollout nobody created
-        found.append([await _decode(decoder, rollout, attempt, row) for row in stored])
+        labels = await labels_of(transaction, rollout, attempt)
+        calls = [await _decode(decoder, rollout, attempt, row) for row in stored]
+        found.append([replace(call, caller=labels.get(call.id, call.caller)) for call in calls])
     return found
 
 
