@@ -326,10 +326,12 @@ class Columns(Generic[T]):
         self._readers = [(name, form.read) for name, form in self._forms.items() if form.read is not None]
         self._plans: dict[tuple[str, ...], tuple[Any, list[tuple[int, str, Callable[[Any, str], Value]]]]] = {}
 
-    def names(self, prefix: str = "", *, without: Collection[str] = ()) -> str:
-        """The columns as a statement lists them."""
+    def names(
+        self, prefix: str = "", *, without: Collection[str] = (), blank: Mapping[str, str] = MappingProxyType({})
+    ) -> str:
+        """The columns as a statement lists them; `blank` are values in the place of fields that are not to be read."""
         pairs = zip(self.fields, self.columns, strict=True)
-        return ", ".join(prefix + column for name, column in pairs if name not in without)
+        return ", ".join(blank.get(name, prefix + column) for name, column in pairs if name not in without)
 
     def values(self, noun: T, *, without: Collection[str] = ()) -> tuple[Value, ...]:
         """What a database takes for a noun. Raises `DataError` for what it cannot keep."""

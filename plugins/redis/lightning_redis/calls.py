@@ -28,7 +28,7 @@ _LENGTH: Final = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The parts of a call that was read. `columns` are those of `sql.CALL_COLUMNS` without the first."""
+    """The parts of a call that was read. `columns` are those of `rows.CALLS` without the first."""
 
     key: CallKey
     digest: bytes

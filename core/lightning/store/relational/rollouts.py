@@ -56,8 +56,7 @@ async def create(transaction: Transaction, rollouts: Sequence[Rollout]) -> int:
     new = await transaction.insert_new(sql.INSERT_ROLLOUT, values)
     if new < len(rollouts):
         for rollout in rollouts:
-            row = await transaction.one(sql.SELECT_OWNER, (rollout.id,))
-            if row is not None and row[0] != rollout.run:
+            if (await standing(transaction, rollout.id)).run != rollout.run:
                 raise rollout_state.created_elsewhere(rollout)
     if new:
         for run in runs:
@@ -82,12 +81,12 @@ async def page(
 ) -> Page[Rollout]:
     """See `Store.list_rollouts`. The cursor is the `n` of the last rollout of the page before."""
     rollout_state.check_page(limit, cursor)
-    asked = [value for value in (split, step, None if status is None else status.value) if value is not None]
+    asked = {"split": split, "step": step, "status": None if status is None else status.value}
+    given = {name: value for name, value in asked.items() if value is not None}
+    where = "".join(f" AND {name} = ?" for name in given)
     found = await transaction.all(
-        sql.SELECT_ROLLOUTS
-        + sql.page_conditions(split=split is not None, step=step is not None, status=status is not None)
-        + sql.ORDER_PAGE,
-        (run, int(cursor or 0), *asked, limit + 1),
+        f"SELECT n, {sql.ROLLOUT_COLUMNS} FROM rollouts WHERE run = ? AND n > ?{where} ORDER BY n LIMIT ?",  # noqa: S608
+        (run, int(cursor or 0), *given.values(), limit + 1),
     )
     rollouts = tuple(rows.ROLLOUTS.read(row[1:]) for row in found[:limit])
     return Page(rollouts, str(found[limit - 1][0]) if len(found) > limit else "")
@@ -95,7 +94,9 @@ async def page(
 
 async def count(transaction: Transaction, run: str) -> list[RolloutCount]:
     """See `Store.count_rollouts`."""
-    found = await transaction.all(sql.COUNT_ROLLOUTS, (run,))
+    found = await transaction.all(
+        "SELECT split, status, count(*) FROM rollouts WHERE run = ? GROUP BY split, status ORDER BY 1, 2", (run,)
+    )
     return [RolloutCount(split, Status(status), number) for split, status, number in found]
 
 
@@ -108,7 +109,10 @@ async def lease(transaction: Transaction, run: str, worker: str, limit: int, ttl
     if known_as and not limit:
         return []
     now = await transaction.now()
-    found = [] if not await transaction.one(sql.SELECT_LAPSED, (run, now)) else await _lapsed(transaction, run, limit)
+    lapsed = await transaction.one(
+        "SELECT 1 FROM rollouts WHERE run = ? AND status = 'running' AND lease_until <= ? LIMIT 1", (run, now)
+    )
+    found = await _lapsed(transaction, run, limit) if lapsed else []
     found += await transaction.free(sql.SELECT_PENDING, (run, limit))
     leases, taken, begun, expired = [], [], [], []
     for n, *row in sorted(found, key=lambda row: int(row[0]))[:limit]:
@@ -121,7 +125,11 @@ async def lease(transaction: Transaction, run: str, worker: str, limit: int, ttl
     if len(found) > limit:  # some were held for a moment and left: whoever found nothing meanwhile is to look again
         await transaction.changed(run)
     await transaction.many(sql.CLOSE_ATTEMPT, expired)
-    await transaction.many(sql.TAKE_LEASE, taken)
+    await transaction.many(
+        "UPDATE rollouts SET status = 'running', attempt = ?, spent = spent + 1, worker = ?, lease_until = ?, fault = '', "
+        "error = '', seconds = 0 WHERE n = ?",
+        taken,
+    )
     await transaction.many(sql.INSERT_ATTEMPT, begun)
     if known_as and leases:
         given: list[Json] = [[lease.rollout.id, lease.attempt] for lease in leases]
@@ -149,9 +157,17 @@ async def _leased_before(transaction: Transaction, known_as: str, worker: str, t
 async def _lapsed(transaction: Transaction, run: str, limit: int) -> list[Row]:
     """Fail those whose last allowed attempt was lost; return `limit` others whose lease expired."""
     now = await transaction.now()
-    for n, rollout, worker, attempt in await transaction.free(sql.SELECT_EXHAUSTED, (run, now)):
+    for n, rollout, worker, attempt in await transaction.free(
+        "SELECT n, id, worker, attempt FROM rollouts "
+        "WHERE run = ? AND status = 'running' AND lease_until <= ? AND spent >= max_attempts",
+        (run, now),
+    ):
         await transaction.run(sql.CLOSE_ATTEMPT, (now, "expired", rollout, attempt))
-        await transaction.run(sql.FAIL_EXHAUSTED, (rollout_state.expired_error(worker, attempt), n))
+        await transaction.run(
+            "UPDATE rollouts SET status = 'failed', fault = 'infrastructure', error = ?, lease_until = NULL, worker = '' "
+            "WHERE n = ?",
+            (rollout_state.expired_error(worker, attempt), n),
+        )
         await transaction.changed(run)
     return await transaction.free(sql.SELECT_EXPIRED, (run, now, limit))
 
@@ -173,20 +189,25 @@ async def complete(transaction: Transaction, rollout: str, attempt: int, outcome
     end = rollout_state.ending(rollout, outcome)
     where = await standing(transaction, rollout, held=True)
     if not rollout_state.may_write(where.position, attempt):
-        earlier = await transaction.one(sql.SELECT_OUTCOME_DIGEST, (rollout, attempt))
+        earlier = await transaction.one(
+            "SELECT outcome_digest FROM attempts WHERE rollout = ? AND attempt = ?", (rollout, attempt)
+        )
         if earlier is None or earlier[0] != end.digest:
             rollout_state.check_fence(where.position, attempt)
     else:
         excused = rollout_state.is_excused(where.position, end, spend=spend)
         status = Status.PENDING if excused else rollout_state.after(where.position, end)
         await transaction.run(
-            sql.END_ROLLOUT, (status.value, end.reward, end.rewards, end.fault, end.error, end.seconds, where.n)
+            "UPDATE rollouts SET status = ?, reward = ?, rewards = ?, fault = ?, error = ?, seconds = ?, lease_until = NULL, "
+            "worker = '' WHERE n = ?",
+            (status.value, end.reward, end.rewards, end.fault, end.error, end.seconds, where.n),
         )
         if excused:
             await transaction.run(sql.GIVE_BACK, (where.n,))
         ending = end.fault or "reward"
         await transaction.run(
-            sql.END_ATTEMPT,
+            "UPDATE attempts SET ended_at = ?, ending = ?, outcome_digest = ?, tool_events = ?, step_rewards = ?, labels = ?, "
+            "step_states = ?, extras = ? WHERE rollout = ? AND attempt = ?",
             (
                 await transaction.now(),
                 ending,
@@ -209,7 +230,9 @@ async def complete(transaction: Transaction, rollout: str, attempt: int, outcome
 @once_only
 async def release(transaction: Transaction, worker: str) -> int:
     """See `Store.release`."""
-    held = await transaction.locked(sql.SELECT_HELD, (worker,))
+    held = await transaction.locked(
+        "SELECT n, id, attempt, run FROM rollouts WHERE worker = ? AND status = 'running'", (worker,)
+    )
     now = await transaction.now()
     await transaction.many(sql.CLOSE_ATTEMPT, [(now, "released", rollout, attempt) for _, rollout, attempt, _ in held])
     await transaction.many(sql.GIVE_BACK, [(n,) for n, *_ in held])
@@ -220,7 +243,7 @@ async def release(transaction: Transaction, worker: str) -> int:
 
 async def labels_of(transaction: Transaction, rollout: str, attempt: int) -> dict[str, Caller]:
     """The labels an attempt was completed with."""
-    row = await transaction.one(sql.SELECT_LABELS, (rollout, attempt))
+    row = await transaction.one("SELECT labels FROM attempts WHERE rollout = ? AND attempt = ?", (rollout, attempt))
     return {} if row is None else rows.labels_from_text(row[0])
 
 
@@ -280,7 +303,9 @@ async def _append_one(transaction: Transaction, where: Standing, call: NewCall) 
 
 async def _is_repeated(transaction: Transaction, where: Standing, key: tuple[int, int, int], call: NewCall) -> bool:
     """Whether the call is stored; as one that was answered when it did not arrive, and then no longer."""
-    row = await transaction.one(sql.SELECT_TRANSITION_DIGEST, key)
+    row = await transaction.one(
+        "SELECT digest, caller FROM transitions WHERE rollout = ? AND attempt = ? AND seq = ?", key
+    )
     if row is None:
         return False
     stored, content = row[0], call.packed.digest
@@ -293,7 +318,10 @@ async def _is_repeated(transaction: Transaction, where: Standing, key: tuple[int
     for answered in rollout_state.answered(transition):
         if stored == rollout_state.record_digest(answered, content):
             rollout_state.check_fence(where.position, transition.attempt)
-            await transaction.run(sql.MARK_ABORTED, (transition.status.value, call.values[-1], *key))
+            await transaction.run(
+                "UPDATE transitions SET status = ?, digest = ? WHERE rollout = ? AND attempt = ? AND seq = ?",
+                (transition.status.value, call.values[-1], *key),
+            )
             return True
     raise rollout_state.stored_otherwise(transition)
 
@@ -309,7 +337,12 @@ async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> t
     trunk = (*group, where.parent)
     prompt = Prompt(call.packed.prompt, call.tokens)
     own = await transaction.parents.get(
-        attempt, lambda: _load(transaction, sql.SELECT_LAST_BLOBS, (*attempt, LOADED_CALLS))
+        attempt,
+        lambda: _load(
+            transaction,
+            "SELECT n, parent, tokens FROM transitions WHERE rollout = ? AND attempt = ? ORDER BY n DESC LIMIT ?",
+            (*attempt, LOADED_CALLS),
+        ),
     )
     while True:
         roots = await transaction.parents.get(
@@ -319,19 +352,30 @@ async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> t
         parent, shared = choose(prompt, chain(reversed(own), roots, branched))
         if parent is None or parent in own:
             return parent, shared
-        if await transaction.kept(sql.SELECT_IN_GROUP, (parent.key, codec.HEAD_BYTES, parent.head, *group)):
+        # It is there, has the content that is remembered, and is of this group: what is removed together is stored together.
+        if await transaction.kept(
+            "SELECT n FROM transitions WHERE n = ? AND substr(tokens, 1, ?) = ? "
+            "AND rollout IN (SELECT n FROM rollouts WHERE run = ? AND group_id = ?)",
+            (parent.key, codec.HEAD_BYTES, parent.head, *group),
+        ):
             return parent, shared
         transaction.parents.drop(group)
         transaction.parents.drop(trunk)
 
 
 async def _load_trunk(transaction: Transaction, where: Standing) -> list[KnownTransition[int]]:
+    """The calls of an attempt up to the one at which it was branched, if it is of this group."""
     try:
         key = rows.call_from_text(where.parent, "its parent")
     except (StoreError, ValueError, TypeError):  # damaged: whoever reads the rollout itself gets the error
         return []
     assert key is not None, "asked where there is a parent"
-    return await _load(transaction, sql.SELECT_TRUNK, (where.run, where.group, *key, LOADED_CALLS))
+    return await _load(
+        transaction,
+        "SELECT t.n, t.parent, t.tokens FROM rollouts r JOIN transitions t ON t.rollout = r.n "
+        "WHERE r.run = ? AND r.group_id = ? AND r.id = ? AND t.attempt = ? AND t.seq <= ? ORDER BY t.seq DESC LIMIT ?",
+        (where.run, where.group, *key, LOADED_CALLS),
+    )
 
 
 async def _load(transaction: Transaction, query: str, values: tuple[str | int, ...]) -> list[KnownTransition[int]]:
@@ -396,5 +440,9 @@ async def _decode(decoder: Decoder, rollout: str, attempt: int, row: Row) -> Tra
 
 async def next_seq(transaction: Transaction, rollout: str, attempt: int) -> int:
     """See `Store.next_seq`."""
-    row = await transaction.one(sql.SELECT_NEXT_SEQ, (rollout, attempt))
+    row = await transaction.one(
+        "SELECT coalesce(max(t.seq) + 1, 0) FROM transitions t JOIN rollouts r ON r.n = t.rollout "
+        "WHERE r.id = ? AND t.attempt = ?",
+        (rollout, attempt),
+    )
     return int(row[0]) if row else 0

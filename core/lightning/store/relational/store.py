@@ -25,7 +25,7 @@ from lightning.store.operation import OperationGroup, Operations
 from lightning.store.protocol import Attempt, MetricPoint
 from lightning.store.relational import rollouts as rollout_ops
 from lightning.store.relational.transaction import Operation, SqlPart, Transaction, make_tables, once_only, version_of
-from lightning.store.rows import Row, Value
+from lightning.store.rows import Row
 from lightning.types import Json, Run, StepRecord, Transition
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ async def put_run(transaction: Transaction, run: Run) -> Run:
 
 async def get_run(transaction: Transaction, run: str) -> Run | None:
     """See `Store.get_run`."""
-    row = await transaction.one(sql.SELECT_RUN, (run,))
+    row = await transaction.one(f"SELECT {sql.RUN_COLUMNS} FROM runs WHERE id = ?", (run,))  # noqa: S608
     return None if row is None else rows.RUNS.read(row)
 
 
@@ -53,14 +53,19 @@ async def list_runs(
 ) -> list[Run]:
     """See `Store.list_runs`."""
     rollout_state.check_page(limit)
-    values: list[Value] = [] if project is None else [project]
+    given: dict[str, Row] = {} if project is None else {"project = ?": (project,)}
     if after:
-        place = await transaction.one(sql.SELECT_RUN_PLACE, (after,))
+        place = await transaction.one("SELECT created_at, n, project FROM runs WHERE id = ?", (after,))
         if place is None or project not in (None, place[2]):
             raise rollout_state.no_cursor(after)
-        values += place[:2]
-    query = sql.select_runs(project=project is not None, after=bool(after), brief=brief)
-    return [rows.RUNS.read(row) for row in await transaction.all(query, [*values, limit or sql.ALL])]
+        given["(created_at, n) < (?, ?)"] = tuple(place[:2])
+    where = f" WHERE {' AND '.join(given)}" if given else ""
+    columns = sql.BRIEF_RUN_COLUMNS if brief else sql.RUN_COLUMNS
+    found = await transaction.all(
+        f"SELECT {columns} FROM runs{where} ORDER BY created_at DESC, n DESC LIMIT ?",  # noqa: S608
+        (*itertools.chain(*given.values()), limit or sql.ALL),
+    )
+    return [rows.RUNS.read(row) for row in found]
 
 
 async def attempts_of(transaction: Transaction, attempts: Sequence[tuple[str, int | None]]) -> list[Attempt]:
@@ -70,7 +75,10 @@ async def attempts_of(transaction: Transaction, attempts: Sequence[tuple[str, in
         asked = attempts[start : start + IDS_AT_ONCE]
         names = list(dict.fromkeys(rollout for rollout, _ in asked))
         places = sql.places(len(names))
-        current: dict[str, int] = {row[0]: row[1] for row in await transaction.all(sql.SELECT_CURRENT + places, names)}
+        current: dict[str, int] = {
+            row[0]: row[1]
+            for row in await transaction.all(f"SELECT id, attempt FROM rollouts WHERE id IN {places}", names)  # noqa: S608
+        }
         kept = {(row[0], row[1]): row for row in await transaction.all(sql.SELECT_ATTEMPTS + places, names)}
         for rollout, attempt in asked:
             if rollout not in current:
@@ -84,7 +92,7 @@ async def attempts_of(transaction: Transaction, attempts: Sequence[tuple[str, in
 async def commit_step(transaction: Transaction, record: StepRecord) -> None:
     """See `Store.commit_step`. A record without a time of its own is committed now."""
     await transaction.alone(f"steps {record.run}")
-    earlier = await transaction.one(sql.SELECT_STEP_DIGEST, (record.run, record.step))
+    earlier = await transaction.one("SELECT digest FROM steps WHERE run = ? AND step = ?", (record.run, record.step))
     if earlier is not None:
         if earlier[0] != record.digest:
             raise rollout_state.committed_otherwise(record, earlier[0])
@@ -96,12 +104,20 @@ async def commit_step(transaction: Transaction, record: StepRecord) -> None:
     for start in range(0, len(trained), IDS_AT_ONCE):
         some = trained[start : start + IDS_AT_ONCE]
         names = [rollout for rollout, _ in some]
-        locked = await transaction.locked(sql.SELECT_TRAINABLE + sql.places(len(names)) + sql.ORDER_IDS, names)
+        locked = await transaction.locked(
+            # In the order of their ids, so that two transactions that share some do not wait for one another.
+            "SELECT id, run, status, fault, attempt, trained_at_step FROM rollouts "  # noqa: S608
+            f"WHERE id IN {sql.places(len(names))} ORDER BY id",
+            names,
+        )
         standing = {row[0]: row[1:] for row in locked}
         for rollout, attempt in some:
             first = min(first, _check_trainable(record, rollout, attempt, standing.get(rollout), reuse))
         if new := [name for name in names if name not in reuse.rollouts]:
-            await transaction.run(sql.MARK_TRAINED + sql.places(len(new)), (record.step, *new))
+            await transaction.run(
+                f"UPDATE rollouts SET trained_at_step = ? WHERE id IN {sql.places(len(new))}",  # noqa: S608
+                (record.step, *new),
+            )
     await _check_uses(transaction, record, reuse, first)
     committed = replace(record, at=record.at or await transaction.now())
     await transaction.run(sql.INSERT_STEP, rows.STEPS.values(committed))
@@ -127,7 +143,7 @@ async def _check_uses(transaction: Transaction, record: StepRecord, reuse: rollo
     if not reuse.rollouts:
         return
     uses = Counter[str]()
-    for (text,) in await transaction.all(sql.SELECT_TRAINED, (record.run, first)):
+    for (text,) in await transaction.all("SELECT rollouts FROM steps WHERE run = ? AND step >= ?", (record.run, first)):
         uses.update(name for name, _ in json.loads(text) if name in reuse.rollouts)
     for rollout, steps in sorted(uses.items()):
         if steps > reuse.limit:
@@ -137,13 +153,20 @@ async def _check_uses(transaction: Transaction, record: StepRecord, reuse: rollo
 async def steps(transaction: Transaction, run: str, after: int, limit: int | None, brief: bool) -> list[StepRecord]:
     """See `Store.steps`."""
     rollout_state.check_page(limit)
-    query = sql.SELECT_STEPS_BRIEF if brief else sql.SELECT_STEPS
-    return [rows.STEPS.read(row) for row in await transaction.all(query, (run, after, limit or sql.ALL))]
+    columns = sql.BRIEF_STEP_COLUMNS if brief else sql.STEP_COLUMNS
+    found = await transaction.all(
+        f"SELECT {columns} FROM steps WHERE run = ? AND step > ? ORDER BY step LIMIT ?",  # noqa: S608
+        (run, after, limit or sql.ALL),
+    )
+    return [rows.STEPS.read(row) for row in found]
 
 
 async def last_step(transaction: Transaction, run: str) -> StepRecord | None:
     """See `Store.last_step`."""
-    row = await transaction.one(sql.SELECT_LAST_STEP, (run,))
+    row = await transaction.one(
+        f"SELECT {sql.STEP_COLUMNS} FROM steps WHERE run = ? ORDER BY step DESC LIMIT 1",  # noqa: S608
+        (run,),
+    )
     return None if row is None else rows.STEPS.read(row)
 
 
@@ -152,7 +175,9 @@ async def log_metrics(transaction: Transaction, run: str, step: int, values: Map
     """See `Store.log_metrics`."""
     now = await transaction.now()
     await transaction.many(
-        sql.UPSERT_METRIC, [(run, step, name, float(value), now) for name, value in sorted(values.items())]
+        "INSERT INTO metrics (run, step, name, value, at) VALUES (?, ?, ?, ?, ?) "
+        "ON CONFLICT (run, step, name) DO UPDATE SET value = excluded.value, at = excluded.at",
+        [(run, step, name, float(value), now) for name, value in sorted(values.items())],
     )
 
 
@@ -160,7 +185,9 @@ async def metrics(transaction: Transaction, run: str) -> list[MetricPoint]:
     """See `Store.metrics`."""
     steps: dict[int, dict[str, float]] = {}
     times: dict[int, float] = {}
-    for step, name, value, at in await transaction.all(sql.SELECT_METRICS, (run,)):
+    for step, name, value, at in await transaction.all(
+        "SELECT step, name, value, at FROM metrics WHERE run = ? ORDER BY step, name", (run,)
+    ):
         steps.setdefault(step, {})[name] = math.nan if value is None else value
         times[step] = max(at, times.get(step, at))
     return [MetricPoint(step, values, times[step]) for step, values in steps.items()]
@@ -169,20 +196,26 @@ async def metrics(transaction: Transaction, run: str) -> list[MetricPoint]:
 @once_only
 async def put_state(transaction: Transaction, run: str, key: str, value: Json) -> None:
     """See `Store.put_state`."""
-    await transaction.run(sql.UPSERT_STATE, (run, key, rows.dump(value, f"the state {key!r}")))
+    await transaction.run(
+        "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO UPDATE SET value = excluded.value",
+        (run, key, rows.dump(value, f"the state {key!r}")),
+    )
     await transaction.changed(run)
 
 
 async def keep_state(transaction: Transaction, run: str, key: str, value: Json) -> Json:
     """See `Store.keep_state`."""
-    if await transaction.run(sql.KEEP_STATE, (run, key, rows.dump(value, f"the state {key!r}"))):
+    if await transaction.run(
+        "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO NOTHING",
+        (run, key, rows.dump(value, f"the state {key!r}")),
+    ):
         await transaction.changed(run)
     return await get_state(transaction, run, key)
 
 
 async def get_state(transaction: Transaction, run: str, key: str) -> Json:
     """See `Store.get_state`."""
-    row = await transaction.one(sql.SELECT_STATE, (run, key))
+    row = await transaction.one("SELECT value FROM state WHERE run = ? AND name = ?", (run, key))
     return None if row is None else rows.load(row[0], f"the state {key!r} of run {run!r}")
 
 

@@ -22,7 +22,7 @@ from functools import cached_property, wraps
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from lightning.errors import SchemaError, StoreError
-from lightning.store import rollout_state, sql
+from lightning.store import rollout_state
 from lightning.store.codec import KnownTransition, Load
 from lightning.store.protocol import KNOWN_SECONDS
 from lightning.store.rows import Row, Value
@@ -132,7 +132,9 @@ def once_only(function: Callable[..., Coroutine[Any, Any, Json]]) -> Callable[..
 
 async def kept_answer(transaction: Transaction, known_as: str) -> Json:
     """What a call of this name was answered; None when nobody made it, when it was answered nothing, or too long ago."""
-    row = await transaction.one(sql.SELECT_ANSWER, (known_as, await transaction.now()))
+    row = await transaction.one(
+        "SELECT answer FROM answers WHERE id = ? AND until >= ?", (known_as, await transaction.now())
+    )
     answer: Json = None if row is None else json.loads(row[0])
     return answer
 
@@ -140,16 +142,26 @@ async def kept_answer(transaction: Transaction, known_as: str) -> Json:
 async def keep_answer(transaction: Transaction, known_as: str, run: str, seconds: float, answer: Json) -> None:
     """Keep for `seconds` what the call of this name is answered, in place of what it was answered before."""
     until = await transaction.now() + seconds
-    if not await transaction.run(sql.KEEP_ANSWER, (json.dumps(answer), until, known_as)):
+    if not await transaction.run(
+        "UPDATE answers SET answer = ?, until = ? WHERE id = ?", (json.dumps(answer), until, known_as)
+    ):
         await _keep_if_new(transaction, known_as, run, seconds, answer)
 
 
 async def _keep_if_new(transaction: Transaction, known_as: str, run: str, seconds: float, answer: Json) -> bool:
     """Whether nothing was known under this name, or no more."""
     now = await transaction.now()
-    for (old,) in await transaction.free(sql.SELECT_OLD_ANSWERS, (now, FORGOTTEN_AT_ONCE)):
-        await transaction.run(sql.FORGET_ANSWER, (old,))
-    return bool(await transaction.run(sql.INSERT_ANSWER, (known_as, run, now + seconds, json.dumps(answer), now)))
+    for (old,) in await transaction.free(
+        "SELECT id FROM answers WHERE until < ? ORDER BY until LIMIT ?", (now, FORGOTTEN_AT_ONCE)
+    ):
+        await transaction.run("DELETE FROM answers WHERE id = ?", (old,))
+    return bool(
+        await transaction.run(
+            "INSERT INTO answers (id, run, until, answer) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE "
+            "SET run = excluded.run, until = excluded.until, answer = excluded.answer WHERE answers.until < ?",
+            (known_as, run, now + seconds, json.dumps(answer), now),
+        )
+    )
 
 
 SELECT_VERSION: Final = "SELECT version FROM operation_groups WHERE name = ?"
