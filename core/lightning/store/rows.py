@@ -19,7 +19,6 @@ import hashlib
 import json
 import math
 import struct
-from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -99,19 +98,6 @@ def finite(value: float, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise DataError(f"{what} is {value!r}: it must be a finite number")
     return float(value)
-
-
-def plain_json(value: object) -> object:
-    """A value as the standard library writes it where orjson refuses: a number that JSON does not have is null here, too."""
-    if isinstance(value, array):
-        return plain_json(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_json(item) for item in value]
-    return value
 
 
 LARGEST_EXTRA: Final = 17 << 19
@@ -324,7 +310,10 @@ class Columns(Generic[T]):
         self._words = {name: words.get(name, f"the {name.replace('_', ' ')}") for name in self.fields}
         self._forms = {name: forms.get(name) or _form(kinds[name]) for name in self.fields}
         self._readers = [(name, form.read) for name, form in self._forms.items() if form.read is not None]
-        self._plans: dict[tuple[str, ...], tuple[Any, list[tuple[int, str, Callable[[Any, str], Value]]]]] = {}
+        self._get = attrgetter(*self.fields)
+        self._writers = [
+            (place, name, form.write) for place, (name, form) in enumerate(self._forms.items()) if form.write
+        ]
 
     def names(
         self, prefix: str = "", *, without: Collection[str] = (), blank: Mapping[str, str] = MappingProxyType({})
@@ -335,19 +324,14 @@ class Columns(Generic[T]):
 
     def values(self, noun: T, *, without: Collection[str] = ()) -> tuple[Value, ...]:
         """What a database takes for a noun. Raises `DataError` for what it cannot keep."""
-        key = tuple(without)
-        plan = self._plans.get(key)
-        if plan is None:
-            names = [name for name in self.fields if name not in without]
-            writers = [(place, name, write) for place, name in enumerate(names) if (write := self._forms[name].write)]
-            plan = self._plans[key] = attrgetter(*names), writers
-        get, writers = plan
-        values = list(get(noun))
-        for place, name, write in writers:
+        values = list(self._get(noun))
+        for place, name, write in self._writers:
             try:
                 values[place] = write(values[place], "")
             except DataError:  # again, with the words for it: making them costs more than writing does
                 values[place] = write(values[place], f"{self._words[name]} of {self._what.format(_=noun)}")
+        if without:
+            values = [value for name, value in zip(self.fields, values, strict=True) if name not in without]
         return tuple(values)
 
     def read(self, row: Sequence[Any], **more: object) -> T:
@@ -380,7 +364,7 @@ def _task_from_text(text: str, what: str) -> Task:
     return Task(given, expected, metadata, task)
 
 
-def _resources_to_text(versions: Mapping[str, int], what: str) -> str:
+def resources_to_text(versions: Mapping[str, int], what: str) -> str:
     """Equal text for equal versions. Raises `DataError` for what is no version."""
     for name, version in versions.items():
         if isinstance(version, bool) or not isinstance(version, int) or version < 1:
@@ -407,7 +391,7 @@ ROLLOUTS: Final = Columns(
     named={"group": "group_id", "index": "idx"},
     forms={
         "task": Form(lambda task, _: task_to_text(task), _task_from_text),
-        "resources": Form(_resources_to_text, as_mapping),
+        "resources": Form(resources_to_text, as_mapping),
         "parent": Form(_call_to_text, call_from_text),
     },
 )
@@ -465,8 +449,3 @@ def rollout_values(rollout: Rollout) -> tuple[Value, ...]:
     if rollout.max_attempts < 1:
         raise DataError(f"rollout {rollout.id!r} has max_attempts={rollout.max_attempts}: it must be at least 1")
     return ROLLOUTS.values(rollout, without=EARNED)
-
-
-def versions_of_resources(rollout: Rollout) -> str:
-    """The resources of a rollout, equal text for equal versions. Raises `DataError` for what is no version."""
-    return _resources_to_text(rollout.resources, f"the resources of rollout {rollout.id!r}")

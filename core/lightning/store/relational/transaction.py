@@ -16,14 +16,14 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from lightning.errors import SchemaError, StoreError
 from lightning.store import rollout_state
-from lightning.store.codec import KnownTransition, Load
+from lightning.store.codec import ParentCache
 from lightning.store.protocol import KNOWN_SECONDS
 from lightning.store.rows import Row, Value
 from lightning.types import Json
@@ -31,24 +31,11 @@ from lightning.types import Json
 T = TypeVar("T")
 
 
-class Parents(Protocol):
-    """Calls that a new one may be stored against, by what they are looked for (`lightning.store.codec.ParentCache`)."""
-
-    async def get(self, key: Hashable, load: Load[int]) -> list[KnownTransition[int]]:
-        """The candidates under a key, loaded from the database if they are not at hand."""
-
-    def add(self, key: Hashable, known: KnownTransition[int], extended: KnownTransition[int] | None = None) -> None:
-        """Remember a new transition under a key that was asked for before, in place of the one that it extends."""
-
-    def drop(self, key: Hashable) -> None:
-        """Forget what is remembered under a key."""
-
-
 class Transaction(Protocol):
     """An open transaction. Parameters of a statement are written `?`."""
 
     @property
-    def parents(self) -> Parents:
+    def parents(self) -> ParentCache[int]:
         """Recently written calls, what a new one may be stored against. Only writing transactions have them."""
 
     async def now(self) -> float:

@@ -200,17 +200,12 @@ def make_tables(connection: sqlite3.Connection, settings: Settings) -> None:
     """Make the tables where there are none. Raises `SchemaError` for a foreign database, or one of another schema."""
     if _is_made(connection, settings):
         return
-    connection.execute("BEGIN IMMEDIATE")  # another process may make them at this moment: look again under the lock
-    try:
+    with connection:
+        connection.execute("BEGIN IMMEDIATE")  # another process may make them at this moment: look again under the lock
         if not _is_made(connection, settings):
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             for statement in STATEMENTS:
                 connection.execute(statement)
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
 def _is_made(connection: sqlite3.Connection, settings: Settings) -> bool:

@@ -100,13 +100,7 @@ class SqliteTransaction:
         """See `Transaction.all`."""
         return self._connection.execute(sql, values).fetchall()
 
-    async def locked(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """See `Transaction.locked`."""
-        return self._connection.execute(sql, values).fetchall()
-
-    async def free(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """See `Transaction.free`."""
-        return self._connection.execute(sql, values).fetchall()
+    locked = free = all  # noqa: A003 — the method
 
     async def kept(self, sql: str, values: Sequence[Value] = ()) -> bool:
         """See `Transaction.kept`."""
@@ -413,12 +407,9 @@ class _Readers:
     def _read(self, operation: Operation[T]) -> T:
         connection = self._connection()
         try:
-            connection.execute("BEGIN")
-            try:
+            with connection:
+                connection.execute("BEGIN")
                 return drive(operation(SqliteTransaction(connection)))
-            finally:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
         except Exception as error:
             refused = translate(error, self._settings)
             if refused is error:
