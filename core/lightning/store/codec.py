@@ -139,7 +139,10 @@ def content_digest(prompt: bytes, response: bytes, logprobs: bytes) -> bytes:
 
 def stored_digest(blob: bytes) -> bytes:
     """The content digest a blob claims to have, without decoding it; the first `HEAD_BYTES` of the blob are enough."""
-    _check_version(blob)
+    if not blob:
+        raise StoreError("token blob is corrupt: it is empty")
+    if blob[0] != VERSION:
+        raise StoreError(other_format(f"token blob is corrupt, or of codec {blob[0]}", f"codec {VERSION}"))
     return bytes(blob[1:HEAD_BYTES])
 
 
@@ -195,13 +198,6 @@ def _native(data: bytes) -> bytes:
     if sys.byteorder == "little":
         return data
     return b"".join(data[at : at + ITEM][::-1] for at in range(0, len(data), ITEM))
-
-
-def _check_version(blob: bytes) -> None:
-    if not blob:
-        raise StoreError("token blob is corrupt: it is empty")
-    if blob[0] != VERSION:
-        raise StoreError(other_format(f"token blob is corrupt, or of codec {blob[0]}", f"codec {VERSION}"))
 
 
 def to_varint(value: int) -> bytes:

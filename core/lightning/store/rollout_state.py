@@ -132,13 +132,6 @@ def committed_otherwise(record: StepRecord, digest: str) -> ConflictError:
     )
 
 
-def named_twice(record: StepRecord, rollout: str) -> ConflictError:
-    """The refusal of a step that names one of its rollouts twice."""
-    return ConflictError(
-        f"step {record.step} of run {record.run!r} names rollout {rollout!r} twice: a step trains each rollout once"
-    )
-
-
 def used_up(record: StepRecord, rollout: str, steps: int, limit: int) -> ConflictError:
     """The refusal of a rollout that was in as many steps as it may be."""
     return ConflictError(
@@ -152,15 +145,11 @@ class Ending:
     """An outcome, checked and in database form. `digest` tells a repeated call from a contradicting one."""
 
     reward: float | None
-    rewards: str
     fault: str
-    error: str
-    seconds: float
-    tool_events: str
-    step_rewards: str
-    labels: str
-    step_states: str
-    extras: bytes | None
+    standing: tuple[float | None, str, str, str, float]
+    """Reward, rewards, fault, error and seconds, which the rollout stands with from now on."""
+    kept: tuple[str, str, str, str, bytes | None]
+    """Tool events, step rewards, labels, step states and extras, which are kept with the attempt."""
     digest: str
 
 
@@ -185,20 +174,22 @@ def ending(rollout: str, outcome: Outcome) -> Ending:
         name: finite(value, f"reward {name!r} of rollout {rollout!r}") for name, value in outcome.rewards.items()
     }
     fault = "" if outcome.fault is None else Fault(outcome.fault).value
-    values = (
+    standing = (
         reward,
         dump(rewards),
         fault,
         plain_text(outcome.error),
         finite(outcome.seconds, f"the duration of rollout {rollout!r}"),
+    )
+    texts = (
         nouns_to_text(outcome.tool_events, "a tool event"),
         step_rewards_to_text(outcome.step_rewards),
         labels_to_text(outcome.labels),
         nouns_to_text(outcome.step_states, "a state"),
     )
     packed = pack_extras(outcome.extras, f"the extras of the outcome of rollout {rollout!r}")
-    text = json.dumps([*values, extras_digest(packed)])
-    return Ending(*values, packed, digest=hashlib.sha256(text.encode()).hexdigest())
+    said = json.dumps([*standing, *texts, extras_digest(packed)])
+    return Ending(reward, fault, standing, (*texts, packed), hashlib.sha256(said.encode()).hexdigest())
 
 
 def after(position: Position, end: Ending) -> Status:

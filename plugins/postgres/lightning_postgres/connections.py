@@ -17,7 +17,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from lightning.errors import StoreError
 from lightning.store.codec import ParentCache
-from lightning.store.relational import rollouts
+from lightning.store.relational import operations
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.types import Lease
 from lightning_db.parents_view import ParentsView
@@ -44,7 +44,7 @@ async def _lease_again(transaction: Transaction, lost: list[Lease], again: Opera
     """After a try that would have given these leases and whose end nobody heard of: those, if it was committed."""
     for held in sorted(lost, key=lambda held: held.rollout.id):
         # Waits for the earlier try, should it still be on its way.
-        await rollouts.standing(transaction, held.rollout.id, held=True)
+        await operations.standing(transaction, held.rollout.id, held=True)
         if await transaction.one(_TAKEN, (held.rollout.id, held.attempt, held.worker, held.expires_at)):
             return lost
     return await again(transaction)
@@ -52,9 +52,9 @@ async def _lease_again(transaction: Transaction, lost: list[Lease], again: Opera
 
 _TAKEN: Final = "SELECT 1 FROM rollouts WHERE id = ? AND attempt = ? AND worker = ? AND lease_until = ?"
 AGAIN: Final[Mapping[Callable[..., Any], Callable[..., Coroutine[Any, Any, Any]]]] = {
-    rollouts.create: _or_lost,
-    rollouts.append: _or_lost,
-    rollouts.lease: _lease_again,
+    operations.create_rollouts: _or_lost,
+    operations.append: _or_lost,
+    operations.lease: _lease_again,
 }
 """What is run in the place of a function whose result was lost, where to run it again would not be the same."""
 

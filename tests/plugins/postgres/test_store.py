@@ -20,7 +20,7 @@ import asyncpg
 import pytest
 from lightning.errors import ConflictError, DataError, SchemaError, StoreError, UnavailableError
 from lightning.gateway.identity import TokenSigner
-from lightning.store.relational import rollouts
+from lightning.store.relational import operations
 from lightning.store.schema import SCHEMA
 from lightning.store.sqlite import SqliteStore
 from lightning.store.threads import Bell
@@ -199,7 +199,7 @@ async def test_a_call_whose_first_try_is_still_on_its_way_is_waited_for(
 
     async def first(tx: Any) -> None:
         await tokens_sql.put(tx, token, "1")
-        await rollouts.lease(tx, "run", "w", 1, 60.0, "1")
+        await operations.lease(tx, "run", "w", 1, 60.0, "1")
         here.call_soon_threadsafe(done.set)
         while not let_go.is_set():
             await asyncio.sleep(0.01)
@@ -656,7 +656,7 @@ async def test_a_failed_operation_leaves_no_parent_behind(
     await store.lease("run", "w", ttl=3600)
 
     async def fail(tx: Any) -> None:
-        await rollouts.append(tx, [rollouts.prepare(call(0, range(100)))])
+        await operations.append(tx, [operations.prepare(call(0, range(100)))])
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):

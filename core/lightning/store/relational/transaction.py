@@ -92,13 +92,11 @@ async def done_once(transaction: Transaction, known_as: str, run: str, work: Cal
     """
     if not known_as:
         return await work()
-    # The row keeps others out who make the same call, from here on.
-    if not await _keep_if_new(transaction, known_as, run, KNOWN_SECONDS, None):
-        return await kept_answer(transaction, known_as)
-    answer = await work()
-    if answer is not None:
-        await keep_answer(transaction, known_as, run, KNOWN_SECONDS, answer)
-    return answer
+    kept = await kept_answers(transaction, known_as)
+    if not kept:
+        kept = [await work()]
+        await keep_answer(transaction, known_as, run, KNOWN_SECONDS, kept[0])
+    return kept[0]
 
 
 def once_only(function: Callable[..., Coroutine[Any, Any, Json]]) -> Callable[..., Coroutine[Any, Any, Json]]:
@@ -117,37 +115,27 @@ def once_only(function: Callable[..., Coroutine[Any, Any, Json]]) -> Callable[..
     return done
 
 
-async def kept_answer(transaction: Transaction, known_as: str) -> Json:
-    """What a call of this name was answered; None when nobody made it, when it was answered nothing, or too long ago."""
-    row = await transaction.one(
+async def kept_answers(transaction: Transaction, known_as: str) -> list[Json]:
+    """What a call of this name was answered; nothing when nobody made it, or too long ago. Keeps others out who make the same
+    call, until the transaction ends."""
+    await transaction.alone(f"call {known_as}")
+    found = await transaction.all(
         "SELECT answer FROM answers WHERE id = ? AND until >= ?", (known_as, await transaction.now())
     )
-    answer: Json = None if row is None else json.loads(row[0])
-    return answer
+    return [json.loads(text) for (text,) in found]
 
 
 async def keep_answer(transaction: Transaction, known_as: str, run: str, seconds: float, answer: Json) -> None:
     """Keep for `seconds` what the call of this name is answered, in place of what it was answered before."""
-    until = await transaction.now() + seconds
-    if not await transaction.run(
-        "UPDATE answers SET answer = ?, until = ? WHERE id = ?", (json.dumps(answer), until, known_as)
-    ):
-        await _keep_if_new(transaction, known_as, run, seconds, answer)
-
-
-async def _keep_if_new(transaction: Transaction, known_as: str, run: str, seconds: float, answer: Json) -> bool:
-    """Whether nothing was known under this name, or no more."""
     now = await transaction.now()
     for (old,) in await transaction.free(
         "SELECT id FROM answers WHERE until < ? ORDER BY until LIMIT ?", (now, FORGOTTEN_AT_ONCE)
     ):
         await transaction.run("DELETE FROM answers WHERE id = ?", (old,))
-    return bool(
-        await transaction.run(
-            "INSERT INTO answers (id, run, until, answer) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE "
-            "SET run = excluded.run, until = excluded.until, answer = excluded.answer WHERE answers.until < ?",
-            (known_as, run, now + seconds, json.dumps(answer), now),
-        )
+    await transaction.run(
+        "INSERT INTO answers (id, run, until, answer) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE "
+        "SET run = excluded.run, until = excluded.until, answer = excluded.answer",
+        (known_as, run, now + seconds, json.dumps(answer)),
     )
 
 

@@ -66,18 +66,10 @@ class SqliteTransaction:
         self._now: float | None = None
         self._parents = parents
         self.changed_runs: set[str] = set()
-        self._marked: set[str] = set()
 
     async def changed(self, run: str) -> None:
-        """See `Transaction.changed`."""
-        if run not in self._marked:
-            self._marked.add(run)
-            self.changed_runs.add(run)
-            self._connection.execute(MARK_CHANGE, (run,))
-
-    def forget_changes(self) -> None:
-        """A part of the transaction was undone, and perhaps the marks of its changes with it: mark anew from here on."""
-        self._marked.clear()
+        """See `Transaction.changed`. Who commits marks them, also those of a part that was undone: a watch may be mistaken."""
+        self.changed_runs.add(run)
 
     async def now(self) -> float:
         """See `Transaction.now`."""
@@ -320,7 +312,6 @@ class Writer:
             if not self._connection.in_transaction:
                 raise  # SQLite rolled back everything by itself, as it may when the disk is full
             self._connection.execute("ROLLBACK TO job")
-            self._transaction.forget_changes()
             self._parents.forget()
             job.error = translate(error, self._settings)
         self._connection.execute("RELEASE job")
@@ -373,6 +364,7 @@ class Writer:
 
     def _commit(self) -> None:
         check_identity(self._settings, self.identity)
+        self._connection.executemany(MARK_CHANGE, [(run,) for run in self._transaction.changed_runs])
         self._connection.execute("COMMIT")
         self._parents.keep()
         if self._transaction.changed_runs:

@@ -1,29 +1,73 @@
-"""Creating, leasing and ending rollouts; the model calls that an attempt reports, and the names that an agent gives to them at
-the end.
+"""The operations of a store as functions of a transaction: on runs, rollouts, the model calls and the ends of attempts,
+committed steps, metrics and small state.
 
 The invariant: of all processes on the database, one holds the running attempt of a rollout; each lease raises the attempt
 number, so whoever held an earlier one is fenced off. Who ends, renews or writes into an attempt locks its rollout first. One
 key of a call has one content for ever, but for an answer that did not arrive, and a call that is read back is checked against
 the digest written with it. Labels are kept with the end of their attempt and name the callers of its calls when these are read.
+A step and the marks of the rollouts it trained are written together or not at all, and a rollout is marked once: with its first
+step. It enters another one only where that declares it, and only so often (`rollout_state.Reuse`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import cast
+from itertools import chain, pairwise
+from typing import Final, cast
 
-from lightning.errors import DataError, StoreError
+from lightning.errors import ConflictError, DataError, StoreError
 from lightning.store import codec, rollout_state, rows, sql
 from lightning.store.codec import CANDIDATES, LOADED_CALLS, Decoder, Fingerprint, KnownTransition, Prompt, choose
-from lightning.store.protocol import KNOWN_SECONDS, Page, RolloutCount
-from lightning.store.relational.transaction import Transaction, keep_answer, kept_answer, once_only
+from lightning.store.protocol import KNOWN_SECONDS, Attempt, MetricPoint, Page, RolloutCount
+from lightning.store.relational.transaction import Transaction, keep_answer, kept_answers, once_only
 from lightning.store.rollout_state import Position
 from lightning.store.rows import Row
-from lightning.types import Caller, Json, Lease, Outcome, Rollout, Status, Transition
+from lightning.types import Caller, Json, Lease, Outcome, Rollout, Run, Status, StepRecord, Transition
+
+IDS_AT_ONCE: Final = 500
+"""Ids in one statement at most."""
 
 
+async def put_run(transaction: Transaction, run: Run) -> Run:
+    """See `Store.put_run`. A run without a time of its own is created now."""
+    created = replace(run, created_at=run.created_at or await transaction.now())
+    await transaction.run(sql.INSERT_RUN, rows.RUNS.values(created))
+    stored = await get_run(transaction, run.id)
+    assert stored is not None, "the run was inserted in this transaction or before"
+    return stored
+
+
+async def get_run(transaction: Transaction, run: str) -> Run | None:
+    """See `Store.get_run`."""
+    row = await transaction.one(f"SELECT {sql.RUN_COLUMNS} FROM runs WHERE id = ?", (run,))  # noqa: S608
+    return None if row is None else rows.RUNS.read(row)
+
+
+async def list_runs(
+    transaction: Transaction, project: str | None, after: str, limit: int | None, brief: bool
+) -> list[Run]:
+    """See `Store.list_runs`."""
+    rollout_state.check_page(limit)
+    given: dict[str, Row] = {} if project is None else {"project = ?": (project,)}
+    if after:
+        place = await transaction.one("SELECT created_at, n, project FROM runs WHERE id = ?", (after,))
+        if place is None or project not in (None, place[2]):
+            raise rollout_state.no_cursor(after)
+        given["(created_at, n) < (?, ?)"] = tuple(place[:2])
+    where = f" WHERE {' AND '.join(given)}" if given else ""
+    columns = sql.BRIEF_RUN_COLUMNS if brief else sql.RUN_COLUMNS
+    found = await transaction.all(
+        f"SELECT {columns} FROM runs{where} ORDER BY created_at DESC, n DESC LIMIT ?",  # noqa: S608
+        (*chain(*given.values()), limit or sql.ALL),
+    )
+    return [rows.RUNS.read(row) for row in found]
+
+
+# rollouts -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Standing:
     """The row of a rollout, as far as writers need it. `parent` is the key of the call that it branches, as text, or empty."""
@@ -47,7 +91,7 @@ async def standing(transaction: Transaction, rollout: str, *, held: bool = False
     return Standing(n, run, group, Position(rollout, Status(status), attempt, spent, max_attempts), worker, parent)
 
 
-async def create(transaction: Transaction, rollouts: Sequence[Rollout]) -> int:
+async def create_rollouts(transaction: Transaction, rollouts: Sequence[Rollout]) -> int:
     """See `Store.create_rollouts`."""
     values = [rows.rollout_values(rollout) for rollout in rollouts]
     runs = sorted({rollout.run for rollout in rollouts})
@@ -64,13 +108,13 @@ async def create(transaction: Transaction, rollouts: Sequence[Rollout]) -> int:
     return new
 
 
-async def get(transaction: Transaction, rollout: str) -> Rollout | None:
+async def get_rollout(transaction: Transaction, rollout: str) -> Rollout | None:
     """See `Store.get_rollout`."""
     row = await transaction.one(sql.SELECT_ROLLOUT, (rollout,))
     return None if row is None else rows.ROLLOUTS.read(row)
 
 
-async def page(
+async def list_rollouts(
     transaction: Transaction,
     run: str,
     split: str | None,
@@ -92,7 +136,7 @@ async def page(
     return Page(rollouts, str(found[limit - 1][0]) if len(found) > limit else "")
 
 
-async def count(transaction: Transaction, run: str) -> list[RolloutCount]:
+async def count_rollouts(transaction: Transaction, run: str) -> list[RolloutCount]:
     """See `Store.count_rollouts`."""
     found = await transaction.all(
         "SELECT split, status, count(*) FROM rollouts WHERE run = ? GROUP BY split, status ORDER BY 1, 2", (run,)
@@ -139,8 +183,8 @@ async def lease(transaction: Transaction, run: str, worker: str, limit: int, ttl
 
 async def _leased_before(transaction: Transaction, known_as: str, worker: str, ttl: float) -> list[Lease]:
     """What the same call was given before its answer was lost and is still the worker's, for another `ttl` seconds."""
-    await transaction.alone(f"call {known_as}")
-    given = cast("list[tuple[str, int]]", await kept_answer(transaction, known_as) or [])
+    kept = cast("list[list[tuple[str, int]]]", await kept_answers(transaction, known_as))
+    given = list(chain(*kept))
     # In the order of their ids, so that two that share rollouts do not wait for one another.
     standings = {rollout: await standing(transaction, rollout, held=True) for rollout, _ in sorted(given)}
     mine = [
@@ -150,7 +194,7 @@ async def _leased_before(transaction: Transaction, known_as: str, worker: str, t
     ]
     until = await transaction.now() + ttl
     await transaction.many(sql.RENEW_LEASE, [(until, rollout) for rollout in mine])
-    found = [await get(transaction, rollout) for rollout in mine]
+    found = [await get_rollout(transaction, rollout) for rollout in mine]
     return [Lease(rollout, worker, until) for rollout in found if rollout is not None]
 
 
@@ -200,7 +244,7 @@ async def complete(transaction: Transaction, rollout: str, attempt: int, outcome
         await transaction.run(
             "UPDATE rollouts SET status = ?, reward = ?, rewards = ?, fault = ?, error = ?, seconds = ?, lease_until = NULL, "
             "worker = '' WHERE n = ?",
-            (status.value, end.reward, end.rewards, end.fault, end.error, end.seconds, where.n),
+            (status.value, *end.standing, where.n),
         )
         if excused:
             await transaction.run(sql.GIVE_BACK, (where.n,))
@@ -212,17 +256,13 @@ async def complete(transaction: Transaction, rollout: str, attempt: int, outcome
                 await transaction.now(),
                 ending,
                 end.digest,
-                end.tool_events,
-                end.step_rewards,
-                end.labels,
-                end.step_states,
-                end.extras,
+                *end.kept,
                 rollout,
                 attempt,
             ),
         )
         await transaction.changed(where.run)
-    stored = await get(transaction, rollout)
+    stored = await get_rollout(transaction, rollout)
     assert stored is not None, "the rollout was found in this transaction"
     return stored
 
@@ -446,3 +486,156 @@ async def next_seq(transaction: Transaction, rollout: str, attempt: int) -> int:
         (rollout, attempt),
     )
     return int(row[0]) if row else 0
+
+
+async def attempts_of(transaction: Transaction, attempts: Sequence[tuple[str, int | None]]) -> list[Attempt]:
+    """See `Store.attempts_of`."""
+    found: list[Attempt] = []
+    for start in range(0, len(attempts), IDS_AT_ONCE):
+        asked = attempts[start : start + IDS_AT_ONCE]
+        names = list(dict.fromkeys(rollout for rollout, _ in asked))
+        places = sql.places(len(names))
+        current: dict[str, int] = {
+            row[0]: row[1]
+            for row in await transaction.all(f"SELECT id, attempt FROM rollouts WHERE id IN {places}", names)  # noqa: S608
+        }
+        kept = {(row[0], row[1]): row for row in await transaction.all(sql.SELECT_ATTEMPTS + places, names)}
+        for rollout, attempt in asked:
+            if rollout not in current:
+                raise rollout_state.unknown_rollout(rollout)
+            number = current[rollout] if attempt is None else attempt
+            row = kept.get((rollout, number))
+            found.append(Attempt(rollout, number) if row is None else rows.ATTEMPTS.read(row))
+    return found
+
+
+async def commit_step(transaction: Transaction, record: StepRecord) -> None:
+    """See `Store.commit_step`. A record without a time of its own is committed now."""
+    await transaction.alone(f"steps {record.run}")
+    earlier = await transaction.one("SELECT digest FROM steps WHERE run = ? AND step = ?", (record.run, record.step))
+    if earlier is not None:
+        if earlier[0] != record.digest:
+            raise rollout_state.committed_otherwise(record, earlier[0])
+        return
+    trained, reuse, first = sorted(record.rollouts), rollout_state.reuse_of(record), record.step
+    for (rollout, _), (following, _) in pairwise(trained):
+        if rollout == following:
+            raise ConflictError(
+                f"step {record.step} of run {record.run!r} names rollout {rollout!r} twice: a step trains each rollout once"
+            )
+    for start in range(0, len(trained), IDS_AT_ONCE):
+        some = trained[start : start + IDS_AT_ONCE]
+        names = [rollout for rollout, _ in some]
+        locked = await transaction.locked(
+            # In the order of their ids, so that two transactions that share some do not wait for one another.
+            "SELECT id, run, status, fault, attempt, trained_at_step FROM rollouts "  # noqa: S608
+            f"WHERE id IN {sql.places(len(names))} ORDER BY id",
+            names,
+        )
+        standing = {row[0]: row[1:] for row in locked}
+        for rollout, attempt in some:
+            first = min(first, _check_trainable(record, rollout, attempt, standing.get(rollout), reuse))
+        if new := [name for name in names if name not in reuse.rollouts]:
+            await transaction.run(
+                f"UPDATE rollouts SET trained_at_step = ? WHERE id IN {sql.places(len(new))}",  # noqa: S608
+                (record.step, *new),
+            )
+    await _check_uses(transaction, record, reuse, first)
+    committed = replace(record, at=record.at or await transaction.now())
+    await transaction.run(sql.INSERT_STEP, rows.STEPS.values(committed))
+    await transaction.changed(record.run)
+
+
+def _check_trainable(
+    record: StepRecord, rollout: str, attempt: int, found: Row | None, reuse: rollout_state.Reuse
+) -> int:
+    """The first step that trained it, this one or the one before that a reuse is of."""
+    if found is None:
+        raise rollout_state.unknown_rollout(rollout)
+    run, status, fault, current, trained = found
+    rollout_state.check_trainable(record, rollout, attempt, run, status, fault, current)
+    declared = rollout in reuse.rollouts
+    if declared != (trained is not None and trained < record.step) or (not declared and trained is not None):
+        raise rollout_state.not_new(record, rollout, trained, declared=declared)
+    return trained if declared else record.step
+
+
+async def _check_uses(transaction: Transaction, record: StepRecord, reuse: rollout_state.Reuse, first: int) -> None:
+    """Refuse a reuse beyond its limit. Steps before `first` trained none of what is reused."""
+    if not reuse.rollouts:
+        return
+    uses = Counter[str]()
+    for (text,) in await transaction.all("SELECT rollouts FROM steps WHERE run = ? AND step >= ?", (record.run, first)):
+        uses.update(name for name, _ in json.loads(text) if name in reuse.rollouts)
+    for rollout, steps in sorted(uses.items()):
+        if steps > reuse.limit:
+            raise rollout_state.used_up(record, rollout, steps, reuse.limit)
+
+
+async def steps(transaction: Transaction, run: str, after: int, limit: int | None, brief: bool) -> list[StepRecord]:
+    """See `Store.steps`."""
+    rollout_state.check_page(limit)
+    columns = sql.BRIEF_STEP_COLUMNS if brief else sql.STEP_COLUMNS
+    found = await transaction.all(
+        f"SELECT {columns} FROM steps WHERE run = ? AND step > ? ORDER BY step LIMIT ?",  # noqa: S608
+        (run, after, limit or sql.ALL),
+    )
+    return [rows.STEPS.read(row) for row in found]
+
+
+async def last_step(transaction: Transaction, run: str) -> StepRecord | None:
+    """See `Store.last_step`."""
+    row = await transaction.one(
+        f"SELECT {sql.STEP_COLUMNS} FROM steps WHERE run = ? ORDER BY step DESC LIMIT 1",  # noqa: S608
+        (run,),
+    )
+    return None if row is None else rows.STEPS.read(row)
+
+
+@once_only
+async def log_metrics(transaction: Transaction, run: str, step: int, values: Mapping[str, float]) -> None:
+    """See `Store.log_metrics`."""
+    now = await transaction.now()
+    await transaction.many(
+        "INSERT INTO metrics (run, step, name, value, at) VALUES (?, ?, ?, ?, ?) "
+        "ON CONFLICT (run, step, name) DO UPDATE SET value = excluded.value, at = excluded.at",
+        [(run, step, name, float(value), now) for name, value in sorted(values.items())],
+    )
+
+
+async def metrics(transaction: Transaction, run: str) -> list[MetricPoint]:
+    """See `Store.metrics`."""
+    steps: dict[int, dict[str, float]] = {}
+    times: dict[int, float] = {}
+    for step, name, value, at in await transaction.all(
+        "SELECT step, name, value, at FROM metrics WHERE run = ? ORDER BY step, name", (run,)
+    ):
+        steps.setdefault(step, {})[name] = math.nan if value is None else value
+        times[step] = max(at, times.get(step, at))
+    return [MetricPoint(step, values, times[step]) for step, values in steps.items()]
+
+
+@once_only
+async def put_state(transaction: Transaction, run: str, key: str, value: Json) -> None:
+    """See `Store.put_state`."""
+    await transaction.run(
+        "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO UPDATE SET value = excluded.value",
+        (run, key, rows.dump(value, f"the state {key!r}")),
+    )
+    await transaction.changed(run)
+
+
+async def keep_state(transaction: Transaction, run: str, key: str, value: Json) -> Json:
+    """See `Store.keep_state`."""
+    if await transaction.run(
+        "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO NOTHING",
+        (run, key, rows.dump(value, f"the state {key!r}")),
+    ):
+        await transaction.changed(run)
+    return await get_state(transaction, run, key)
+
+
+async def get_state(transaction: Transaction, run: str, key: str) -> Json:
+    """See `Store.get_state`."""
+    row = await transaction.one("SELECT value FROM state WHERE run = ? AND name = ?", (run, key))
+    return None if row is None else rows.load(row[0], f"the state {key!r} of run {run!r}")
