@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cache, lru_cache
 from operator import attrgetter
-from types import MappingProxyType, NoneType, UnionType
+from types import MappingProxyType, NoneType, SimpleNamespace, UnionType
 from typing import Any, Final, Generic, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning.errors import DataError, StoreError
@@ -283,7 +283,7 @@ PLAIN: Final = Form(lambda text, _: plain_text(text))
 
 
 class Columns(Generic[T]):
-    """The columns of a noun, in the order of its fields but for those that are `first` or `last`.
+    """The columns of a noun, in the order of its fields.
 
     `without` are fields that are kept elsewhere. `named` are columns that are called otherwise, and `forms` fields that are
     kept otherwise than their type says. `what` says which noun an error is about; `words` what a field is called there.
@@ -295,17 +295,14 @@ class Columns(Generic[T]):
         what: str,
         *,
         without: Collection[str] = (),
-        first: Sequence[str] = (),
-        last: Sequence[str] = (),
         named: Mapping[str, str] = MappingProxyType({}),
         forms: Mapping[str, Form] = MappingProxyType({}),
         words: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         kinds = self.kinds = get_type_hints(noun, localns=_UNKEPT)
-        moved = (*without, *first, *last)
-        between = [field.name for field in fields(noun) if field.name not in moved]  # type: ignore[arg-type]
+        names = [field.name for field in fields(noun)]  # type: ignore[arg-type]
         self._noun, self._what = noun, what
-        self.fields: Final[tuple[str, ...]] = (*first, *between, *last)
+        self.fields: Final = tuple(name for name in names if name not in without)
         self.columns: Final = tuple(named.get(name, name) for name in self.fields)
         self._words = {name: words.get(name, f"the {name.replace('_', ' ')}") for name in self.fields}
         self._forms = {name: forms.get(name) or _form(kinds[name]) for name in self.fields}
@@ -343,15 +340,10 @@ class Columns(Generic[T]):
             try:
                 found[name] = read(found[name], "")
             except StoreError:  # as above
-                found[name] = read(found[name], f"{self._words[name]} of {self._what.format(_=_Fields(found))}")
+                found[name] = read(
+                    found[name], f"{self._words[name]} of {self._what.format(_=SimpleNamespace(**found))}"
+                )
         return self._noun(**found)
-
-
-class _Fields:
-    """A noun that is being read, as `what` sees it."""
-
-    def __init__(self, found: Mapping[str, Any]) -> None:
-        self.__dict__.update(found)
 
 
 def task_to_text(task: Task) -> str:
@@ -401,7 +393,6 @@ CALLS: Final = Columns(
     Transition,
     "transition ({_.rollout!r}, {_.attempt}, {_.seq})",
     without=("rollout", "attempt", "prompt_ids", "response_ids", "logprobs"),
-    last=("extras",),
     forms={
         "caller": Form(nouns_to_text, lambda text, _: caller_from_text(text)),
         "versions": Form(lambda parts, _: _versions_to_text(parts), lambda text, _: _versions_from_text(text)),
@@ -421,14 +412,12 @@ SPANS: Final = Columns(
     Span,
     "span {_.span_id!r} of rollout {_.rollout!r}",
     without=("rollout", "attempt"),
-    first=("span_id",),
     forms={"name": PLAIN, "error": PLAIN, "service": PLAIN},
     words={"attributes": "an attribute", "started_at": "started_at", "ended_at": "ended_at"},
 )
 STEPS: Final = Columns(
     StepRecord,
     "step {_.step} of run {_.run!r}",
-    last=("extras", "at"),
     named={"groups": "group_ids"},
     forms={
         "rollouts": Form(

@@ -7,6 +7,11 @@ key of a call has one content for ever, but for an answer that did not arrive, a
 the digest written with it. Labels are kept with the end of their attempt and name the callers of its calls when these are read.
 A step and the marks of the rollouts it trained are written together or not at all, and a rollout is marked once: with its first
 step. It enters another one only where that declares it, and only so often (`rollout_state.Reuse`).
+
+Statements are of the dialect that SQLite and Postgres share, and stand where they are run, but for those that are run in
+several places or have the columns of nouns. Parameters are `?` (a driver that counts them, `$1`, rewrites them: no literal
+contains one); upserts are ON CONFLICT; the clock, the locking of rows (`relational.transaction`) and the types of the schema
+(`schema`) are the store's. "group" and "index" are reserved words, hence `group_id` and `idx`.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from itertools import chain, pairwise
 from typing import Final, cast
 
 from lightning.errors import ConflictError, DataError, StoreError
-from lightning.store import codec, rollout_state, rows, sql
+from lightning.store import codec, rollout_state, rows
 from lightning.store.codec import CANDIDATES, LOADED_CALLS, Decoder, Fingerprint, KnownTransition, Prompt, choose
 from lightning.store.protocol import KNOWN_SECONDS, Attempt, MetricPoint, Page, RolloutCount
 from lightning.store.relational.transaction import Transaction, keep_answer, kept_answers, once_only
@@ -30,12 +35,59 @@ from lightning.types import Caller, Json, Lease, Outcome, Rollout, Run, Status, 
 
 IDS_AT_ONCE: Final = 500
 """Ids in one statement at most."""
+ALL: Final = 2**63 - 1
+"""The LIMIT of a list without one."""
+
+
+def insert(table: str, columns: str, conflict: str = "") -> str:
+    """A statement that inserts these columns; `conflict` are the columns of the key of rows to leave out that exist."""
+    places = ", ".join("?" for _ in columns.split(", "))
+    left_out = f" ON CONFLICT ({conflict}) DO NOTHING" if conflict else ""
+    return f"INSERT INTO {table} ({columns}) VALUES ({places}){left_out}"  # noqa: S608
+
+
+INSERT_RUN: Final = insert("runs", rows.RUNS.names(), "id")
+INSERT_ROLLOUT: Final = insert("rollouts", rows.ROLLOUTS.names(without=rows.EARNED), "id")
+INSERT_ATTEMPT: Final = insert("attempts", "rollout, attempt, worker, leased_at")
+INSERT_TRANSITION: Final = insert(
+    "transitions", f"rollout, attempt, parent, {rows.CALLS.names()}, digest, tokens", "rollout, attempt, seq"
+)
+INSERT_STEP: Final = insert("steps", rows.STEPS.names())
+RUN_COLUMNS: Final = rows.RUNS.names()
+BRIEF_RUN_COLUMNS: Final = rows.RUNS.names(blank={"config": "'{}'"})
+"""Without their configurations."""
+ROLLOUT_COLUMNS: Final = rows.ROLLOUTS.names()
+STEP_COLUMNS: Final = rows.STEPS.names()
+BRIEF_STEP_COLUMNS: Final = rows.STEPS.names(
+    blank={"rollouts": "'[]'", "digests": "'[]'", "groups": "'[]'", "extras": "NULL"}
+)
+"""Without the names of what was trained, and without what plugins keep."""
+RENEW_LEASE: Final = "UPDATE rollouts SET lease_until = ? WHERE id = ?"
+GIVE_BACK: Final = (
+    "UPDATE rollouts SET status = 'pending', spent = spent - 1, worker = '', lease_until = NULL WHERE n = ?"
+)
+CLOSE_ATTEMPT: Final = "UPDATE attempts SET ended_at = ?, ending = ? WHERE rollout = ? AND attempt = ?"
+"""For attempts that ended without an outcome of their own: `expired` or `released`."""
+SELECT_TRANSITIONS: Final = (
+    f"SELECT t.n, t.parent, t.digest, t.tokens, {rows.CALLS.names('t.')} FROM transitions t JOIN rollouts r ON r.n = t.rollout "  # noqa: S608
+    "WHERE r.id = ? AND t.attempt = ? ORDER BY t.seq"
+)
+SELECT_BLOB: Final = "SELECT n, parent, tokens FROM transitions WHERE n = ?"
+SELECT_GROUP_ROOTS: Final = (
+    "SELECT t.n, t.parent, t.tokens FROM rollouts r JOIN transitions t ON t.rollout = r.n "
+    "WHERE r.run = ? AND r.group_id = ? AND t.parent IS NULL ORDER BY t.n DESC LIMIT ?"
+)
+
+
+def places(count: int) -> str:
+    """So many parameters in parentheses."""
+    return f"({', '.join('?' * count)})"
 
 
 async def put_run(transaction: Transaction, run: Run) -> Run:
     """See `Store.put_run`. A run without a time of its own is created now."""
     created = replace(run, created_at=run.created_at or await transaction.now())
-    await transaction.run(sql.INSERT_RUN, rows.RUNS.values(created))
+    await transaction.run(INSERT_RUN, rows.RUNS.values(created))
     stored = await get_run(transaction, run.id)
     assert stored is not None, "the run was inserted in this transaction or before"
     return stored
@@ -43,7 +95,7 @@ async def put_run(transaction: Transaction, run: Run) -> Run:
 
 async def get_run(transaction: Transaction, run: str) -> Run | None:
     """See `Store.get_run`."""
-    row = await transaction.one(f"SELECT {sql.RUN_COLUMNS} FROM runs WHERE id = ?", (run,))  # noqa: S608
+    row = await transaction.one(f"SELECT {RUN_COLUMNS} FROM runs WHERE id = ?", (run,))  # noqa: S608
     return None if row is None else rows.RUNS.read(row)
 
 
@@ -59,10 +111,10 @@ async def list_runs(
             raise rollout_state.no_cursor(after)
         given["(created_at, n) < (?, ?)"] = tuple(place[:2])
     where = f" WHERE {' AND '.join(given)}" if given else ""
-    columns = sql.BRIEF_RUN_COLUMNS if brief else sql.RUN_COLUMNS
+    columns = BRIEF_RUN_COLUMNS if brief else RUN_COLUMNS
     found = await transaction.all(
         f"SELECT {columns} FROM runs{where} ORDER BY created_at DESC, n DESC LIMIT ?",  # noqa: S608
-        (*chain(*given.values()), limit or sql.ALL),
+        (*chain(*given.values()), limit or ALL),
     )
     return [rows.RUNS.read(row) for row in found]
 
@@ -84,7 +136,10 @@ async def standing(transaction: Transaction, rollout: str, *, held: bool = False
     """Find a rollout, which is to stand so until the transaction ends if it is `held`. Raises `StoreError` when nobody created
     it."""
     find = transaction.locked if held else transaction.all
-    found = await find(sql.SELECT_POSITION, (rollout,))
+    found = await find(
+        "SELECT n, run, group_id, status, attempt, spent, max_attempts, worker, parent FROM rollouts WHERE id = ?",
+        (rollout,),
+    )
     if not found:
         raise rollout_state.unknown_rollout(rollout)
     n, run, group, status, attempt, spent, max_attempts, worker, parent = found[0]
@@ -97,7 +152,7 @@ async def create_rollouts(transaction: Transaction, rollouts: Sequence[Rollout])
     runs = sorted({rollout.run for rollout in rollouts})
     # A page ends at an `n`, and what comes after it is read later: nobody may commit a smaller one then.
     await transaction.alone(*(f"rollouts {run}" for run in runs))
-    new = await transaction.insert_new(sql.INSERT_ROLLOUT, values)
+    new = await transaction.insert_new(INSERT_ROLLOUT, values)
     if new < len(rollouts):
         for rollout in rollouts:
             if (await standing(transaction, rollout.id)).run != rollout.run:
@@ -110,7 +165,7 @@ async def create_rollouts(transaction: Transaction, rollouts: Sequence[Rollout])
 
 async def get_rollout(transaction: Transaction, rollout: str) -> Rollout | None:
     """See `Store.get_rollout`."""
-    row = await transaction.one(sql.SELECT_ROLLOUT, (rollout,))
+    row = await transaction.one(f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE id = ?", (rollout,))  # noqa: S608
     return None if row is None else rows.ROLLOUTS.read(row)
 
 
@@ -129,7 +184,7 @@ async def list_rollouts(
     given = {name: value for name, value in asked.items() if value is not None}
     where = "".join(f" AND {name} = ?" for name in given)
     found = await transaction.all(
-        f"SELECT n, {sql.ROLLOUT_COLUMNS} FROM rollouts WHERE run = ? AND n > ?{where} ORDER BY n LIMIT ?",  # noqa: S608
+        f"SELECT n, {ROLLOUT_COLUMNS} FROM rollouts WHERE run = ? AND n > ?{where} ORDER BY n LIMIT ?",  # noqa: S608
         (run, int(cursor or 0), *given.values(), limit + 1),
     )
     rollouts = tuple(rows.ROLLOUTS.read(row[1:]) for row in found[:limit])
@@ -157,7 +212,10 @@ async def lease(transaction: Transaction, run: str, worker: str, limit: int, ttl
         "SELECT 1 FROM rollouts WHERE run = ? AND status = 'running' AND lease_until <= ? LIMIT 1", (run, now)
     )
     found = await _lapsed(transaction, run, limit) if lapsed else []
-    found += await transaction.free(sql.SELECT_PENDING, (run, limit))
+    found += await transaction.free(
+        f"SELECT n, {ROLLOUT_COLUMNS} FROM rollouts WHERE run = ? AND status = 'pending' ORDER BY n LIMIT ?",  # noqa: S608
+        (run, limit),
+    )
     leases, taken, begun, expired = [], [], [], []
     for n, *row in sorted(found, key=lambda row: int(row[0]))[:limit]:
         before = rows.ROLLOUTS.read(tuple(row))
@@ -168,13 +226,13 @@ async def lease(transaction: Transaction, run: str, worker: str, limit: int, ttl
         begun.append((before.id, before.attempt + 1, worker, now))
     if len(found) > limit:  # some were held for a moment and left: whoever found nothing meanwhile is to look again
         await transaction.changed(run)
-    await transaction.many(sql.CLOSE_ATTEMPT, expired)
+    await transaction.many(CLOSE_ATTEMPT, expired)
     await transaction.many(
         "UPDATE rollouts SET status = 'running', attempt = ?, spent = spent + 1, worker = ?, lease_until = ?, fault = '', "
         "error = '', seconds = 0 WHERE n = ?",
         taken,
     )
-    await transaction.many(sql.INSERT_ATTEMPT, begun)
+    await transaction.many(INSERT_ATTEMPT, begun)
     if known_as and leases:
         given: list[Json] = [[lease.rollout.id, lease.attempt] for lease in leases]
         await keep_answer(transaction, known_as, run, min(ttl, KNOWN_SECONDS), given)
@@ -193,7 +251,7 @@ async def _leased_before(transaction: Transaction, known_as: str, worker: str, t
         if rollout_state.may_write(standings[rollout].position, attempt) and standings[rollout].worker == worker
     ]
     until = await transaction.now() + ttl
-    await transaction.many(sql.RENEW_LEASE, [(until, rollout) for rollout in mine])
+    await transaction.many(RENEW_LEASE, [(until, rollout) for rollout in mine])
     found = [await get_rollout(transaction, rollout) for rollout in mine]
     return [Lease(rollout, worker, until) for rollout in found if rollout is not None]
 
@@ -206,14 +264,18 @@ async def _lapsed(transaction: Transaction, run: str, limit: int) -> list[Row]:
         "WHERE run = ? AND status = 'running' AND lease_until <= ? AND spent >= max_attempts",
         (run, now),
     ):
-        await transaction.run(sql.CLOSE_ATTEMPT, (now, "expired", rollout, attempt))
+        await transaction.run(CLOSE_ATTEMPT, (now, "expired", rollout, attempt))
         await transaction.run(
             "UPDATE rollouts SET status = 'failed', fault = 'infrastructure', error = ?, lease_until = NULL, worker = '' "
             "WHERE n = ?",
             (rollout_state.expired_error(worker, attempt), n),
         )
         await transaction.changed(run)
-    return await transaction.free(sql.SELECT_EXPIRED, (run, now, limit))
+    return await transaction.free(
+        f"SELECT n, {ROLLOUT_COLUMNS} FROM rollouts WHERE run = ? AND status = 'running' AND lease_until <= ? "  # noqa: S608
+        "AND spent < max_attempts ORDER BY n LIMIT ?",
+        (run, now, limit),
+    )
 
 
 async def renew(transaction: Transaction, lease: Lease, ttl: float) -> Lease:
@@ -224,7 +286,7 @@ async def renew(transaction: Transaction, lease: Lease, ttl: float) -> Lease:
     if where.worker != lease.worker:
         raise rollout_state.not_holder(lease, where.worker)
     until = await transaction.now() + ttl
-    await transaction.run(sql.RENEW_LEASE, (until, lease.rollout.id))
+    await transaction.run(RENEW_LEASE, (until, lease.rollout.id))
     return Lease(lease.rollout, lease.worker, until)
 
 
@@ -247,7 +309,7 @@ async def complete(transaction: Transaction, rollout: str, attempt: int, outcome
             (status.value, *end.standing, where.n),
         )
         if excused:
-            await transaction.run(sql.GIVE_BACK, (where.n,))
+            await transaction.run(GIVE_BACK, (where.n,))
         ending = end.fault or "reward"
         await transaction.run(
             "UPDATE attempts SET ended_at = ?, ending = ?, outcome_digest = ?, tool_events = ?, step_rewards = ?, labels = ?, "
@@ -274,8 +336,8 @@ async def release(transaction: Transaction, worker: str) -> int:
         "SELECT n, id, attempt, run FROM rollouts WHERE worker = ? AND status = 'running'", (worker,)
     )
     now = await transaction.now()
-    await transaction.many(sql.CLOSE_ATTEMPT, [(now, "released", rollout, attempt) for _, rollout, attempt, _ in held])
-    await transaction.many(sql.GIVE_BACK, [(n,) for n, *_ in held])
+    await transaction.many(CLOSE_ATTEMPT, [(now, "released", rollout, attempt) for _, rollout, attempt, _ in held])
+    await transaction.many(GIVE_BACK, [(n,) for n, *_ in held])
     for run in {run for *_, run in held}:
         await transaction.changed(run)
     return len(held)
@@ -329,7 +391,7 @@ async def _append_one(transaction: Transaction, where: Standing, call: NewCall) 
         return False
     parent, shared = await _parent(transaction, where, call)
     blob = codec.encode_packed(call.packed, shared)
-    n = await transaction.insert(sql.INSERT_TRANSITION, (*key[:2], parent.key if parent else None, *call.values, blob))
+    n = await transaction.insert(INSERT_TRANSITION, (*key[:2], parent.key if parent else None, *call.values, blob))
     if n is None:
         assert await _is_repeated(transaction, where, key, call), "what is in the way of a call has its key"
         return False
@@ -386,7 +448,7 @@ async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> t
     )
     while True:
         roots = await transaction.parents.get(
-            group, lambda: _load(transaction, sql.SELECT_GROUP_ROOTS, (*group, CANDIDATES))
+            group, lambda: _load(transaction, SELECT_GROUP_ROOTS, (*group, CANDIDATES))
         )
         branched = await transaction.parents.get(trunk, lambda: _load_trunk(transaction, where)) if where.parent else []
         parent, shared = choose(prompt, chain(reversed(own), roots, branched))
@@ -420,7 +482,7 @@ async def _load_trunk(transaction: Transaction, where: Standing) -> list[KnownTr
 
 async def _load(transaction: Transaction, query: str, values: tuple[str | int, ...]) -> list[KnownTransition[int]]:
     """The newest calls that the query finds, oldest first, without those that a newer one extends."""
-    decoder = Decoder(lambda n: transaction.one(sql.SELECT_BLOB, (n,)))
+    decoder = Decoder(lambda n: transaction.one(SELECT_BLOB, (n,)))
     found: list[KnownTransition[int]] = []
     fulls: list[bytes] = []
     for n, parent, blob in await transaction.all(query, values):
@@ -445,10 +507,10 @@ async def transitions(transaction: Transaction, rollout: str, attempt: int | Non
 
 async def transitions_of(transaction: Transaction, attempts: Sequence[tuple[str, int]]) -> list[list[Transition]]:
     """See `Store.transitions_of`."""
-    decoder = Decoder(lambda n: transaction.one(sql.SELECT_BLOB, (n,)))
+    decoder = Decoder(lambda n: transaction.one(SELECT_BLOB, (n,)))
     found = []
     for rollout, attempt in attempts:
-        stored = await transaction.all(sql.SELECT_TRANSITIONS, (rollout, attempt))
+        stored = await transaction.all(SELECT_TRANSITIONS, (rollout, attempt))
         if not stored:
             await standing(transaction, rollout)  # raises for a rollout nobody created
         labels = await labels_of(transaction, rollout, attempt)
@@ -494,12 +556,18 @@ async def attempts_of(transaction: Transaction, attempts: Sequence[tuple[str, in
     for start in range(0, len(attempts), IDS_AT_ONCE):
         asked = attempts[start : start + IDS_AT_ONCE]
         names = list(dict.fromkeys(rollout for rollout, _ in asked))
-        places = sql.places(len(names))
+        ids = places(len(names))
         current: dict[str, int] = {
             row[0]: row[1]
-            for row in await transaction.all(f"SELECT id, attempt FROM rollouts WHERE id IN {places}", names)  # noqa: S608
+            for row in await transaction.all(f"SELECT id, attempt FROM rollouts WHERE id IN {ids}", names)  # noqa: S608
         }
-        kept = {(row[0], row[1]): row for row in await transaction.all(sql.SELECT_ATTEMPTS + places, names)}
+        kept = {
+            (row[0], row[1]): row
+            for row in await transaction.all(
+                f"SELECT {rows.ATTEMPTS.names()} FROM attempts WHERE rollout IN {ids}",  # noqa: S608
+                names,
+            )
+        }
         for rollout, attempt in asked:
             if rollout not in current:
                 raise rollout_state.unknown_rollout(rollout)
@@ -529,7 +597,7 @@ async def commit_step(transaction: Transaction, record: StepRecord) -> None:
         locked = await transaction.locked(
             # In the order of their ids, so that two transactions that share some do not wait for one another.
             "SELECT id, run, status, fault, attempt, trained_at_step FROM rollouts "  # noqa: S608
-            f"WHERE id IN {sql.places(len(names))} ORDER BY id",
+            f"WHERE id IN {places(len(names))} ORDER BY id",
             names,
         )
         standing = {row[0]: row[1:] for row in locked}
@@ -537,12 +605,12 @@ async def commit_step(transaction: Transaction, record: StepRecord) -> None:
             first = min(first, _check_trainable(record, rollout, attempt, standing.get(rollout), reuse))
         if new := [name for name in names if name not in reuse.rollouts]:
             await transaction.run(
-                f"UPDATE rollouts SET trained_at_step = ? WHERE id IN {sql.places(len(new))}",  # noqa: S608
+                f"UPDATE rollouts SET trained_at_step = ? WHERE id IN {places(len(new))}",  # noqa: S608
                 (record.step, *new),
             )
     await _check_uses(transaction, record, reuse, first)
     committed = replace(record, at=record.at or await transaction.now())
-    await transaction.run(sql.INSERT_STEP, rows.STEPS.values(committed))
+    await transaction.run(INSERT_STEP, rows.STEPS.values(committed))
     await transaction.changed(record.run)
 
 
@@ -575,10 +643,10 @@ async def _check_uses(transaction: Transaction, record: StepRecord, reuse: rollo
 async def steps(transaction: Transaction, run: str, after: int, limit: int | None, brief: bool) -> list[StepRecord]:
     """See `Store.steps`."""
     rollout_state.check_page(limit)
-    columns = sql.BRIEF_STEP_COLUMNS if brief else sql.STEP_COLUMNS
+    columns = BRIEF_STEP_COLUMNS if brief else STEP_COLUMNS
     found = await transaction.all(
         f"SELECT {columns} FROM steps WHERE run = ? AND step > ? ORDER BY step LIMIT ?",  # noqa: S608
-        (run, after, limit or sql.ALL),
+        (run, after, limit or ALL),
     )
     return [rows.STEPS.read(row) for row in found]
 
@@ -586,7 +654,7 @@ async def steps(transaction: Transaction, run: str, after: int, limit: int | Non
 async def last_step(transaction: Transaction, run: str) -> StepRecord | None:
     """See `Store.last_step`."""
     row = await transaction.one(
-        f"SELECT {sql.STEP_COLUMNS} FROM steps WHERE run = ? ORDER BY step DESC LIMIT 1",  # noqa: S608
+        f"SELECT {STEP_COLUMNS} FROM steps WHERE run = ? ORDER BY step DESC LIMIT 1",  # noqa: S608
         (run,),
     )
     return None if row is None else rows.STEPS.read(row)

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from lightning.errors import ConfigError
 from lightning.store.codec import ParentCache
@@ -129,8 +129,7 @@ def drive(operation: Coroutine[Any, Any, T]) -> T:
     try:
         operation.send(None)
     except StopIteration as end:
-        result: T = end.value
-        return result
+        return cast("T", end.value)
     operation.close()
     raise AssertionError("an operation of a store awaits nothing but its transaction")
 
@@ -197,7 +196,6 @@ class Writer:
         self._settings = settings
         self._bell = bell
         self._make = make
-        self._transaction: SqliteTransaction
         self._jobs: queue.SimpleQueue[_Job[object] | None] = queue.SimpleQueue()
         self._waiting: deque[_Job[object]] = deque()
         self._lock = threading.Lock()
@@ -206,7 +204,6 @@ class Writer:
         self._broken = False
         self.identity: Identity = None
         self._parents = ParentCache[int]()
-        self._connection: sqlite3.Connection
         self.ready: Future[None] = Future()
         self.ready.set_running_or_notify_cancel()  # one caller that gives up must not cancel the others' wait
         self._thread = threading.Thread(target=self._main, name="lightning-store-writer", daemon=True)
@@ -334,12 +331,9 @@ class Writer:
                 if not is_busy(error):
                     raise
                 self._receive(wait=False)
-                now = time.monotonic()
-                late = []
-                while self._waiting and self._waiting[0].deadline <= now:
-                    late.append(self._waiting.popleft())
-                    late[-1].error = translate(error, self._settings)
-                deliver(late)
+                late = self._waiting.popleft()
+                late.error = translate(error, self._settings)
+                deliver([late])
             else:
                 return True
         return False
@@ -389,7 +383,6 @@ class _Readers:
     def __init__(self, settings: Settings, writer: Writer) -> None:
         self._settings, self._writer = settings, writer
         self._local = threading.local()
-        self._lock = threading.Lock()
         self._connections: list[sqlite3.Connection] = []
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="lightning-store-reader")
 
@@ -413,8 +406,7 @@ class _Readers:
         if connection is None:
             connection = connect_again(self._settings, self._writer.identity, read_only=True)
             self._local.connection = connection
-            with self._lock:
-                self._connections.append(connection)
+            self._connections.append(connection)
         return connection
 
     def close(self) -> None:
