@@ -102,7 +102,8 @@ class Operation:
         kinds = self.signature.parameters.values()
         self._defaults = {part.name: part.default for part in kinds if part.default is not part.empty}
         self._positional = tuple(part.name for part in kinds if part.kind is not part.KEYWORD_ONLY)
-        if owned is None and OWNED.isdisjoint(self.signature.parameters) and not _lists_runs(function):
+        named = owned is not None or not OWNED.isdisjoint(self.signature.parameters)
+        if not named and get_type_hints(function)["return"] != list[Run]:  # which are cut down by what each says itself
             raise TypeError(
                 f"the operation {self.name} names nothing of a project: give it an argument of {sorted(OWNED)}, or a rule of "
                 "its own: owned=RULE, owned=for_admins where no project's token may use it"
@@ -182,13 +183,6 @@ class OperationGroup:
             )
         return found
 
-    def lacking(self, operation: Operation, where: str) -> StoreError:
-        """The error for a server that does not have the plugin."""
-        return StoreError(
-            f"{where} cannot do {operation.name}: it has no plugin that brings {self.name!r}, or another release of it. "
-            f"Install {self.distribution} there, and start the server again"
-        )
-
 
 def operation(
     function: Callable[Concatenate[Any, P], Awaitable[R]],
@@ -208,12 +202,6 @@ def operation(
 def operations_of(table: type) -> tuple[Operation, ...]:
     """The operations that stand in a class, in order."""
     return tuple(entry for entry in vars(table).values() if isinstance(entry, Operation))
-
-
-def _lists_runs(function: Callable[..., Any]) -> bool:
-    """Whether a list of all can be cut down to a project's, by what each item says itself."""
-    answered: bool = get_type_hints(function)["return"] == list[Run]
-    return answered
 
 
 class Operations:

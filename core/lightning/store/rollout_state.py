@@ -207,11 +207,6 @@ def is_excused(position: Position, end: Ending, *, spend: bool) -> bool:
     return not spend and end.fault == Fault.INFRASTRUCTURE and given_back < EXCUSED
 
 
-def leased(rollout: Rollout) -> Rollout:
-    """The rollout as its next attempt begins: what is left of a lost attempt is wiped."""
-    return replace(rollout, status=Status.RUNNING, attempt=rollout.attempt + 1, fault=None, error="", seconds=0.0)
-
-
 def may_write(position: Position, attempt: int) -> bool:
     """Whether `attempt` is the running one."""
     return attempt == position.attempt and position.status is Status.RUNNING
@@ -295,11 +290,6 @@ def stored_otherwise(transition: Transition) -> ConflictError:
     )
 
 
-def expired_error(worker: str, attempt: int) -> str:
-    """The error text of a rollout whose last allowed attempt was lost."""
-    return plain_text(f"the lease of worker {worker!r} expired on attempt {attempt}, the last one allowed")
-
-
 def record_digest(transition: Transition, content: bytes) -> bytes:
     """The `row_digest` of a transition that is at hand. Two transitions are the same for the store if and only if these
     agree."""
@@ -310,6 +300,5 @@ def row_digest(rollout: str, attempt: int, row: Sequence[Any], content: bytes) -
     """BLAKE2b-64 over every field of a transition: `row` are the values of `rows.CALLS`, `content` is the codec's digest of its
     token arrays. Raises `DataError` or `TypeError` for a row with what no column of it has."""
     *described, packed = row
-    made = hashlib.blake2b(dump([rollout, attempt, *described]).encode() + content, digest_size=codec.DIGEST_BYTES)
-    made.update(packed or b"")
-    return made.digest()
+    whole = b"".join((dump([rollout, attempt, *described]).encode(), content, packed or b""))
+    return hashlib.blake2b(whole, digest_size=codec.DIGEST_BYTES).digest()

@@ -23,9 +23,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cache, lru_cache
+from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType, NoneType, SimpleNamespace, UnionType
-from typing import Any, Final, Generic, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Final, Generic, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from lightning.errors import DataError, StoreError
 from lightning.store.protocol import Attempt
@@ -74,17 +75,18 @@ def load(text: str, what: str = "a value") -> Json:
 
 def as_list(text: str, what: str) -> list[Any]:
     """`load` of a list. Raises `StoreError` for anything else."""
-    value = load(text, what)
-    if not isinstance(value, list):
-        raise StoreError(f"{what} is corrupt in the database: expected a list. Restore the database from a backup")
-    return value
+    return cast("list[Any]", _load_as(list, "a list", text, what))
 
 
 def as_mapping(text: str, what: str) -> Mapping[str, Any]:
     """`load` of an object. Raises `StoreError` for anything else."""
+    return cast("Mapping[str, Any]", _load_as(dict, "an object", text, what))
+
+
+def _load_as(kind: type, expected: str, text: str, what: str) -> Json:
     value = load(text, what)
-    if not isinstance(value, dict):
-        raise StoreError(f"{what} is corrupt in the database: expected an object. Restore the database from a backup")
+    if not isinstance(value, kind):
+        raise StoreError(f"{what} is corrupt in the database: expected {expected}. Restore the database from a backup")
     return value
 
 
@@ -112,11 +114,9 @@ def pack_extras(extras: Mapping[str, bytes], what: str) -> bytes | None:
     plugin has and for too many bytes."""
     for name, kept in extras.items():
         check_extra(name, kept, what)
-    return b"".join(_extra_entry(name.encode(), extras[name]) for name in sorted(extras)) or None
-
-
-def _extra_entry(head: bytes, kept: bytes) -> bytes:
-    return b"".join((bytes((len(head),)), head, _SIZE.pack(len(kept)), kept))
+    parts = ((name.encode(), extras[name]) for name in sorted(extras))
+    entries = ((bytes((len(head),)), head, _SIZE.pack(len(kept)), kept) for head, kept in parts)
+    return b"".join(chain.from_iterable(entries)) or None
 
 
 def check_extra(name: str, kept: bytes, what: str) -> None:
@@ -241,14 +241,6 @@ class Form:
     read: Callable[[Any, str], Any] | None = None
 
 
-def _optional(form: Form) -> Form:
-    write, read = form.write, form.read
-    return Form(
-        write and (lambda value, what: None if value is None else write(value, what)),
-        read and (lambda value, what: None if value is None else read(value, what)),
-    )
-
-
 def _form(kind: Any) -> Form:
     """How a field of a type is kept, unless its noun says otherwise."""
     if kind in (str, int, bytes):
@@ -264,7 +256,11 @@ def _form(kind: Any) -> Form:
         (some,) = (each for each in arguments if each is not NoneType)
         if isinstance(some, type) and issubclass(some, StrEnum):  # text columns are never NULL
             return Form(lambda value, _: "" if value is None else value.value, lambda v, _: some(v) if v else None)
-        return _optional(_form(some))
+        write, read = (inner := _form(some)).write, inner.read
+        return Form(
+            write and (lambda value, what: None if value is None else write(value, what)),
+            read and (lambda value, what: None if value is None else read(value, what)),
+        )
     if origin is Mapping and arguments[1] is bytes:
         return Form(pack_extras, unpack_extras)
     if origin is Mapping or (isinstance(origin, type) and issubclass(origin, Mapping)):
@@ -346,11 +342,6 @@ class Columns(Generic[T]):
         return self._noun(**found)
 
 
-def task_to_text(task: Task) -> str:
-    """A task with its id."""
-    return dump([task.id, task.input, task.expected, dict(task.metadata)], f"task {task.id!r}")
-
-
 def _task_from_text(text: str, what: str) -> Task:
     task, given, expected, metadata = as_list(text, what)
     return Task(given, expected, metadata, task)
@@ -362,10 +353,6 @@ def resources_to_text(versions: Mapping[str, int], what: str) -> str:
         if isinstance(version, bool) or not isinstance(version, int) or version < 1:
             raise DataError(f"one of {what} names version {version!r} of resource {name!r}: versions are 1, 2, ...")
     return dump({name: versions[name] for name in sorted(versions)})
-
-
-def _call_to_text(key: tuple[str, int, int] | None, what: str) -> str:
-    return "" if key is None else dump(list(key), what)
 
 
 def call_from_text(text: str, what: str) -> tuple[str, int, int] | None:
@@ -382,9 +369,12 @@ ROLLOUTS: Final = Columns(
     "rollout {_.id!r}",
     named={"group": "group_id", "index": "idx"},
     forms={
-        "task": Form(lambda task, _: task_to_text(task), _task_from_text),
+        "task": Form(
+            lambda task, _: dump([task.id, task.input, task.expected, dict(task.metadata)], f"task {task.id!r}"),
+            _task_from_text,
+        ),
         "resources": Form(resources_to_text, as_mapping),
-        "parent": Form(_call_to_text, call_from_text),
+        "parent": Form(lambda key, what: "" if key is None else dump(list(key), what), call_from_text),
     },
 )
 EARNED: Final = ("status", "attempt", "reward", "rewards", "fault", "error", "seconds", "trained_at_step")

@@ -221,7 +221,10 @@ async def lease(transaction: Transaction, run: str, worker: str, limit: int, ttl
         before = rows.ROLLOUTS.read(tuple(row))
         if before.status is Status.RUNNING:
             expired.append((now, "expired", before.id, before.attempt))
-        leases.append(Lease(rollout_state.leased(before), worker, now + ttl))
+        begins = replace(  # what is left of a lost attempt is wiped
+            before, status=Status.RUNNING, attempt=before.attempt + 1, fault=None, error="", seconds=0.0
+        )
+        leases.append(Lease(begins, worker, now + ttl))
         taken.append((before.attempt + 1, worker, now + ttl, n))
         begun.append((before.id, before.attempt + 1, worker, now))
     if len(found) > limit:  # some were held for a moment and left: whoever found nothing meanwhile is to look again
@@ -268,7 +271,7 @@ async def _lapsed(transaction: Transaction, run: str, limit: int) -> list[Row]:
         await transaction.run(
             "UPDATE rollouts SET status = 'failed', fault = 'infrastructure', error = ?, lease_until = NULL, worker = '' "
             "WHERE n = ?",
-            (rollout_state.expired_error(worker, attempt), n),
+            (rows.plain_text(f"the lease of worker {worker!r} expired on attempt {attempt}, the last one allowed"), n),
         )
         await transaction.changed(run)
     return await transaction.free(
@@ -396,7 +399,7 @@ async def _append_one(transaction: Transaction, where: Standing, call: NewCall) 
         assert await _is_repeated(transaction, where, key, call), "what is in the way of a call has its key"
         return False
     known = KnownTransition(n, blob[: codec.HEAD_BYTES], call.tokens)
-    extended = parent if parent is not None and parent.tokens.is_extended(shared) else None
+    extended = parent if parent is not None and parent.tokens.length == shared * codec.ITEM else None
     transaction.parents.add((where.n, attempt), known, extended)
     if parent is None:
         transaction.parents.add((where.run, where.group), known)
@@ -410,11 +413,10 @@ async def _is_repeated(transaction: Transaction, where: Standing, key: tuple[int
     )
     if row is None:
         return False
-    stored, content = row[0], call.packed.digest
-    transition = call.transition
+    (stored, caller), transition, content = row, call.transition, call.packed.digest
     labels = await labels_of(transaction, transition.rollout, transition.attempt)
     if labels.get(transition.id) == transition.caller:  # as it was labelled since
-        transition = replace(transition, caller=rows.caller_from_text(row[1]))
+        transition = replace(transition, caller=rows.caller_from_text(caller))
     if stored == rollout_state.record_digest(transition, content):
         return True
     for answered in rollout_state.answered(transition):
@@ -471,12 +473,11 @@ async def _load_trunk(transaction: Transaction, where: Standing) -> list[KnownTr
         key = rows.call_from_text(where.parent, "its parent")
     except (StoreError, ValueError, TypeError):  # damaged: whoever reads the rollout itself gets the error
         return []
-    assert key is not None, "asked where there is a parent"
     return await _load(
         transaction,
         "SELECT t.n, t.parent, t.tokens FROM rollouts r JOIN transitions t ON t.rollout = r.n "
         "WHERE r.run = ? AND r.group_id = ? AND r.id = ? AND t.attempt = ? AND t.seq <= ? ORDER BY t.seq DESC LIMIT ?",
-        (where.run, where.group, *key, LOADED_CALLS),
+        (where.run, where.group, *(key or ()), LOADED_CALLS),
     )
 
 
@@ -490,10 +491,10 @@ async def _load(transaction: Transaction, query: str, values: tuple[str | int, .
             tokens = await decoder.decode(n, parent, blob)
         except StoreError:  # a damaged row is no parent for a new call; whoever reads the row itself gets the error
             continue
-        full = decoder.full(n)
+        full = codec.full_tokens(tokens)
         if not any(newer.startswith(full) for newer in fulls):
             fulls.append(full)
-            fingerprint = Fingerprint.of(full, len(codec.pack(tokens.prompt_ids)))
+            fingerprint = Fingerprint.of(full, len(tokens.prompt_ids) * codec.ITEM)
             found.append(KnownTransition(n, blob[: codec.HEAD_BYTES], fingerprint))
     return found[::-1]
 

@@ -52,11 +52,7 @@ OWN: Final = SqlPart(READS, WRITES, whole=("transitions", "transitions_of", "att
 
 
 class _TakenBackError(Exception):
-    """Ends a transaction of which nothing is kept but the answer."""
-
-    def __init__(self, answer: Any) -> None:
-        super().__init__("taken back")
-        self.answer = answer
+    """Ends a transaction of which nothing is kept but the answer, its one argument."""
 
 
 class RelationalStore(Operations, ABC):
@@ -118,7 +114,7 @@ class RelationalStore(Operations, ABC):
         try:
             await self._write(look)
         except _TakenBackError as found:
-            return found.answer
+            return found.args[0]
 
     async def append(self, transitions: Sequence[Transition]) -> int:
         """See `Store.append`."""

@@ -139,7 +139,6 @@ async def keep_answer(transaction: Transaction, known_as: str, run: str, seconds
     )
 
 
-SELECT_VERSION: Final = "SELECT version FROM operation_groups WHERE name = ?"
 KEEP_VERSION: Final = (
     "INSERT INTO operation_groups (name, version) VALUES (?, ?) "
     "ON CONFLICT (name) DO UPDATE SET version = excluded.version"
@@ -166,15 +165,10 @@ class SqlPart:
         """Those that read and those that write."""
         return {**self.reads, **self.writes}
 
-    def names(self) -> list[str]:
-        """The tables, those first that were made first."""
-        made = (_MADE.match(statement) for step in self.tables for statement in step)
-        return list(dict.fromkeys(found[2] for found in made if found and found[1].upper() == "TABLE"))
-
 
 async def version_of(transaction: Transaction, group: str) -> int:
     """How many steps of a group's tables a database has."""
-    row = await transaction.one(SELECT_VERSION, (group,))
+    row = await transaction.one("SELECT version FROM operation_groups WHERE name = ?", (group,))
     return 0 if row is None else int(row[0])
 
 

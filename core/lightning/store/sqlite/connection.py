@@ -73,7 +73,10 @@ def connect(settings: Settings, *, read_only: bool = False, again: bool = False)
     connection: sqlite3.Connection | None = None
     try:
         if not settings.in_memory and not read_only and not again:
-            _make(settings.path)
+            with contextlib.suppress(
+                FileExistsError
+            ):  # for its owner alone: it holds the secret that signs agents' keys
+                os.close(os.open(settings.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         connection = sqlite3.connect(
             f"{Path(settings.path).as_uri()}?mode=rw" if again else settings.path,
             uri=again,
@@ -90,12 +93,6 @@ def connect(settings: Settings, *, read_only: bool = False, again: bool = False)
             connection.close()
         raise translate(error, settings) from error
     return connection
-
-
-def _make(path: str) -> None:
-    """Make the file, for its owner alone: it holds the secret that signs agents' keys. What is there stays as it is."""
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
 def _configure(connection: sqlite3.Connection, settings: Settings, *, read_only: bool) -> None:

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from lightning.errors import ConfigError
 from lightning.store.codec import ParentCache
@@ -42,16 +42,13 @@ from lightning.store.threads import Bell, LookingWatch, WorkItem, check_process,
 from lightning.store.url import StoreURL, parse
 
 T = TypeVar("T")
-MARK_CHANGE: Final = "INSERT INTO revisions (run, n) VALUES (?, 1) ON CONFLICT (run) DO UPDATE SET n = revisions.n + 1"
-_NOW: Final = "SELECT (julianday('now') - 2440587.5) * 86400.0"
-SELECT_REVISION: Final = "SELECT n FROM revisions WHERE run = ?"
 LOOK: Final = 0.05
 """Seconds between looks for what another process changed; a look is one indexed read."""
 
 
 async def revision(transaction: Transaction, run: str) -> int:
     """How often the run has changed."""
-    row = await transaction.one(SELECT_REVISION, (run,))
+    row = await transaction.one("SELECT n FROM revisions WHERE run = ?", (run,))
     return int(row[0]) if row else 0
 
 
@@ -74,7 +71,7 @@ class SqliteTransaction:
     async def now(self) -> float:
         """See `Transaction.now`."""
         if self._now is None:
-            self._now = float(self._connection.execute(_NOW).fetchone()[0])
+            self._now = float(self._connection.execute("SELECT (julianday('now') - 2440587.5) * 86400.0").fetchone()[0])
         return self._now
 
     @property
@@ -134,12 +131,8 @@ def drive(operation: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("an operation of a store awaits nothing but its transaction")
 
 
-Identity: TypeAlias = tuple[int, int] | None
-"""Device and inode of the file that a store was opened with; None for one in memory."""
-
-
-def identity(settings: Settings) -> Identity:
-    """What tells the store's file from another at the same path. Raises `StoreError` where there is none."""
+def identity(settings: Settings) -> tuple[int, int]:
+    """What tells the store's file from another at the same path: device and inode. Raises `StoreError` where there is none."""
     try:
         found = os.stat(settings.path)  # noqa: PTH116 — at each commit
     except OSError as error:
@@ -147,13 +140,13 @@ def identity(settings: Settings) -> Identity:
     return found.st_dev, found.st_ino
 
 
-def check_identity(settings: Settings, opened: Identity) -> None:
+def check_identity(settings: Settings, opened: tuple[int, int] | None) -> None:
     """Raise `StoreError` where another file than the one that was opened is at the path, or none: a write would be lost."""
     if opened is not None and identity(settings) != opened:
         raise moved(settings)
 
 
-def connect_again(settings: Settings, opened: Identity, *, read_only: bool = False) -> sqlite3.Connection:
+def connect_again(settings: Settings, opened: tuple[int, int] | None, *, read_only: bool = False) -> sqlite3.Connection:
     """Another connection to what the store has `opened`. Raises `StoreError` where another file is in its place, or none."""
     check_identity(settings, opened)
     return connect(settings, read_only=read_only, again=opened is not None)
@@ -202,7 +195,8 @@ class Writer:
         self._closed = False
         self._stop = False
         self._broken = False
-        self.identity: Identity = None
+        self.identity: tuple[int, int] | None = None
+        """Of the file that was opened; None for one in memory."""
         self._parents = ParentCache[int]()
         self.ready: Future[None] = Future()
         self.ready.set_running_or_notify_cancel()  # one caller that gives up must not cancel the others' wait
@@ -358,11 +352,13 @@ class Writer:
 
     def _commit(self) -> None:
         check_identity(self._settings, self.identity)
-        self._connection.executemany(MARK_CHANGE, [(run,) for run in self._transaction.changed_runs])
+        self._connection.executemany(
+            "INSERT INTO revisions (run, n) VALUES (?, 1) ON CONFLICT (run) DO UPDATE SET n = revisions.n + 1",
+            [(run,) for run in self._transaction.changed_runs],
+        )
         self._connection.execute("COMMIT")
         self._parents.keep()
-        if self._transaction.changed_runs:
-            self._bell.ring(self._transaction.changed_runs)
+        self._bell.ring(self._transaction.changed_runs)
 
     def _roll_back(self) -> None:
         self._parents.forget()
@@ -471,12 +467,13 @@ class SqliteStore(RelationalStore):
 
     async def close(self) -> None:
         """See `Store.close`."""
-        if self._writer is not None:
-            await self._disconnect(self._writer)
+        await self._disconnect(self._writer)
 
-    async def _disconnect(self, writer: Writer) -> None:
+    async def _disconnect(self, writer: Writer | None) -> None:
         with self._lock:
-            if self._writer is not writer:  # someone else was faster, and may have opened the store again
+            if (
+                writer is None or self._writer is not writer
+            ):  # someone else was faster, and may have opened the store again
                 return
             readers = self._readers
             self._writer = self._readers = None
