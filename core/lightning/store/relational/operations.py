@@ -516,7 +516,7 @@ async def transitions_of(transaction: Transaction, attempts: Sequence[tuple[str,
             await standing(transaction, rollout)  # raises for a rollout nobody created
         labels = await labels_of(transaction, rollout, attempt)
         calls = [await _decode(decoder, rollout, attempt, row) for row in stored]
-        found.append([replace(call, caller=labels.get(call.id, call.caller)) for call in calls])
+        found.append([replace(call, caller=labels[call.id]) if call.id in labels else call for call in calls])
     return found
 
 
