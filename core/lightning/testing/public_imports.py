@@ -74,7 +74,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a store of SQL": (
             "lightning.store.relational.transaction",
             "lightning.store.threads",
-            "lightning.store.relational.rollouts",
+            "lightning.store.relational.operations",
             "lightning.store.schema",
             "lightning.store.relational.store",
             "lightning.store.sqlite.connection",
