@@ -297,7 +297,8 @@ def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | N
 
     The factory makes a `lightning.trainer.run_stages.RunStage` of the settings, None where they do not need it. It finds the
     prompts that a run's agents are given or the teacher that its algorithms learn from, brings what the run begins with in
-    place of its model (`--from`), or hears where the run's model lies at its end. A stage that raises ends the run.
+    place of its model (`--from`), takes recorded steps again where a run goes on, so that not each needs a checkpoint, or
+    hears where the run's model lies at its end. A stage that raises ends the run.
     """
 
 
