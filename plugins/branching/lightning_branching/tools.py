@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Final
@@ -28,8 +26,6 @@ TRIES: Final = 4
 """How often the gateway is asked."""
 PAUSE: Final = 0.5
 """Seconds after the first time; they double."""
-_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Straight to the gateway: it is no proxy's to reach."""
 
 
 class BranchToolsStage(AttemptStage):
@@ -60,11 +56,15 @@ def _recorded(llm: LLM) -> list[ToolEvent]:
 
 
 def _asked(llm: LLM) -> list[ToolEvent]:
+    import urllib.error
+    import urllib.request  # only in a branch: every process of agents imports this module when it begins
+
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the gateway is no proxy's to reach
     request = urllib.request.Request(  # noqa: S310 — the gateway's own address
         f"{llm.base_url}/tool_runs", headers={"authorization": f"Bearer {llm.api_key}"}
     )
     try:
-        with _OPENER.open(request, timeout=TIMEOUT) as answer:
+        with opener.open(request, timeout=TIMEOUT) as answer:
             return [read_tool_event(event) for event in json.load(answer)["tool_runs"]]
     except urllib.error.HTTPError as error:
         with error:
