@@ -174,7 +174,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.trainer.checkpoints",
             "lightning.trainer.own_loop",
             "lightning.trainer.context",
-            "lightning.trainer.replay",
             "lightning.trainer.teacher",
         ),
         "a stage at a run's beginning and end": (
