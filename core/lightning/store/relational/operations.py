@@ -31,7 +31,7 @@ from lightning.store.protocol import KNOWN_SECONDS, Attempt, MetricPoint, Page, 
 from lightning.store.relational.transaction import Transaction, keep_answer, kept_answers, once_only
 from lightning.store.rollout_state import Position
 from lightning.store.rows import Row
-from lightning.types import Caller, Json, Lease, Outcome, Rollout, Run, Status, StepRecord, Transition
+from lightning.types import Caller, Json, Lease, Rollout, Run, Status, StepRecord, Transition
 
 IDS_AT_ONCE: Final = 500
 """Ids in one statement at most."""
@@ -293,9 +293,10 @@ async def renew(transaction: Transaction, lease: Lease, ttl: float) -> Lease:
     return Lease(lease.rollout, lease.worker, until)
 
 
-async def complete(transaction: Transaction, rollout: str, attempt: int, outcome: Outcome, spend: bool) -> Rollout:
-    """See `Store.complete`."""
-    end = rollout_state.ending(rollout, outcome)
+async def complete(
+    transaction: Transaction, rollout: str, attempt: int, end: rollout_state.Ending, spend: bool
+) -> Rollout:
+    """See `Store.complete`; `end` is the checked outcome."""
     where = await standing(transaction, rollout, held=True)
     if not rollout_state.may_write(where.position, attempt):
         earlier = await transaction.one(

@@ -16,7 +16,7 @@ from lightning.store.operation import Operation as StoreOperation
 from lightning.store.operation import OperationGroup, Operations
 from lightning.store.relational import operations
 from lightning.store.relational.transaction import Operation, SqlPart, Transaction, make_tables, version_of
-from lightning.types import Transition
+from lightning.types import Outcome, Rollout, Transition
 
 T = TypeVar("T")
 READS: Final[Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]] = {
@@ -40,7 +40,6 @@ WRITES: Final[Mapping[str, Callable[..., Coroutine[Any, Any, Any]]]] = {
     "create_rollouts": operations.create_rollouts,
     "lease": operations.lease,
     "renew": operations.renew,
-    "complete": operations.complete,
     "release": operations.release,
     "commit_step": operations.commit_step,
     "log_metrics": operations.log_metrics,
@@ -116,9 +115,15 @@ class RelationalStore(Operations, ABC):
         except _TakenBackError as found:
             return found.args[0]
 
+    async def complete(self, rollout: str, attempt: int, outcome: Outcome, *, spend: bool = True) -> Rollout:
+        """See `Store.complete`."""
+        end = rollout_state.ending(rollout, outcome)  # before the transaction, which keeps others from writing
+        return await self._write(partial(operations.complete, rollout=rollout, attempt=attempt, end=end, spend=spend))
+
     async def append(self, transitions: Sequence[Transition]) -> int:
         """See `Store.append`."""
         given = rollout_state.settled(transitions)  # read after others have run, who may change a list of theirs
         calls: list[operations.NewCall] = []
-        work = partial(operations.append, calls=calls)
-        return await self._write(work, first=lambda: calls.extend(map(operations.prepare, given)))
+        return await self._write(
+            partial(operations.append, calls=calls), first=lambda: calls.extend(map(operations.prepare, given))
+        )

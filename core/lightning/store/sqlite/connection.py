@@ -24,7 +24,6 @@ MEMORY: Final = ":memory:"
 PAGE_BYTES: Final = 16384
 """A transition is about 2 KB: pages this large waste little behind the last one that fits."""
 WAL_LIMIT_BYTES: Final = 64 << 20
-_SYNC: Final = {"normal": "NORMAL", "full": "FULL"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,8 @@ class Settings:
     busy_timeout: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.sync not in _SYNC:
-            raise ConfigError(f"sync={self.sync!r} is not known for the sqlite store: use {' or '.join(_SYNC)}")
+        if self.sync not in ("normal", "full"):
+            raise ConfigError(f"sync={self.sync!r} is not known for the sqlite store: use normal or full")
         if not 0 <= self.busy_timeout <= 3600:
             raise ConfigError(f"busy_timeout={self.busy_timeout!r} must be seconds between 0 and 3600")
 
@@ -106,7 +105,7 @@ def _configure(connection: sqlite3.Connection, settings: Settings, *, read_only:
             f"store {settings.path}: this file system does not support SQLite's write-ahead log (journal mode {mode!r}); "
             "put the file on a local disk"
         )
-    connection.execute(f"PRAGMA synchronous = {_SYNC[settings.sync]}")
+    connection.execute(f"PRAGMA synchronous = {settings.sync}")
     connection.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT_BYTES}")
 
 
