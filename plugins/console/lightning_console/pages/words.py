@@ -1,4 +1,4 @@
-"""How pages say numbers, times and shares, and which run an address means."""
+"""Helpers of the pages: format numbers, times and shares, make links, and find the run of an address."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from lightning_console.queries.runs import said_seconds
 from lightning_console.router import Address
 
 NONE = "–"
-"""What stands for no value."""
+"""The text that pages show for a missing value."""
 
 
 async def located(places: Places, address: Address) -> Located:
-    """The run that an address is about. Raises `DataError` for an address without one, `ConfigError` for an unknown one."""
+    """Find the run that an address names. Raises `DataError` if it names none, `ConfigError` if the run is unknown."""
     if not address.about or not address.about[0]:
         raise DataError(f"the address {str(address)!r} names no run: {address.page}/RUN")
     return await places.find(address.about[0])
 
 
 def name_of(run: str, url: str, several: bool) -> str:
-    """What a run is called: its id, and where `several` have it, the folder of its store as well."""
+    """Return a run's name on pages: its id, followed by the folder of its store if `several` stores have that id."""
     if not several:
         return run
     return f"{run} in {Path(parse(url).path).parent.name if url.startswith('sqlite:') else url}"
@@ -47,27 +47,28 @@ def inside(found: Located, name: str) -> str:
 
 
 def rollout_link(found: Located, rollout: str) -> Link:
-    """Opens a rollout of a run."""
+    """Return a link to a rollout of a run."""
     return Link(inside(found, rollout), to("rollout", found.key, rollout))
 
 
 def place_of(found: Located) -> str:
-    """Where a run is, as a command's option says it; of a server's own store only its owner knows that."""
+    """Return a run's store for the option `--runs` of a command: its quoted URL, or `PLACE` for a server's own store, whose
+    URL only its owner knows."""
     return "PLACE" if found.url == SERVER else shlex.quote(found.url)
 
 
 def trail(found: Located, *more: Link) -> tuple[Link, ...]:
-    """The pages above one of a run."""
+    """Return the links to the pages above a page of a run, then the links `more`."""
     return (Link("Runs", "runs"), Link(found.run.id, to("run", found.key)), *more)
 
 
 def step_links(found: Located, record: StepRecord | None) -> list[Link]:
-    """Opens the step that looked at a group or a rollout; nothing where none has."""
+    """Return a link to the step that used a group or a rollout; none without a record."""
     return [] if record is None else [Link(f"step {record.step}", to("step", found.key, record.step))]
 
 
 def cannot_read(unreadable: Mapping[str, str]) -> list[Block]:
-    """Which stores cannot be read, and why."""
+    """Return notices about the stores that cannot be read, with the reasons."""
     notices = [Notice(f"{url} cannot be read", "bad", why) for url, why in unreadable.items()]
     return [Notices(notices)] if notices else []
 
@@ -84,13 +85,13 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:
-    """The mean of those that are known."""
+    """Return the mean of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
 
 
 def tone_of(value: float | None) -> Tone:
-    """Whether a number is above or below 0."""
+    """Return the colour of a number: good above 0, bad below, none for 0 or None."""
     return "" if not value else "good" if value > 0 else "bad"
 
 

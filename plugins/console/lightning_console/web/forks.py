@@ -1,7 +1,7 @@
-"""*Fork here*: `lightning branch --live` in a process of its own, for the console of a person's own machine.
+"""The button *Fork here*: run `lightning branch --live` in a process, for the console on a person's own machine.
 
-The invariant: it runs what that person could run in the same folder, at most `MOST` of it at once, and nothing of it outlives
-the console.
+The invariant: it runs only commands that this person could run in the same folder, at most `MOST` at once, and no process
+outlives the console.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 MOST: Final = 2
 SECONDS: Final = 50.0
-"""Until the branches have to have begun: the agent's frameworks are imported first."""
+"""Seconds that the page waits for the branches to begin; importing the agent's frameworks comes first."""
 SOME_VOID: Final = 1
-"""How the command ends when some branches are void or failed: the pages show which."""
+"""The command's exit code when some branches are void or failed: the pages show which."""
 LOOK: Final = 0.3
 LAST: Final = 8192
-"""Bytes of what the command says that are kept: the last ones."""
+"""The last bytes of the command's error output that are kept."""
 GRACE: Final = 15.0
-"""Seconds that a command has to end its agents when the console is closed."""
+"""Seconds that commands have to end their agents when the console is closed."""
 BEGIN: Final = """
 import ctypes, signal, sys
 if sys.platform.startswith("linux"):
@@ -46,7 +46,7 @@ AGENT: Final = re.compile(r"[A-Za-z_][\w.]*:\S.*", re.DOTALL)
 
 
 class Forks:
-    """The branches that a console has begun."""
+    """The processes that make branches for a console."""
 
     def __init__(self) -> None:
         self._running: dict[str, asyncio.Task[tuple[int, str]]] = {}
@@ -55,8 +55,9 @@ class Forks:
         self._closed = False
 
     async def begin(self, places: Places, given: Mapping[str, Any]) -> str:
-        """Begin the branches that an action `fork` asks for, and return when they have begun, with what is to be said. Raises
-        `DataError` with what the command says where it could not, and `ConfigError` where that many are being made."""
+        """Start the branches that an action `fork` asks for, wait up to `SECONDS` until they have begun, and return a text for
+        the visitor. Raises `DataError` for wrong arguments or with the command's error, and `ConfigError` if branches at this
+        call, or at `MOST` calls, are being made already."""
         agent, at, attempt = str(given.get("agent", "")).strip(), given.get("at"), given.get("attempt")
         if not AGENT.fullmatch(agent):
             raise DataError(f"{agent[:100]!r} names no agent: write MODULE:FUNCTION, as for `lightning train`")
@@ -89,7 +90,7 @@ class Forks:
         )
 
     def _follow(self, located: Located, name: str, began: float, running: asyncio.Task[tuple[int, str]]) -> None:
-        """Tell the terminal what the command says at its end: the page does not wait for that any more."""
+        """Log the command's error in the console's terminal when it ends, because the page no longer waits for it."""
 
         async def follow() -> None:
             code, said = await running
@@ -103,7 +104,7 @@ class Forks:
         following.add_done_callback(self._following.discard)
 
     async def _run(self, command: Sequence[str]) -> tuple[int, str]:
-        """Run the command to its end; its exit code, and its error or the last that it says."""
+        """Run a command to its end; return its exit code, and its error or its last line."""
         process = await asyncio.create_subprocess_exec(
             *[sys.executable, "-c", BEGIN, *command],
             stdin=asyncio.subprocess.DEVNULL,
@@ -127,7 +128,7 @@ class Forks:
         return process.returncode, _error_in(said) or f"the command ended with {process.returncode}"
 
     async def close(self) -> None:
-        """End what is at work: the agents are stopped, and branches that have ended are kept."""
+        """Stop the running commands and their agents. Branches that have ended stay in the store."""
         self._closed = True
         for process in self._processes:
             with suppress(ProcessLookupError):
@@ -138,13 +139,13 @@ class Forks:
 
 
 async def _has_begun(located: Located, name: str, began: float) -> bool:
-    """Whether there is a run of branches with this name, or one of the next numbers, that is not older."""
+    """Return whether the store has a run called `name` or `name-NUMBER` that was created since `began`."""
     newest = await located.store.list_runs(limit=20, brief=True)
     return any(re.fullmatch(rf"{re.escape(name)}(-\d+)?", run.id) and run.created_at >= began for run in newest)
 
 
 def _error_in(said: bytes) -> str:
-    """The error that a command ends with; its last line where it says none."""
+    """Return the last error in a command's output, or its last line if it has none."""
     lines = [line.strip() for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
     last = max((place for place, line in enumerate(lines) if line.startswith("error:")), default=-1)
     return " ".join(lines[last:]).removeprefix("error:").strip()
