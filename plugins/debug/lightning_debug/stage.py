@@ -1,9 +1,8 @@
-"""The plugin's stage at the steps of a run: the rules look at each step and at dry runs, and `trainer.alerts` (a webhook, or a
-program) hears of what is serious.
+"""The plugin's step stage: it applies the rules to each step and each dry run, and sends alarms to `trainer.alerts` (a webhook
+or a program).
 
-The invariant: a rule sees what is recorded of the run up to now and nothing else, so that `lightning advise` finds the same.
-Training neither waits for what is told others nor fails with it. What could not be told is logged, without the address, which
-may be a secret.
+The invariant: a rule sees only what is recorded of the run up to now, so that `lightning advise` finds the same. Training
+neither waits for an alert nor fails with it. An alert that could not be sent is logged without its URL, which may be a secret.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 Send = Callable[[bytes], Awaitable[None]]
 SECONDS: Final = 30.0
-"""How long telling may take, and how long the end of a run waits for what is being told."""
+"""Seconds that sending an alert may take, and that the end of a run waits for alerts that are being sent."""
 WEBHOOK, COMMAND = "webhook:", "command:"
 
 
 def read_alerts(targets: Sequence[str]) -> list[tuple[str, Send]]:
-    """What to call with an alert, by the name of each target. Raises `ConfigError` for what is neither, is not there, or is a
-    secret where its name belongs."""
+    """Return the targets of `trainer.alerts` as `(name, function that sends an alert)`. Raises `ConfigError` for a target that
+    is neither a webhook nor a command, for an unset variable or a missing program, and for a URL in place of its variable."""
     found: list[tuple[str, Send]] = []
     for target in targets:
         if target.startswith(WEBHOOK):
@@ -111,7 +110,7 @@ def _command(text: str) -> Send:
 
 
 class Alerts:
-    """The targets of one run."""
+    """Sends alerts to the targets of one run."""
 
     def __init__(self, targets: Sequence[str]) -> None:
         self._targets = read_alerts(targets)
@@ -119,12 +118,12 @@ class Alerts:
         self._failed: set[str] = set()
 
     async def close(self) -> None:
-        """Wait for what is being told."""
+        """Wait up to `SECONDS` for the alerts that are being sent."""
         if self._telling:
             await asyncio.wait(self._telling, timeout=SECONDS)
 
     def send(self, alert: Mapping[str, Json]) -> None:
-        """Tell all targets; returns at once."""
+        """Start to send an alert to all targets, and return at once."""
         body = json.dumps({**alert}).encode()
         for name, send in self._targets:
             task = asyncio.create_task(self._tell(name, send, body))
@@ -143,7 +142,8 @@ class Alerts:
 
 
 class Advice(StepStage):
-    """See the module. Raises `ConfigError` for alerts that cannot be told."""
+    """The step stage `advice`, which applies the rules and sends alerts. Raises `ConfigError` for `trainer.alerts` that are not
+    valid."""
 
     api, carries_out = 1, ("alerts",)
 

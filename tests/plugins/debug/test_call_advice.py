@@ -52,7 +52,9 @@ async def test_another_models_name_is_said_once_for_each_run(house, caplog):
         await ask_for(house, "gpt-4o-mini", "policy", "gpt-4o-mini")
         await ask_for(house, "gpt-4o-mini", run="another")
     first, second = told(caplog)
-    assert first.startswith("'gpt-4o-mini' was asked for in run trained, and the policy answers")
+    assert first.startswith(
+        "an agent in run trained asked for the model 'gpt-4o-mini'. The gateway always answers with the policy"
+    )
     assert "base_url and an API key of its own" in first
     assert "train_agents" in first
     assert "in run another" in second
