@@ -1,4 +1,4 @@
-"""Where the recording of texts stands at a step: how many of its rollouts cannot be run again."""
+"""The step stage that counts the rollouts of a step that cannot be replayed from their record."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_record.exchanges import why_not_replayable
 
 
 class ReplayableStage(StepStage):
-    """Adds `not_replayable`: how many rollouts of the step's groups cannot be run again from their record."""
+    """Adds the metric `not_replayable`: how many rollouts of the step's groups cannot be replayed from their record."""
 
     api, before = 1, ("advice",)
 
