@@ -1,7 +1,7 @@
-"""`/v1/responses`: OpenAI's Responses API, asked of vLLM as a chat completion.
+"""`/v1/responses`: OpenAI's Responses API, translated to chat completions of vLLM.
 
-The invariant: the prompt is the one that the same conversation would have had through `/v1/chat/completions`. The object in the
-last event of a stream is the one the whole answer would have been.
+The invariant: the prompt is the one that the same conversation would have through `/v1/chat/completions`. The object in the
+last event of a stream is the one that the whole answer would have been.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ ECHOED: Mapping[str, object] = {
     "truncation": "disabled",
     "user": None,
 }
-"""What a Response repeats of its request, with the defaults of the API."""
+"""The parameters of a request that a Response repeats, with the API's defaults."""
 SAMPLING = {"temperature": 1.0, "top_p": 1.0}
-"""The same, but as it went to vLLM: a token may have overridden it."""
+"""Sampling parameters that a Response repeats, with the defaults. Their values are those sent to vLLM, because the gateway's
+settings and the key may override the agent's."""
 PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.TOOL: "fc"}
 
 
@@ -83,15 +84,16 @@ class Responses(Translated):
 
 
 class ToolNames(NamedTuple):
-    """What the tools are that the model knows by a name: those with a namespace, and those that are no functions."""
+    """The tools of a request that are not plain functions, by the name that the model sees: `spaces` has (namespace, name) of
+    those in a namespace, `others` the client tools."""
 
     spaces: Mapping[str, tuple[str, str]]
     others: Mapping[str, ClientTool]
 
 
 class ResponseTranslator(Translator):
-    """What the agent sees as a Response. `chat` is the request as it goes to vLLM, `asked` as the agent sent it; `names` says
-    which tools are no plain functions; `said` is the conversation so far, without the instructions."""
+    """Translates vLLM's chat answer to a Response. `asked` is the request as the agent sent it, `chat` as it goes to vLLM;
+    `names` are the tools that are not plain functions; `said` is the conversation so far, without the instructions."""
 
     def __init__(self, response_id: str, asked: Body, chat: Body, names: ToolNames, said: Sequence[Body]) -> None:
         super().__init__(response_id)
@@ -107,7 +109,7 @@ class ResponseTranslator(Translator):
         return super().end()
 
     def broken(self, refusal: RefusalError) -> bytes:
-        """See `Translator`. With the `error` object the OpenAI clients raise, without it they would go on in silence."""
+        """See `Translator`. OpenAI's clients raise only if the event has the `error` object; without it they go on silently."""
         error = refusal.error
         return self._written([{**error, "type": "error", "error": error}])
 
@@ -150,7 +152,7 @@ class ResponseTranslator(Translator):
         return [self._item(part, self._ended(part)) for part in self._parts.all]
 
     def _ended(self, part: Part) -> str:
-        """How a part has ended: the last of an answer that was cut is incomplete."""
+        """Return the status of an ended part: "incomplete" for the last part of an answer that was cut off at its limit."""
         cut = self._finish == "length" and part is self._parts.all[-1]
         return "incomplete" if cut else "completed"
 
@@ -170,7 +172,7 @@ class ResponseTranslator(Translator):
         return {**call, "namespace": space} if space else call
 
     def _of_the_client(self, part: Part) -> Body | None:
-        """The item of a call of a tool that is no function, once it is complete."""
+        """Return the client's item for a complete call of a client tool; None for any other part."""
         tool = self._names.others.get(part.name) if part.kind is Kind.TOOL else None
         return None if tool is None else item_of(tool, part.name, part.text)
 
@@ -178,7 +180,7 @@ class ResponseTranslator(Translator):
         return f"{PREFIXES[part.kind]}_{self._id.removeprefix('resp_')}_{part.index}"
 
     def _text(self, part: Part) -> Body:
-        """All logprobs so far (as in vLLM, also those of tokens that are no text) are with the last text."""
+        """Return a text part. The last one has all logprobs so far, also those of tokens that are not text, as in vLLM."""
         texts = [item for item in self._parts.all if item.kind is Kind.TEXT]
         said = [logprob_of(entry) for entry in self._logprobs] if texts[-1] is part else []
         return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": said}
@@ -194,7 +196,7 @@ class ResponseTranslator(Translator):
         return [{"type": f"response.{response['status']}", "response": response}]
 
     def _written(self, said: list[Body]) -> bytes:
-        """The events, numbered over the whole stream."""
+        """Encode events, numbered over the whole stream."""
         first, self._sequence = self._sequence, self._sequence + len(said)
         return b"".join(event({**body, "sequence_number": first + number}) for number, body in enumerate(said))
 
@@ -215,7 +217,7 @@ class ResponseTranslator(Translator):
             yield {"type": "response.output_item.done", **place, "item": self._item(part, self._ended(part))}
 
     def _events_of_the_client(self, step: Step, part: Part) -> Iterator[Body]:
-        """A call of a tool that is no function is told when it has ended: only then is it known to be one."""
+        """Yield all events of a client tool's call when it has ended: only then is it known whether its arguments fit."""
         if step is not Step.CLOSE:
             return
         place, item = {"output_index": part.index}, self._item(part, self._ended(part))
@@ -257,14 +259,14 @@ class ResponseTranslator(Translator):
 
 
 def logprob_of(entry: Body) -> Body:
-    """One token's logprob; both APIs say the same, but for what vLLM adds."""
+    """Return one token's logprob with the fields of this API, without those that vLLM adds."""
     said: Body = {name: entry.get(name) for name in ("token", "logprob", "bytes")}
     top = [{name: item.get(name) for name in said} for item in entry.get("top_logprobs") or ()]
     return {**said, "top_logprobs": top}
 
 
 def usage_of(usage: Body | None) -> Body | None:
-    """Token counts under the names of this API."""
+    """Return token counts under the names of this API; None if vLLM gave none."""
     if usage is None:
         return None
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
