@@ -59,8 +59,8 @@ class Translated(Chat):
         return plan
 
     def strip(self, answer: Body, plan: Plan) -> bool:
-        """See `Dialect`. Only reasoning, with its ids and logprobs, is removed: the translation takes over nothing else that the
-        agent did not ask for."""
+        """See `Dialect`. Only reasoning, with its ids and logprobs, is removed: the translation takes over nothing else that
+        the agent did not ask for."""
         return strip_reasoning(answer, plan)
 
     def exists_only_for_us(self, chunk: Body, plan: Plan) -> bool:
