@@ -49,7 +49,7 @@ class Cut:
         return f"{text[: self.characters]} …"
 
     def first(self, values: Sequence[Any]) -> list[Any]:
-        """The first items of a list."""
+        """Return the first `items` of a list, and note in `said` if some were cut."""
         if len(values) > self.items:
             self.said[f"the first {self.items} of {len(values)} items of a list"] = None
         return list(values[: self.items])
@@ -196,7 +196,8 @@ class Tools:
         self._places = places
 
     async def runs(self, search: str = "", cursor: str = "") -> dict[str, Any]:
-        """Runs with their state, alarms, reward and held-out result, newest first. `search`: in names, models, algorithms."""
+        """List runs with state, alarms, reward and held-out result, newest first. `search`: words in their names, models or
+        algorithms."""
         options = {name: value for name, value in (("q", search), ("cursor", cursor)) if value}
         return await self._show(Address("runs", options=options))
 
@@ -205,22 +206,23 @@ class Tools:
         return await self._show(Address("run", (run,)))
 
     async def step(self, run: str, step: int) -> dict[str, Any]:
-        """One optimizer step, from 0: its groups, how their rewards spread, and which taught nothing and why."""
+        """One optimizer step, from 0: its groups, the spread of their rewards, and which groups taught nothing and why."""
         return await self._show(Address("step", (run, str(step))))
 
     async def group(self, run: str, group: str) -> dict[str, Any]:
-        """The rollouts of one task (such as RUN/3/0) and their branches as a prefix tree of calls: where they part, and what
-        each earned."""
+        """The rollouts of one task (a group such as RUN/3/0) and their branches as a prefix tree of calls: where they diverge,
+        and what each earned."""
         return await self._show(Address("group", (run, group)))
 
     async def rollout(self, run: str, rollout: str, call: int = 0) -> dict[str, Any]:
-        """One rollout: messages, tools, rewards; the tokens of a call (from 1; 0: the first that was trained) and the proved
-        reason for their push; its branches, what each call is worth by them, and the command that makes some at that call."""
+        """One rollout: messages, tools, rewards; the tokens of one call (from 1; 0: the first trained one) and the proved
+        reason for their push; its branches, the value of each call by its branches, and the command that makes branches at that
+        call."""
         options = {"call": str(call)} if call else {}
         return await self._show(Address("rollout", (run, rollout), options))
 
     async def compare(self, runs: list[str]) -> dict[str, Any]:
-        """Runs side by side: curves, settings that differ, held-out results with intervals."""
+        """Compare runs side by side: curves, settings that differ, held-out results with intervals."""
         if not any(runs):
             raise self._refused("`runs` names no run: give two or more, as in the list of runs")
         return await self._show(Address("compare", options={"runs": ",".join(runs)}))
@@ -230,12 +232,13 @@ class Tools:
         return await self._show(Address("rewards", (run,)))
 
     async def resources(self, name: str = "") -> dict[str, Any]:
-        """Versions of prompts and weights, their aliases and what each earned; of one resource, with a difference of texts."""
+        """Versions of prompts and weights, their aliases and what each earned; with a name, that resource alone and the
+        difference of two versions."""
         return await self._show(Address("resources", (name,) if name else ()))
 
     async def page(self, address: str, block: str = "") -> dict[str, Any]:
-        """Any page by an address that another answer named, such as `rollout/RUN/ROLLOUT?call=2`; of it one `block`, by its
-        title."""
+        """Open any page by an address from another answer, such as `rollout/RUN/ROLLOUT?call=2`; with `block` (a title), only
+        that block."""
         return await self._show(address, block)
 
     async def _show(self, address: str | Address, block: str = "") -> dict[str, Any]:

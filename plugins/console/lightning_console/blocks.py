@@ -80,7 +80,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One figure with its name. `detail` is a second line: an interval, what it is over, the same with failures."""
+    """One figure with its name. `detail` is a second line, such as an interval, the number of rollouts, or the figure with
+    failures."""
 
     name: str
     value: str
@@ -92,15 +93,15 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Facts(Block):
-    """Figures side by side."""
+    """A row of figures side by side."""
 
     facts: Sequence[Fact]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line, or one cloud, of a chart. `points` are `[x, y]` or `[x, y, low, high]` (an interval); `to` is one address for
-    each point, `hints` one text for each; both may be empty."""
+    """One line, or one cloud of points, of a chart. `points` are `[x, y]` or `[x, y, low, high]` (an interval). `to` has an
+    address and `hints` a text for each point; both may be empty."""
 
     name: str
     points: Sequence[Sequence[float | None]]
@@ -140,7 +141,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Notices(Block):
-    """Alarms, advice or plain words, the most urgent first."""
+    """A list of messages: alarms, advice or plain sentences, the most urgent first."""
 
     notices: Sequence[Notice]
     empty: str = ""
@@ -154,7 +155,7 @@ class Control:
     label: str
     value: str
     choices: Sequence[tuple[str, str]] = ()
-    """`(value, label)`; empty for free text."""
+    """The choices as `(value, label)`; empty for free text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Actions(Block):
-    """Buttons. An exported page leaves them out."""
+    """A row of buttons. An exported page leaves them out."""
 
     actions: Sequence[Action]
 
@@ -288,7 +289,7 @@ class Measure:
     about: Literal["diverging", "sequential"] = "sequential"
     unit: str = ""
     missing: str = ""
-    """Why no token has a value, empty where some have."""
+    """Why no token has a value; empty if some have one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from lightning_console.router import Address
 
 SKILL = Path(__file__).parent / "SKILL.md"
 PATIENCE = "patience=5"
-"""How long a page waits for a server that does not answer, in seconds, unless its URL says otherwise."""
+"""The option added to a server's URL without one: a page waits this many seconds for a server that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)

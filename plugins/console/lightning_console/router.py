@@ -48,7 +48,7 @@ class Address:
         return path + (f"?{urlencode(self.options)}" if self.options else "")
 
     def option(self, name: str, default: str = "") -> str:
-        """The value of an option."""
+        """The value of an option of the address; `default` if it has none."""
         return self.options.get(name, default)
 
     def number(self, name: str, default: int) -> int:
@@ -60,7 +60,7 @@ class Address:
             raise DataError(f"{name}={value[:40]!r} in the address is no whole number") from None
 
     def having(self, **options: object) -> Address:
-        """The same page with these options changed; None takes one away."""
+        """Return the same page's address with these options changed; None removes an option."""
         changed = dict(self.options) | {name: str(value) for name, value in options.items() if value is not None}
         return Address(self.page, self.about, {k: v for k, v in changed.items() if options.get(k, v) is not None})
 

@@ -338,7 +338,7 @@ def settings_of(config: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _of_algorithm(config: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
-    """The algorithm's name and arguments."""
+    """Yield the algorithm's name and arguments as dotted settings."""
     described = config.get("algorithm")
     for key, value in described.items() if isinstance(described, Mapping) else ():
         if key == "arguments" and isinstance(value, Mapping):

@@ -34,7 +34,7 @@ from lightning_dialects.chat_template import prompt_of
 log = logging.getLogger(__name__)
 
 ADVICE: Final = "advice"
-"""The name of the plugin's stages, of calls and at steps."""
+"""The name of this plugin's call stage and step stage."""
 TRIES: Final = 3
 """Most calls whose prompts are compared, if the policy server gives no usable answer."""
 HIDDEN: Final = (

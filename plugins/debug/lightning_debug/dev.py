@@ -95,7 +95,7 @@ class DevReport:
 
     @property
     def ok(self) -> bool:
-        """Whether training can start."""
+        """Whether training can start: there are no problems."""
         return not self.problems
 
 

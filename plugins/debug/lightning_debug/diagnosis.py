@@ -78,7 +78,7 @@ class Evidence:
 
     @property
     def answered(self) -> Iterator[Transition]:
-        """The calls that were answered."""
+        """The answered calls of all attempts."""
         return (call for attempt in self.attempts for call in attempt.calls if call.status.answered)
 
 

@@ -1,8 +1,8 @@
-"""What a judge is asked about the rollouts of a group, and how its answer is read.
+"""Build the question to a judge about the rollouts of a group, and read the scores from its answer.
 
-The invariant: what agents and models wrote is in JSON strings of the second message alone, with every `<` escaped, so that it
-can neither end its string nor hold a control token of a chat template like `<|im_end|>`. The question is a pure function of
-rubric and transcripts, whatever ids their messages and tool calls have.
+The invariant: text of agents and models stands only in JSON strings of the second message, with every `<` escaped, so that it
+can neither end its string nor contain a control token of a chat template such as `<|im_end|>`. The question depends only on the
+rubric and the transcripts, and not on the random ids of their messages and tool calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning.algorithms.chat_model import Messages
 from lightning_debug.transcript import IDS, Transcript, TranscriptCall, is_call, said_in, with_numbered_ids
 
 LONGEST_TEXT: Final = 4000
-"""Characters of one text; the middle of what is longer is left out."""
+"""Most characters of one text; the middle of a longer one is left out."""
 
 INSTRUCTION: Final = """\
 You compare several rollouts of an AI agent on one task, and score each of them by a rubric.

@@ -48,7 +48,7 @@ class GroupGrader(Protocol):
 
 
 Graded = tuple[float, Mapping[str, float]]
-"""A reward and its named parts."""
+"""A reward and its named parts, as a grader gave them."""
 STRONG: Final = 0.5
 """From this rank correlation on (of either sign), a reward is said to follow a quantity that is not part of the task."""
 ADDRESS: Final = re.compile(r"0x[0-9a-f]+")
@@ -176,7 +176,8 @@ class _Trial:
     def step(
         self, record: StepRecord, epoch: Epoch, groups: Sequence[Group], calls: Mapping[str, Sequence[Transition]]
     ) -> None:
-        """Grade the groups of a step. `calls` are all calls of each rollout."""
+        """Grade the groups of a step, and compare rewards and advantages with the recorded ones. `calls` has all calls of each
+        rollout."""
         seen = [self._seen(group, calls) for group in groups]
         graded = (
             self._judge(seen)

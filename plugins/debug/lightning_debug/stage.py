@@ -154,12 +154,13 @@ class Advice(StepStage):
         self._evaluations: Sequence[Evaluation] = ()
 
     async def begun(self, steps: Sequence[Mapping[str, float]], evaluations: Sequence[Evaluation]) -> Iterable[Alarm]:
-        """See `StepStage.begun`."""
+        """Take the steps and evaluations of a resumed run, and return the alarms that they give."""
         self._steps, self._evaluations = list(steps), evaluations
         return await self._found()
 
     async def taken(self, step: StepTaken) -> Added:
-        """See `StepStage.taken`."""
+        """Apply the rules to a step, and return its alarms and, if tools were hidden from the model, the metric
+        `hidden_tools`."""
         self._steps[step.step :] = [step.metrics]
         attempts = [Attempted.of(member) for group in step.groups for member in group.trajectories]
         failures = [rollout.error for rollout in step.rollouts if rollout.status is Status.FAILED]
@@ -168,7 +169,7 @@ class Advice(StepStage):
         return Added(metrics, alarms=await self._found(attempts, step.train_agents, failures))
 
     async def evaluated(self, evaluations: Sequence[Evaluation]) -> Iterable[Alarm]:
-        """See `StepStage.evaluated`."""
+        """Take all evaluations so far, and return the alarms that they give."""
         self._evaluations = evaluations
         return await self._found()
 
@@ -180,11 +181,11 @@ class Advice(StepStage):
         return [diagnosis for diagnosis in found if not diagnosis.minor]
 
     def alarmed(self, alarm: Mapping[str, Json]) -> None:
-        """See `StepStage.alarmed`."""
+        """Send a serious alarm to `trainer.alerts`, in the background."""
         self._alerts.send(alarm)
 
     async def ended(self) -> None:
-        """See `StepStage.ended`."""
+        """Wait up to `SECONDS` for alerts that are being sent."""
         await self._alerts.close()
 
     async def rehearsed(
@@ -195,5 +196,5 @@ class Advice(StepStage):
         algorithm: Algorithm | SearchAlgorithm,
         reporter: Reporter,
     ) -> DevReport:
-        """See `StepStage.rehearsed`."""
+        """Do a dry run of the tasks, and return its report."""
         return await dry_run(stack, tasks, train_agents, algorithm, reporter)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 Floats: TypeAlias = NDArray[np.float64]
 LEVEL: Final = 0.95
-"""The coverage of intervals."""
+"""The confidence level of all intervals."""
 BETS: Final = np.array([0.1, 0.25, 0.5, 0.85])
 """Bets, as shares of the largest possible stake. The best bet is about the mean over the variance, which is not known."""
 CANDIDATES: Final = 401
@@ -90,7 +90,7 @@ def interval(values: Floats) -> tuple[float, float]:
 
 
 def _student(p: float, freedom: int) -> float:
-    """A quantile of Student's distribution: exact for one and two degrees of freedom, else by the Cornish-Fisher
+    """Return a quantile of Student's distribution: exact for one and two degrees of freedom, else by the Cornish-Fisher
     expansion, which is less than 1 % off."""
     if freedom == 1:
         return math.tan(math.pi * (p - 0.5))

@@ -46,8 +46,8 @@ class TranscriptCall:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """One recorded rollout. `answer` is the text of its last call, without tool calls; `missing` says why texts are not
-    recorded whole, empty where they are."""
+    """One recorded rollout with its answered calls and its tool runs. `missing` says why texts are not recorded whole; empty if
+    they are."""
 
     rollout: Rollout
     calls: tuple[TranscriptCall, ...]
@@ -112,17 +112,17 @@ def why_not_whole(exchange: Exchange | None) -> str:
 
 
 def text_of(reply: Any) -> str:
-    """The text of an answer of any of the four APIs."""
+    """Return the text of an answer in any of the four APIs."""
     return "".join(said_in(item)[0] for item in _answered(reply))
 
 
 def tool_calls_of(reply: Any) -> tuple[ToolCall, ...]:
-    """The tool calls of an answer of any of the four APIs, in order."""
+    """Return the tool calls of an answer in any of the four APIs, in order."""
     return tuple(made for item in _answered(reply) for made in said_in(item)[1])
 
 
 def _answered(reply: Any) -> list[Any]:
-    """The messages of an answer."""
+    """Return the messages or output items of an answer; of several choices only the first."""
     if not isinstance(reply, dict):
         return []
     if choices := reply.get("choices"):

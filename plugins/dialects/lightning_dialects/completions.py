@@ -43,7 +43,8 @@ class Completions(Dialect):
     id_prefix = "cmpl-"
 
     def plan(self, body: Body) -> Plan:
-        """See `Dialect`."""
+        """Check a request, and ask vLLM (in place) for ids and logprobs, unless it is an `echo` request that must pass
+        unchanged. Raises `RefusalError` (422)."""
         refuse_ignored(body)
         prompt = body.get("prompt")
         if not isinstance(prompt, str | list) or not prompt:
@@ -64,7 +65,7 @@ class Completions(Dialect):
         return plan
 
     def read(self, answer: Body, capture: Capture) -> None:
-        """See `Dialect`."""
+        """Collect ids and logprobs of each choice from a whole answer, or from one chunk of a stream."""
         for said in choices_of(answer):
             choice = capture.choice(said.get("index", 0))
             if (prompt := said.get("prompt_token_ids")) is not None and choice.prompt_ids is None:
@@ -72,7 +73,8 @@ class Completions(Dialect):
             choice.read(said, _logprobs)
 
     def strip(self, answer: Body, plan: Plan) -> bool:
-        """See `Dialect`."""
+        """Add the echo's text to an answer or a chunk, and remove ids and logprobs that the agent did not ask for. Return
+        whether anything changed."""
         assert isinstance(plan, TextPlan), "this API's own"
         changed = False
         for choice in choices_of(answer):
@@ -89,7 +91,8 @@ class Completions(Dialect):
         return changed
 
     def why_no_ids(self, plan: Plan, capture: Capture) -> str:
-        """See `Dialect`. With `max_tokens` 0 nothing is sampled, so that no ids are missing."""
+        """Return why a choice came without ids, with the cure; empty if all have theirs, or with `max_tokens` 0, where nothing
+        is sampled."""
         why = "" if plan.body.get("max_tokens") == 0 else super().why_no_ids(plan, capture)
         if why and not plan.body.get("return_token_ids"):
             return "vLLM tells no ids of an echo unless its prompt is a whole text. Send text, or leave 'echo' out"

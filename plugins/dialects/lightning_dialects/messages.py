@@ -300,16 +300,17 @@ class Messages(Translated):
     id_prefix = "msg_"
 
     def hosted_tools(self, body: Body) -> list[str]:
-        """See `Translated`."""
+        """Return the types of a request's tools that Anthropic's servers would run. Raises `RefusalError` (422)."""
         with readable():
             return [str(tool["type"]) for tool in items_of(body.get("tools") or [], "tools") if _is_hosted(tool)]
 
     def without_hosted_tools(self, body: Body) -> Body:
-        """See `Translated`."""
+        """Return the request without the tools that Anthropic's servers would run."""
         return {**body, "tools": [tool for tool in body["tools"] if not _is_hosted(tool)]}
 
     def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
-        """See `Dialect`."""
+        """Translate a request to a chat request, and return that with the translator of its answer. Raises `RefusalError`
+        (422)."""
         body = self.runnable(body)
         most = body.get("max_tokens")
         if not isinstance(most, int) or most < 1:
@@ -318,7 +319,8 @@ class Messages(Translated):
             return chat_request(body), MessageTranslator(response_id)
 
     async def fit(self, body: Body, policy: Policy, tokenize: Tokenize) -> None:
-        """See `Dialect`."""
+        """Fit a chat request (in place) to the policy's chat template: move system messages to the beginning, or ask for low
+        effort instead of none, if the template needs it."""
         template = template_of(policy)
         later = any(message["role"] == "system" for message in body["messages"][1:])
         if later and await template.wants_system_first(tokenize):
@@ -327,11 +329,12 @@ class Messages(Translated):
             body["reasoning_effort"] = "low"
 
     def refusal(self, refusal: RefusalError) -> bytes:
-        """See `Dialect`."""
+        """Return a refusal of the gateway as this API's error object."""
         return orjson.dumps(error_object(refusal.status, str(refusal)))
 
     def upstream_refusal(self, status: int, payload: bytes) -> bytes:
-        """See `Dialect`. A payload that is not one of vLLM's errors becomes the error's message as it is."""
+        """Return vLLM's refusal as this API's error object. A payload that is not one of vLLM's errors becomes the message as
+        it is."""
         try:
             message = str(orjson.loads(payload)["error"]["message"])
         except (orjson.JSONDecodeError, KeyError, TypeError):
@@ -348,7 +351,7 @@ class MessageTranslator(Translator):
         self._stop: object = None
 
     def broken(self, refusal: RefusalError) -> bytes:
-        """See `Translator`."""
+        """Return the `error` event that tells the agent that a stream broke off."""
         return event(error_object(refusal.status, str(refusal)))
 
     def _read(self, answer: Body, choice: Body | None) -> None:
@@ -357,7 +360,7 @@ class MessageTranslator(Translator):
             self._stop = choice.get("stop_reason")
 
     def answer(self) -> Body:
-        """See `Translator`."""
+        """Return the Message for the whole answer, also for one that was read as a stream."""
         content = [self._block(part) for part in self._parts.all]
         return self._message(content, usage_of(self._usage)) | self._reason()
 

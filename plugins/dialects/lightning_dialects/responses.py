@@ -48,18 +48,19 @@ PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.TOOL: "fc"}
 
 
 class Responses(Translated):
-    """OpenAI's Responses API."""
+    """OpenAI's Responses API as a dialect of the gateway."""
 
     path = "/responses"
     id_prefix = "resp_"
 
     def continues(self, body: Body) -> str | None:
-        """See `Dialect`."""
+        """Return the `previous_response_id` of a request; None without one."""
         previous = body.get("previous_response_id")
         return None if previous is None else str(previous)
 
     def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
-        """See `Dialect`."""
+        """Translate a request to a chat request after the messages `before` it, and return that with the translator of its
+        answer. Raises `RefusalError` (422)."""
         body = self.runnable(body)
         if not body.get("input") and not (before and body.get("input") is None):
             raise refuse_parameter("input", "is missing or empty; send a text or a list of items.")
@@ -74,12 +75,12 @@ class Responses(Translated):
         return chat, ResponseTranslator(response_id, body, chat, names, said)
 
     def hosted_tools(self, body: Body) -> list[str]:
-        """See `Translated`."""
+        """Return the types of a request's tools that OpenAI's servers would run. Raises `RefusalError` (422)."""
         with readable():
             return hosted_tools(body)
 
     def without_hosted_tools(self, body: Body) -> Body:
-        """See `Translated`."""
+        """Return the request without the tools that OpenAI's servers would run."""
         return without_hosted_tools(body)
 
 
@@ -104,17 +105,18 @@ class ResponseTranslator(Translator):
         self._piece_logprobs: list[Body] = []
 
     def end(self) -> bytes:
-        """See `Translator`."""
+        """Return the events that end a stream."""
         self._piece_logprobs = []
         return super().end()
 
     def broken(self, refusal: RefusalError) -> bytes:
-        """See `Translator`. OpenAI's clients raise only if the event has the `error` object; without it they go on silently."""
+        """Return the event that tells the agent that a stream broke off. OpenAI's clients raise only if it has an `error`
+        object."""
         error = refusal.error
         return self._written([{**error, "type": "error", "error": error}])
 
     def conversation(self) -> list[Body] | None:
-        """See `Translator`."""
+        """Return the chat messages up to and with this answer, for later requests; None if the request had `store` false."""
         return None if self._asked.get("store") is False else messages_of(self._output(), self._said)
 
     def _read(self, answer: Body, choice: Body | None) -> None:
@@ -126,7 +128,7 @@ class ResponseTranslator(Translator):
             self._logprobs += self._piece_logprobs
 
     def answer(self) -> Body:
-        """See `Translator`."""
+        """Return the Response for the whole answer, also for one that was read as a stream."""
         return self._response("incomplete" if self._finish == "length" else "completed")
 
     def _response(self, status: str) -> Body:

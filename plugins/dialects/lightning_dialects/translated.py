@@ -52,19 +52,20 @@ class Translated(Chat):
         return self.without_hosted_tools(body)
 
     def plan(self, body: Body) -> Plan:
-        """See `Dialect`."""
+        """Check a translated request and ask vLLM for ids and logprobs (in place). Raises `RefusalError` (422), also for more
+        than one choice."""
         plan = super().plan(body)
         if plan.n != 1:
             raise refuse_parameter("n", "must be 1: an answer of this API is one. Send the request again instead.")
         return plan
 
     def strip(self, answer: Body, plan: Plan) -> bool:
-        """See `Dialect`. Only reasoning, with its ids and logprobs, is removed: the translation takes over nothing else that
-        the agent did not ask for."""
+        """Remove reasoning that the agent must not see, with its ids and logprobs, from an answer or a chunk; the translation
+        takes over nothing else that was not asked for. Return whether anything was removed."""
         return strip_reasoning(answer, plan)
 
     def exists_only_for_us(self, chunk: Body, plan: Plan) -> bool:
-        """See `Dialect`. Such chunks translate to no event."""
+        """Return False: a chunk that vLLM sends only because ids were asked for translates to no event."""
         return False
 
 

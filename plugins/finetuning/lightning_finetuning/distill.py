@@ -70,7 +70,7 @@ class Distill:
 
     @property
     def loss(self) -> Loss:
-        """The policy gradient with the teacher's advantages."""
+        """The loss of distillation: a policy gradient with the teacher's advantages."""
         from lightning_finetuning.distillation_loss import DistillationLoss
 
         assert isinstance(self.correction, Correction)

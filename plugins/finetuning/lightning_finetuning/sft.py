@@ -74,7 +74,7 @@ class SFT:
 
     @property
     def loss(self) -> Loss:
-        """The negative log likelihood."""
+        """The loss of supervised fine-tuning: the negative log likelihood."""
         return NegativeLogLikelihood()
 
     def teaches(self, group: Group) -> bool:

@@ -73,7 +73,8 @@ class PromptAlgorithm(Protocol):
         trackers: Trackers,
         began: float,
     ) -> None:
-        """See `lightning_prompts.loop.tune`."""
+        """Run the algorithm in the loop of prompt algorithms (`lightning_prompts.loop.tune`), and point its alias to the best
+        prompt."""
         from lightning_prompts.loop import tune
 
         await tune(stack, self, train, val, reporter, trackers, began)

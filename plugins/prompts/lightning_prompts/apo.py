@@ -142,7 +142,7 @@ class Search:
         self._ended = 0
 
     async def execute(self) -> Resource:
-        """See `APO.tune`."""
+        """Search, and return the best prompt found. Raises as `APO.tune` does."""
         start = self._bench.start.version
         spent = await self._evaluate([start], 0)
         if spent is not None:

@@ -24,7 +24,7 @@ LONGEST_VALUE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A finished rollout with its transcript."""
+    """A finished rollout with its transcript, to show to the optimiser model."""
 
     rollout: Rollout
     transcript: str

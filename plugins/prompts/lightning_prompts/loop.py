@@ -203,7 +203,8 @@ class PromptBench:
         self._last_step = 0
 
     async def run(self, trials: Sequence[Trial], *, reserve: int = 0) -> list[list[Rollout]]:
-        """See `Bench.run`. Raises `RunnerError` if infrastructure lost every rollout."""
+        """Run the trials, and return the finished rollouts of each. Raises `BudgetSpentError` as `Bench.run` does, and
+        `RunnerError` if infrastructure lost every rollout."""
         if not trials:
             return []
         return await self._run(trials, reserved=len(self.val) + reserve)
@@ -272,7 +273,7 @@ class PromptBench:
         self._trackers.finished(rollout)
 
     async def ask(self, key: str, messages: Messages) -> str:
-        """See `Bench.ask`."""
+        """Return the optimiser model's answer to a question, or the stored one if this `key` was asked before."""
         known = await self.recall(f"ask/{key}")
         if isinstance(known, str):
             return known
@@ -282,28 +283,29 @@ class PromptBench:
         return answer
 
     async def keep(self, text: str, metadata: Mapping[str, Json]) -> Resource:
-        """See `Bench.keep`."""
+        """Store a text as a version of the prompt, and return that version."""
         made: dict[str, Json] = {"made_by": self._algorithm.name, "run": self._stack.run.id, **metadata}
         return await put_resource(self._stack.store, Resource(self.start.name, text, metadata=made))
 
     async def get(self, version: int) -> Resource:
-        """See `Bench.get`."""
+        """Return a stored version of the prompt."""
         return await find(self._stack.store, parse_reference(f"{self.start.name}@{version}"))
 
     async def transcript(self, rollout: Rollout) -> str:
-        """See `Bench.transcript`."""
+        """Return the model calls and tool runs of a rollout as text."""
         return await self._transcripts.of(rollout)
 
     async def recall(self, key: str) -> Json:
-        """See `Bench.recall`."""
+        """Return the value that was remembered under a key; None if there is none."""
         return await self._stack.store.get_state(self._stack.run.id, f"{self._algorithm.name}/{key}")
 
     async def remember(self, key: str, value: Json) -> None:
-        """See `Bench.remember`."""
+        """Keep a small value with the run, under a key."""
         await self._stack.store.put_state(self._stack.run.id, f"{self._algorithm.name}/{key}", value)
 
     async def report(self, step: int, metrics: Mapping[str, float], line: str) -> None:
-        """See `Bench.report`."""
+        """Log the metrics of a step with the seconds spent on it, and print a line. Metrics that are stored already are not
+        logged again."""
         self._last_step = max(self._last_step, step)
         self._stack.advanced()
         told = self._told.get(step, {})

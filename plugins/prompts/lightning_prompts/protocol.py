@@ -45,7 +45,7 @@ class Bench(Protocol):
 
     @property
     def train(self) -> Sequence[Task]:
-        """Tasks to learn from."""
+        """The tasks whose rollouts criticisms are written from."""
 
     @property
     def val(self) -> Sequence[Task]:

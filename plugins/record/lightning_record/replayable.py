@@ -13,7 +13,7 @@ class ReplayableStage(StepStage):
     api, before = 1, ("advice",)
 
     async def taken(self, step: StepTaken) -> Added:
-        """See `StepStage.taken`."""
+        """Count the rollouts of the step's groups that cannot be replayed, as the metric `not_replayable`."""
         members = [member for group in step.groups for member in group.trajectories]
         lost = sum(bool(why_not_replayable((*each.transitions, *each.refused), each.tool_events)) for each in members)
         return Added({"not_replayable": float(lost)})

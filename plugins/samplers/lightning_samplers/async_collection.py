@@ -83,19 +83,20 @@ class Pipeline(Sampler):
 
     # what the loop asks -----------------------------------------------------------------------------------------
     async def start(self) -> None:
-        """See `Sampler.start`."""
+        """Restore the state from the store, and start the worker that samples all the time."""
         await self._recall()
         self.stack.agents.expect(self._unfinished.values())
         self._since = time.monotonic()
         self._worker = asyncio.create_task(self.stack.sample(self, self._ended_here))
 
     async def close(self) -> None:
-        """See `Sampler.close`: agents that run are ended, their leases given back."""
+        """Stop the worker: running agents are ended, and their leases are given back."""
         if self._worker is not None:
             await cancel(self._worker)
 
     async def step(self, step: int) -> Sampled:
-        """See `Sampler.step`. Waits until the pacer has a pick; the reported time of sampling is that since the last pick."""
+        """Wait until the pacer has a pick, and return its groups and those that were dropped. The reported time of sampling is
+        that since the last pick."""
         what = f"rollouts for step {step + 1}"
         self.reporter.phase(what, self.schedule.at(step).group_size * self.config.tasks_per_step)
         while (picked := await self._pick(what)) is None:
@@ -110,7 +111,7 @@ class Pipeline(Sampler):
         return Sampled(rollouts, groups, seconds, metrics)
 
     async def finish(self, rollouts: list[Rollout]) -> None:
-        """See `Sampler.finish`. The worker runs these rollouts before it asks for new groups."""
+        """Run these rollouts (of an evaluation) before new groups, and return when all have ended."""
         self._unfinished |= {rollout.id: rollout for rollout in rollouts}
         await self.stack.create(rollouts)
         self.changed.set()
@@ -120,7 +121,7 @@ class Pipeline(Sampler):
             self._news.clear()
 
     async def served(self, version: int) -> None:
-        """See `Sampler.served`. New groups begin with this version, and the groups of one more step may begin."""
+        """Note the new version of the policy server: new groups begin with it, and the groups of one more step may begin."""
         self._pacer.advance(version)
         self.changed.set()
 

@@ -58,7 +58,7 @@ class Pacer:
 
     @property
     def room(self) -> int:
-        """How many groups may begin now."""
+        """How many groups may begin now without breaking the bound on staleness."""
         steps_ahead = min(self._staleness + 1, self._steps - self.step) - self._picked
         return max(0, steps_ahead * self._size - len(self._open))
 

@@ -172,7 +172,8 @@ class RecordedSampler(TurnSampler):
         self._looked_at = 0
 
     async def record(self, resources: AsyncExitStack, known: Json, out: Path, project: str) -> Brought:
-        """See `Sampler.record`. Raises `ConfigError` as `open_record` and `check_record` do."""
+        """Open the record and check it. Return its tasks, its description for the run's configuration, and the steps of one
+        pass. Raises `ConfigError` as `open_record` and `check_record` do."""
         place, config, schedule = self.asked.recorded or "", self.asked.config.trainer, self.asked.schedule
         held = await resources.enter_async_context(open_record(_beside(place, out), known, project))
         await check_record(held, schedule, self.asked.agents, config.policy_fault)
@@ -199,8 +200,8 @@ class RecordedSampler(TurnSampler):
             await self._copy(step)
 
     async def step(self, step: int) -> Sampled:
-        """See `Sampler.step`. `staleness_mean` and `staleness_max` are the age of the tokens in versions; `recorded_share` is
-        the share of the record that the run has looked at so far."""
+        """Copy the step's rollouts from the record, and return their groups. `staleness_mean` and `staleness_max` are the age
+        of the tokens in versions; `recorded_share` is the share of the record that the run has used so far."""
         began = time.monotonic()
         self.reporter.phase(f"recorded rollouts of step {step + 1}")
         sources = await self._copy(step)

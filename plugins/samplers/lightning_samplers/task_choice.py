@@ -53,7 +53,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Lost(Enum):
-    """How a rollout failed: by the policy, which training counts, or otherwise, so that it is left out of its group."""
+    """How a rollout failed: by the policy, which counts as a miss, or otherwise, so that it is left out of its group."""
 
     BY_POLICY = "by the policy"
     OTHERWISE = "otherwise"
@@ -107,8 +107,8 @@ class TaskChoice(TaskOrder):
         self._steps = step + 1
 
     def ranked(self, place: str, group_size: int, *, without: Collection[str] = ()) -> list[Task]:
-        """See `TaskOrder.ranked`: return all tasks once, those with the highest chance of different rewards first, and those in
-        `without` (ids) last."""
+        """Return all tasks once: those with the highest chance of different rewards first, those in `without` (ids) last.
+        `place` seeds the random draws."""
         rng = np.random.default_rng(random.Random(f"{self._seed}/learnable/{place}").getrandbits(128))  # noqa: S311
         rates = rng.beta(*self._beliefs(), size=(DRAWS, len(self._tasks)))
         size = max(2, group_size) * (1.0 - self._left_out())

@@ -117,14 +117,14 @@ class MLflow:
             self._client.log_batch(self._run, tags=tags[:PARAMS])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step."""
+        """Send the metrics of a step to MLflow."""
         now = int(time.time() * 1000)
         metrics = [Metric(ODD.sub("_", name), value, now, step) for name, value in finite(values).items()]
         with cured(f"MLflow did not take the metrics of step {step}", CURE):
             self._client.log_batch(self._run, metrics=metrics)
 
     async def attempt(self, record: AttemptRecord, store: Store) -> None:
-        """Send an attempt as a trace."""
+        """Send an attempt to MLflow as a trace of its model calls and tools."""
         (begin, end), error, facts = times_of(record), error_of(record), facts_of(record)
         with cured(f"MLflow did not take the rollout {record.rollout.id}", CURE):
             top = self._client.start_trace(
@@ -175,7 +175,7 @@ class MLflow:
             self._client.set_tag(self._run, f"lightning.alarm.{name}", text[:LONGEST_TAG])
 
     def close(self) -> None:
-        """End the run."""
+        """End the MLflow run, and stop filtering its library's log."""
         try:
             with cured("MLflow did not end the run", CURE):
                 self._client.set_terminated(self._run)

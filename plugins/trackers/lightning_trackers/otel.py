@@ -56,7 +56,7 @@ class OpenTelemetry:
         self._quiet = Quiet(EXPORTER, 1)
 
     def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
-        """Make the exporter from the environment."""
+        """Make the exporter from the environment's variables. Raises `ConfigError` for another protocol than OTLP over HTTP."""
         asked = next((os.environ[name] for name in PROTOCOLS if os.environ.get(name)), PROTOCOL)
         if asked != PROTOCOL:
             raise ConfigError(f"the tracker otel sends {PROTOCOL}, not {asked!r}: set {PROTOCOLS[0]}={PROTOCOL}")
@@ -71,7 +71,7 @@ class OpenTelemetry:
         """Do nothing: metrics are not sent as spans."""
 
     async def attempt(self, record: AttemptRecord, store: Store) -> None:
-        """Send one attempt."""
+        """Send the spans of one attempt. Spans that the backend does not take are counted and lost."""
         made = self._maker.spans_of(record, await spans(store, record.rollout.id, record.attempt))
         for begin in range(0, len(made), BATCH):
             if self._exporter.export(made[begin : begin + BATCH]) is not SpanExportResult.SUCCESS:
@@ -92,7 +92,7 @@ STATUS = {"ok": StatusCode.OK, "error": StatusCode.ERROR, "unset": StatusCode.UN
 
 
 class TraceMaker:
-    """Makes the spans of one run's attempts; `resource` describes this program."""
+    """Makes the spans of one run's attempts. `resource` describes this program as their source."""
 
     def __init__(self, run: str, resource: Resource) -> None:
         self._run, self._resource = run, resource

@@ -97,7 +97,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 def flat(settings: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
-    """Settings by the dotted names that `--set` takes; lists and empty sections as JSON."""
+    """Return settings by the dotted names that `--set` takes; lists and empty sections become JSON texts."""
     found: dict[str, Json] = {}
     for name, value in settings.items():
         if isinstance(value, dict) and value:

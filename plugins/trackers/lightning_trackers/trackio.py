@@ -57,7 +57,7 @@ class Trackio:
         self._run.log(dict(finite(values)), step=step)
 
     async def attempt(self, record: AttemptRecord, store: Store) -> None:
-        """Write an attempt as a trace."""
+        """Write an attempt as a Trackio trace: the messages of its last call, its model calls and its tools."""
         calls, (begin, end) = await calls_of(record, store), times_of(record)
         said = [exchange for _, exchange in calls if exchange is not None]
         messages = messages_of(said[-1]) if said else []

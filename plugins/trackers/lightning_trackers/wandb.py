@@ -95,7 +95,7 @@ class WandB:
         self._run.log(told)
 
     async def attempt(self, record: AttemptRecord, store: Store) -> None:
-        """Keep an attempt for the table of its step."""
+        """Keep an attempt as a row of the table `rollouts`, which `log` sends with the next step."""
         facts = facts_of(record) | {"error": error_of(record)}
         facts["tokens"] = sum(len(call.response_ids) for call in record.transitions)
         facts["input"] = _text(record.rollout.task.input)

@@ -1,4 +1,4 @@
-"""Runs side by side: their curves, their held-out rewards, and the settings in which they differ."""
+"""The page that compares runs: their curves, their held-out rewards, and the settings in which they differ."""
 
 from __future__ import annotations
 

@@ -228,12 +228,12 @@ class Member:
 
     @property
     def error(self) -> str:
-        """Why it failed."""
+        """Why the rollout failed; empty if it did not."""
         return str(reason(self.rollout.error)) if self.rollout.error else ""
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens of all calls."""
+        """The number of tokens sampled in the member's calls."""
         return sum(len(call.response_ids) for call in self.calls)
 
     @property
@@ -599,7 +599,7 @@ EARNED: Final = (
     Column("last answer"),
     Column("why"),
 )
-"""The columns of `_earned`."""
+"""The columns of a member's results, in the order of the cells of `_earned`."""
 
 
 def _members(view: GroupView) -> Table:

@@ -444,7 +444,7 @@ BRANCH_COLUMNS: Final = (
     Column("branches", "number", "rollouts that begin as this one did and are sampled from this call on"),
     Column("value", "number", "mean reward of the branches in which nothing was changed"),
 )
-"""The columns of `branch_cells`."""
+"""The columns about branches in the table of calls, in the order of the cells of `branch_cells`."""
 
 
 def branches_table(view: RolloutView, here: Mapping[int, str]) -> list[Table]:

@@ -79,7 +79,7 @@ async def advice_of(places: Places, found: Located) -> Advice | str | None:
 
 
 async def _past_runs(stores: Mapping[str, Store], mine: Located, project: str | None) -> list[Past]:
-    """The other runs of the same model and tasks."""
+    """Return the other runs of the same model and tasks in these stores and the project, for the comparison of settings."""
     config, about = await config_of(mine.store, mine.run), await about_of(mine.store, mine.run)
     found = []
     for url, store in stores.items():
@@ -150,7 +150,7 @@ CURVES: Final[Sequence[tuple[str, str, tuple[tuple[str, str], ...], tuple[float 
     ("Sampling", "tokens per second", (("tokens_per_second", "sampled"),), (0.0, None)),
     ("Prefix cache", "share of prompt tokens", (("prefix_hit_share", "found again"),), (0.0, 1.0)),
 )
-"""Small charts: title, unit, metrics with their names, bounds."""
+"""The small charts of a run's page: title, unit, metrics with their names, and bounds of the y axis."""
 
 
 async def page(places: Places, address: Address) -> Page:

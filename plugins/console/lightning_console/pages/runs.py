@@ -27,7 +27,7 @@ from lightning_console.queries.runs import STATES, Name, RunLine, RunList, list_
 from lightning_console.router import Address
 
 ROWS: Final = 100
-"""Runs on a page."""
+"""Number of runs on a page."""
 COLUMNS: Final = (
     ("run", "text", "run", "its id; a click opens it"),
     ("state", "text", "state", "running only where something says so; a finished run has recorded its end"),

@@ -56,9 +56,9 @@ from lightning_console.queries.steps import REMOVED, StepProof, prove_step
 from lightning_console.router import Address
 
 GROUPS: Final = 50
-"""Groups on a page."""
+"""Number of groups on a page."""
 POINTS: Final = 2000
-"""Rollouts in a scatter."""
+"""Most rollouts of each series in the scatter chart."""
 FAULTS: Final = {
     "agent": "the agent's code is at fault",
     "policy": "the policy itself is at fault",
@@ -90,7 +90,7 @@ class TaskGroup:
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation of the rewards."""
+        """The standard deviation of the known rewards; None for fewer than two."""
         return statistics.pstdev(self.rewards) if len(self.rewards) > 1 else None
 
     @property
@@ -164,7 +164,8 @@ def _task_groups(proof: StepProof) -> list[TaskGroup]:
 
 
 def _against(rollout: Rollout, proof: StepProof) -> dict[str, float | None]:
-    """Sampled tokens, calls, the mean advantage of the trained tokens, and seconds."""
+    """Return the values of a rollout on each axis of the scatter: sampled tokens, calls, mean advantage of trained tokens,
+    seconds. None if not known."""
     member = proof.members.get(rollout.id)
     known: dict[str, float | None] = {"tokens": None, "turns": None, "advantage": None, "seconds": rollout.seconds}
     if member is not None and member.turns:

@@ -37,12 +37,12 @@ def name_of(run: str, url: str, several: bool) -> str:
 
 
 def to(page: str, *about: str | int, **options: str | int) -> str:
-    """The text of an address."""
+    """Return the text of the address of a page."""
     return str(Address(page, tuple(map(str, about)), {name: str(value) for name, value in options.items()}))
 
 
 def inside(found: Located, name: str) -> str:
-    """The id of a group or a rollout without that of its run."""
+    """Return the id of a group or a rollout without the prefix of its run."""
     return name.removeprefix(f"{found.run.id}/")
 
 
@@ -74,7 +74,7 @@ def cannot_read(unreadable: Mapping[str, str]) -> list[Block]:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A reward, a share or a metric."""
+    """Format a reward, a share or a metric with `digits` decimals."""
     if value is None:
         return NONE
     if not math.isfinite(value):
@@ -96,39 +96,39 @@ def tone_of(value: float | None) -> Tone:
 
 
 def share(value: float | None) -> str:
-    """A share as a percentage."""
+    """Format a share as a percentage."""
     if value is None or not math.isfinite(value):
         return NONE
     return f"{100 * value:.1f} %" if abs(value) < 0.1 else f"{100 * value:.0f} %"
 
 
 def count(value: float | None) -> str:
-    """A number of things, with its thousands apart."""
+    """Format a count with spaces between thousands."""
     return NONE if value is None else f"{value:,.0f}".replace(",", " ")
 
 
 def seconds(value: float | None) -> str:
-    """A duration."""
+    """Format a duration in seconds."""
     return NONE if value is None else said_seconds(value)
 
 
 def when(at: float | None) -> str:
-    """A moment, by the clock of the machine that shows it."""
+    """Format a Unix time in the time zone of the machine that shows it."""
     return NONE if not at else local_time(at)
 
 
 def change(before: float | None, after: float | None) -> str:
-    """Two numbers, the earlier first."""
+    """Format two numbers as "before → after"; only the first if there is no second."""
     return number(before) if after is None else f"{number(before)} → {number(after)}"
 
 
 def written(value: Json, longest: int = 160) -> str:
-    """A value as a text of one line: a text as it is, anything else as JSON."""
+    """Format a value as one line: a text as it is, anything else as JSON."""
     return one_line(value, longest)
 
 
 def page_links(address: Address, total: int, each: int) -> list[Link]:
-    """Links to the pages of a long table, each with so many rows; none where there is one page."""
+    """Return links to the pages of a long table with `each` rows a page; none if there is only one page."""
     firsts = range(0, total, each) if total > each else ()
     return [
         Link(f"{first + 1}–{min(first + each, total)}", str(address.having(cursor=first or None))) for first in firsts

@@ -162,7 +162,7 @@ async def _weights_of(store: Store, parent: Rollout, said: Mapping[str, Json]) -
 
 
 def _sampling(config: Mapping[str, Json], *, held_out: bool = False) -> dict[str, Json]:
-    """The sampling parameters that a run gives to its calls, whatever they ask for."""
+    """Return the sampling parameters that a run's settings force on its calls."""
     settings = config.get("config")
     sections = settings if isinstance(settings, Mapping) else {}
     gateway, trainer = sections.get("gateway"), sections.get("trainer")

@@ -35,13 +35,13 @@ WORD_START: Final = "▁"
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokenizer of a run's model; `missing` says why there is none, empty where there is."""
+    """The tokenizer of a run's model; `missing` says why there is none, and is empty if there is."""
 
     tokenizer: Tokenizer | None = None
     missing: str = ""
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself; `#ID` where it is unknown."""
+        """Return the text of each token by itself; `#ID` for an unknown token."""
         return [self._text(token) for token in ids]
 
     def text(self, ids: Sequence[int]) -> str:
@@ -104,7 +104,7 @@ class Said:
 
     @property
     def answer(self) -> str:
-        """The answer with its tool calls, as a text."""
+        """The answer and its tool calls as one text."""
         return " ".join(filter(None, [self.text, *map(str, self.tool_calls)]))
 
 
@@ -131,7 +131,7 @@ def _said(call: Transition, exchange: Exchange | None, corrupt: str, vocabulary:
 
 
 def _choice(reply: Any, number: int) -> Any:
-    """The reply with only one of its choices."""
+    """Return the reply with only its choice `number`, or as it is for choice 0."""
     if number and isinstance(reply, dict) and len(choices := reply.get("choices") or ()) > number:
         return {**reply, "choices": [choices[number]]}
     return reply
@@ -162,7 +162,7 @@ class Line:
 def conversation(
     calls: Sequence[Transition], said: Sequence[Said], states: Sequence[StepState], vocabulary: Vocabulary
 ) -> tuple[list[Line], int]:
-    """The messages of an attempt, and how many are left out."""
+    """Return the messages of an attempt, at most `MOST`, and how many are left out."""
     lines: list[Line] = []
     told: dict[str, list[_Message]] = {}
     asked: dict[str, str] = {}
@@ -292,16 +292,16 @@ def _state(state: StepState, number: int) -> Line:
 
 
 def written(value: Json) -> str:
-    """A value as indented JSON; a text as it is."""
+    """Format a value as indented JSON; a text stays as it is."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1, default=str)
 
 
 def cut(text: str, longest: int = LONGEST) -> str:
-    """A text of at most so many characters."""
+    """Cut a text to `longest` characters, with a note of how many are missing."""
     return text if len(text) <= longest else f"{text[:longest]}\n… ({len(text) - longest} characters more)"
 
 
 def one_line(value: Json, longest: int) -> str:
-    """A value as a text of one line: a text as it is, anything else as JSON."""
+    """Format a value as one line of at most `longest` characters: a text as it is, anything else as JSON."""
     text = " ".join((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).split())
     return text if len(text) <= longest else f"{text[: longest - 1]}…"

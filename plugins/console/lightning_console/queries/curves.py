@@ -31,7 +31,7 @@ LEAST: Final = 6
 GRID: Final = 100
 """Most points of the mean of several curves."""
 LEVEL: Final = 1.96
-"""Standard errors on both sides of a held-out mean: its interval of 95 %."""
+"""A held-out mean's interval of 95 % extends this many standard errors to both sides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,8 @@ def gain_of(curves: Curves) -> Gain | None:
 
 
 def held_out_points(curves: Curves, axis: Axis = "step") -> list[list[float | None]]:
-    """The held-out evaluations as points with their interval of 95 %, failed rollouts as 0."""
+    """Return the held-out evaluations as points `[x, score, low, high]` with their interval of 95 %; failed rollouts count as
+    0."""
     return [
         [curves.x_after(each.step, axis), each.score, each.score - LEVEL * each.error, each.score + LEVEL * each.error]
         for each in curves.evaluations
@@ -180,7 +181,8 @@ def held_out_points(curves: Curves, axis: Axis = "step") -> list[list[float | No
 
 
 def different_settings(runs: Sequence[Curves]) -> dict[str, list[Json]]:
-    """The settings in which runs differ, by name, with the value of each run; None for one that does not have it."""
+    """Return the settings in which runs differ, by name, with the value of each run; None if a run does not have the
+    setting."""
     names = sorted({name for run in runs for name in run.settings})
     table = {name: [run.settings.get(name) for run in runs] for name in names}
     return {

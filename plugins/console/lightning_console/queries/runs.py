@@ -116,7 +116,7 @@ def _in_locks(file: Path) -> str:
 
 
 def said_seconds(seconds: float) -> str:
-    """A duration in words: `4.2 s`, `12 min`, `3.5 h`, `400 days`."""
+    """Format a duration in words: `4.2 s`, `12 min`, `3.5 h`, `400 days`."""
     value, unit = seconds, "s"
     for name, size in (("min", 60.0), ("h", 3600.0), ("days", 86400.0)):
         if seconds >= 2 * size:

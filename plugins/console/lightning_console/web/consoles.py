@@ -49,7 +49,7 @@ const add = (kind, attributes) => new Promise((done, failed) => {
 
 
 def scripts() -> list[str]:
-    """The names of the console's scripts; `shell.js` is the last."""
+    """The file names of the console's scripts; `shell.js` is the last."""
     names = sorted(file.name for file in STATIC.glob("*.js"))
     return sorted(names, key=lambda name: name == "shell.js")
 
@@ -215,7 +215,7 @@ class ConsoleApp:
         return self._places[who.project]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one request of the server below `/console`."""
         await self._gate(scope, receive, send)
 
     async def close(self) -> None:

@@ -95,7 +95,8 @@ class OwnDoor:
         return self._once
 
     async def enter(self, token: str) -> str:
-        """See `Door.enter`."""
+        """Return the console's only session for its token, or for the token that works once. Raises `ApiError` for any other
+        token."""
         if self._once and hmac.compare_digest(digest_of(token), digest_of(self._once)):
             self._once = ""
             return self._session
@@ -106,7 +107,7 @@ class OwnDoor:
         return self._session
 
     async def find(self, session: str) -> Visitor | None:
-        """See `Door.find`."""
+        """Return the user of this machine for the console's session; None for any other session."""
         known = hmac.compare_digest(digest_of(session), digest_of(self._session))
         return Visitor("own", "", None, changes=True) if known else None
 
@@ -115,7 +116,7 @@ class OwnDoor:
 
 
 class TokenDoor:
-    """The door of a server's console: a token of scope viewer, trainer or admin opens it."""
+    """The door of a server's console, which opens for a token of scope viewer, trainer or admin."""
 
     form = True
 
@@ -124,7 +125,8 @@ class TokenDoor:
         self._sessions = Bounded[str, str](SESSIONS)
 
     async def enter(self, token: str) -> str:
-        """See `Door.enter`."""
+        """Check a server's token, and return a new session for its holder. Raises `ApiError` for a token that is not valid or
+        may not open the console."""
         principal = await self._authenticator.principal(f"Bearer {token.strip()}")
         principal.require(*READERS)
         session = secrets.token_urlsafe(32)
@@ -135,7 +137,8 @@ class TokenDoor:
         return session
 
     async def find(self, session: str) -> Visitor | None:
-        """See `Door.find`."""
+        """Return the visitor of a session, with the project and the scope of its token; None if it is unknown or its token was
+        revoked."""
         key = digest_of(session)
         identity = self._sessions.get(key)
         if identity is None:
@@ -149,12 +152,12 @@ class TokenDoor:
         return Visitor(key, principal.name or principal.id, principal.project, changes)
 
     def leave(self, session: str) -> None:
-        """See `Door.leave`."""
+        """Forget a session."""
         self._sessions.pop(digest_of(session), None)
 
 
 def need_changes(who: Visitor) -> None:
-    """Raise `ConfigError` for a visitor who may only look."""
+    """Raise `ConfigError` for a visitor who may not do actions (one with a viewer's token)."""
     if not who.changes:
         raise ConfigError(
             "a viewer's token changes nothing: log in with one of scope trainer or admin (lightning token create trainer)"
