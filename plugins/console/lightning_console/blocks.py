@@ -360,7 +360,7 @@ def json_of(value: Any) -> bytes:
     number that JSON cannot express."""
     try:
         return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)
-    except TypeError:  # rare, and to look for it costs more than to write
+    except TypeError:  # rare: a check before would cost more than the encoding
         return orjson.dumps(
             with_whole_characters(value),
             default=lambda other: with_whole_characters(str(other)),

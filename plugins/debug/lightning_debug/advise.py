@@ -209,7 +209,7 @@ def _known(epoch: Epoch, dtype: Json) -> Config:
     config = Config()
     for name, value in given.items():
         if value is not None:
-            with suppress(ConfigError):  # a value that no setting takes
+            with suppress(ConfigError):  # a value that this release does not accept
                 config = with_settings(config, {name: value})
     return config
 
@@ -254,7 +254,7 @@ async def _with_examples(store: Store, run: str, found: Diagnosis) -> Diagnosis:
         return found
     held_out = found.cause in ("held-out falls", "held-out stays")
     rollouts = await all_rollouts(store, run, split=VAL if held_out else TRAIN, step=found.steps[-1])
-    if held_out:  # those without a reward last: they say nothing of the policy
+    if held_out:  # rollouts without a reward last
         rollouts = of_generation(rollouts, newest_generation(rollouts))
         rollouts.sort(key=lambda each: (each.reward is None, _earned(each)))
         return replace(found, rollouts=tuple(each.id for each in rollouts[:EXAMPLES]))
@@ -289,7 +289,7 @@ async def past_of(store: Store, run: Run, *, changed: bool = False) -> Past | No
         return None
     found = settings_of(epochs[-1].config)
     measured = {name: found.pop(name) for name in MEASURED}
-    if outcome.measure == "training":  # the choice of tasks is in their rewards
+    if outcome.measure == "training":  # their rewards depend on the choice of tasks
         measured["trainer.order"] = found["trainer.order"]
     return Past(found, outcome, measured)
 

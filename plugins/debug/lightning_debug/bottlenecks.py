@@ -199,7 +199,7 @@ def _checkpoints(profile: Profile, config: Config) -> Iterable[Help]:
     every = config.trainer.checkpoint_every
     if every is None:
         return
-    # The last step is always saved; a checkpoint is waited for in the step after the one that it is of.
+    # The last step is always saved. A step waits for the checkpoint of the step before it.
     waits = {step.step: step.seconds.get("checkpoint", 0.0) for step in profile.steps if step.step != _last(profile)}
     fixed = min(waits.values(), default=0.0) if every > 1 else 0.0
     fewer = 10 * every

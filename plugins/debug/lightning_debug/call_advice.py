@@ -171,7 +171,7 @@ class AskedModels:
                 )
             return
         self._seen.add((run, name))
-        served = [slot.upstream.model[:KEPT_NAME] for slot in policy.pool.slots]  # as what is asked for is cut
+        served = [slot.upstream.model[:KEPT_NAME] for slot in policy.pool.slots]  # cut as requested names are
         if model in served or await self._is_trained(run, model):
             return
         log.warning(

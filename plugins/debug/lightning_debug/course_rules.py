@@ -86,7 +86,7 @@ def held_out_flat(course: Course) -> tuple[Evaluation, Evaluation] | None:
         return None
     first, last = results[0], results[-1]
     scale = max(abs(first.score), first.deviation)
-    # Had the reward risen by all of `scale`, it would seem to have moved by less than `SMALL` of that in one case of forty.
+    # If the reward had really moved by `scale`, its measured move would be below `SMALL` of that in one case of forty.
     told = 2 * math.hypot(first.error, last.error) <= (1 - SMALL) * scale
     if not told or min(first.rollouts, last.rollouts) < LEAST_ROLLOUTS:
         return None
@@ -439,7 +439,7 @@ def flat(course: Course) -> Iterator[Diagnosis]:
     quarter, noise = max(WINDOW, len(rewards) // 4), noise_of(rewards)
     means = [mean_of(rewards[first : first + quarter]) for first in range(0, len(rewards) - quarter + 1, quarter)]
     change = abs(float(np.polyfit(np.arange(len(rewards)), rewards, 1)[0])) * len(rewards)
-    most = change + 2 * noise * math.sqrt(12 / len(rewards))  # what a line through so noisy steps may have risen by
+    most = change + 2 * noise * math.sqrt(12 / len(rewards))  # the largest rise that this noise may hide
     scale = max(abs(mean_of(rewards)), mean_of(values_of(course, "reward_std")), 1e-9)
     if most < SMALL * scale and max(means) - min(means) <= SURE_ONCE * noise * math.sqrt(2 / quarter) + 0.01 * scale:
         yield Diagnosis(

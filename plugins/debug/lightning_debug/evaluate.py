@@ -135,7 +135,7 @@ class Evaluator:
         self._url, self._store, self._serving = url, store, serving
         self.store = of_project(store, variants[0].config.trainer.project)
         """The open store, restricted to the project of the runs."""
-        self._stacks: dict[str, tuple[Stack, Any]] = {}  # with where its gateway thinks that vLLM is
+        self._stacks: dict[str, tuple[Stack, Any]] = {}  # with the address of vLLM that its gateway has
         self._served: Path | None = None
         self._runs = {variant.run: self._run_of(variant, known) for variant in variants}
 

@@ -174,7 +174,7 @@ class Judge:
 
     def __post_init__(self) -> None:
         if isinstance(self.cache, Path):
-            object.__setattr__(self, "cache", str(self.cache))  # a run's record has it as text, to be made again from
+            object.__setattr__(self, "cache", str(self.cache))  # a run's record keeps it as text
         if bool(self.rubric.strip()) != bool(self.model):
             raise ConfigError('a judge needs both a rubric and a model: lightning.Judge("What is good", model="...")')
         if not math.isfinite(self.weight) or self.samples < 1 or self.longest < 1:

@@ -376,7 +376,7 @@ def _times(records: Sequence[StepRecord], points: Mapping[int, MetricPoint], cre
     for record in records:
         point = points.get(record.step)
         if point is None or "seconds/rollout" not in point.values:
-            continue  # it ended between its commit and its metrics, or was not the trainer's
+            continue  # the run ended between this step's commit and its metrics, or the user's own loop took it
         seconds = {name.partition("/")[2]: value for name, value in point.values.items() if name.startswith("seconds/")}
         before = points.get(record.step - 1)
         began = created if before is None else before.at

@@ -213,7 +213,7 @@ class _Trial:
         found = []
         for member in group.trajectories:
             rollout = member.rollout
-            if rollout.status is Status.FAILED:  # no grader has seen it: its reward is that of policy faults
+            if rollout.status is Status.FAILED:  # no grader saw it: its reward is `trainer.policy_fault`
                 self.kept += 1
                 continue
             try:
@@ -248,7 +248,7 @@ class _Trial:
             if judgement.scores is None:
                 self.unusable += 1
                 self.first_said = self.first_said or judgement.nonsense[0][:100]
-                for _ in group:  # in the same words: a judge can say something else of each group
+                for _ in group:  # with one text for all groups, so that they count as one reason
                     self._fail(DataError(f"the judge gave no usable scores; it said first {self.first_said!r}"))
                 found.append([None] * len(group))
                 continue

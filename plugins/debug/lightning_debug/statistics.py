@@ -46,7 +46,7 @@ def avg_at_k(rewards: Sequence[Sequence[float]], bounds: tuple[float, float] = (
     value = math.fsum(means) / len(means)
     if min(map(min, known)) < low or max(map(max, known)) > high:
         return Estimate(value, None, len(known))
-    found = interval(np.clip((means - low) / (high - low), 0.0, 1.0))  # a mean may be beyond them by rounding
+    found = interval(np.clip((means - low) / (high - low), 0.0, 1.0))  # rounding may put a mean outside
     return Estimate(value, (low + found[0] * (high - low), low + found[1] * (high - low)), len(known))
 
 
@@ -131,7 +131,7 @@ class SequentialTest:
         if not self.low < 0.0 < self.high:
             raise ValueError(f"differences from {self.low} to {self.high} have no zero between")
         grid = np.linspace(self.low, self.high, CANDIDATES)[1:-1]
-        self._candidates = np.append(grid, 0.0)  # whether there is a difference is asked exactly
+        self._candidates = np.append(grid, 0.0)  # `decided` tests the mean 0 itself
         self._capital = np.zeros((2, len(BETS), len(self._candidates)))
         self._most = np.full(len(self._candidates), -np.inf)
 
@@ -149,7 +149,7 @@ class SequentialTest:
         outside = differences[~((self.low <= differences) & (differences <= self.high))]
         if len(outside):
             raise ValueError(f"a difference of {outside[0]} is outside {self.low} to {self.high}")
-        # At most all is staked: what a gambler loses is at most the distance to the bound on that side.
+        # The largest stake loses all the capital at the bound on that side, and never more.
         gain = differences[:, None] - self._candidates
         odds = np.stack([gain / (self._candidates - self.low), -gain / (self.high - self._candidates)], axis=1)
         logs = np.log1p(BETS[None, None, :, None] * odds[:, :, None, :])
@@ -167,7 +167,7 @@ class SequentialTest:
         """The smallest interval with all means that were never refuted so far; the interval never grows."""
         left = self._candidates[self._most < -math.log(1.0 - LEVEL)]
         step = (self.high - self.low) / (CANDIDATES - 1)
-        if not len(left):  # they came in an order that is not random, or their mean changed
+        if not len(left):  # the differences were not in random order, or their mean changed
             return self.mean, self.mean
         low, high = max(self.low, float(left.min()) - step), min(self.high, float(left.max()) + step)
         return (max(low, 0.0), high) if self.decided > 0 else (low, min(high, 0.0)) if self.decided < 0 else (low, high)

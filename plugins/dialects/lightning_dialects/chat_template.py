@@ -101,7 +101,7 @@ class ChatTemplate:
         """Return the answer to a question, which the first caller finds with `find`; None if it is not known."""
         question, began = self._questions.setdefault(what, _Question()), time.monotonic()
         async with question.asking:
-            if question.refusal is not None and question.failed_at > began:  # of whoever asked while this one waited
+            if question.refusal is not None and question.failed_at > began:  # another caller failed meanwhile
                 raise question.refusal
             if question.found is None and (question.refusal or time.monotonic() - question.failed_at > ASK_AGAIN):
                 await _ask(question, what, tokenize, find)

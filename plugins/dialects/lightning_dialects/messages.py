@@ -274,7 +274,7 @@ def _tool(tool: Body, where: str) -> Body:
             raise refuse_parameter(f"{where}.{name}", why)
     function = {name: tool[name] for name in IN_A_TOOL if tool.get(name) is not None}
     text_field(tool, "name", where)
-    # The order of keys is the prompt's: what is missing comes last.
+    # The prompt shows the keys in this order, so that a missing key is added last.
     parameters = schema if "type" in schema else {**schema, "type": "object"}
     return {"type": "function", "function": {**function, "parameters": parameters}}
 

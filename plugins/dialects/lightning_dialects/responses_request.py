@@ -101,7 +101,7 @@ def _call(messages: list[Body], item: Body, where: str) -> None:
 def _think(messages: list[Body], item: Body, where: str) -> None:
     for name in ("content", "summary"):
         if item.get(name):
-            # An answer begins with its reasoning, so this is never a part of the message before it.
+            # An answer begins with its reasoning, so that this always begins a new message.
             messages.append({"role": "assistant", "reasoning": _plain(item[name], f"{where}.{name}")})
             return
     if item.get("encrypted_content"):

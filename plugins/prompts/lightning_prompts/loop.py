@@ -94,7 +94,7 @@ async def tune(
     await bench.measure(best)
     if (
         await bench.recall("live") != best.version
-    ):  # else a finished run is resumed, and somebody may have moved the alias
+    ):  # equal after the resume of a finished run, whose alias somebody may have moved
         await set_alias(stack.store, best.name, algorithm.alias, best.version)
         await bench.remember("live", best.version)
     file = await asyncio.to_thread(_write, stack.folder, component, str(best.content))
@@ -107,9 +107,7 @@ def component_of(algorithm: PromptAlgorithm) -> str:
     not make exactly one component with a prompt."""
     known = sorted(declared_prompts())
     if algorithm.component:
-        if (
-            known and algorithm.component not in known
-        ):  # it may be made inside the agent, where nobody sees it before it runs
+        if known and algorithm.component not in known:  # it may be made inside the agent, which has not run yet
             logger.warning(
                 "%s tunes the component %r, and the agent's module makes %s: check the name unless the agent makes it later",
                 algorithm.name,

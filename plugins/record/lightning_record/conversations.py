@@ -139,7 +139,7 @@ class Conversations:
         taken = await self._store.lease(session, f"{session}/server", limit=64, ttl=ttl)
         while not any(lease.rollout.id == rollout for lease in taken):
             known = await self._store.get_rollout(rollout)
-            if known is None or known.status is not Status.PENDING:  # another call took it with its own
+            if known is None or known.status is not Status.PENDING:  # another call has leased it
                 return
             taken = await self._store.lease(session, f"{session}/server", limit=64, ttl=ttl)
 
@@ -264,7 +264,7 @@ class History:
         self._store, self._most = store, most_bytes
         self._attempts: OrderedDict[Attempt, Known] = OrderedDict()
         self._bytes = 0
-        # Not the loop's own threads: agents of the inline runner may hold all of them, and wait for this answer.
+        # Not the loop's own threads: agents of the inline runner may occupy all of them while they wait for this answer.
         self._threads = ThreadPoolExecutor(1, "lightning-redact")
 
     def close(self) -> None:

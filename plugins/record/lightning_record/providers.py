@@ -172,7 +172,7 @@ class Providers:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             log.warning("%s.%s did not answer %s: %r", SETTING, provider.name, route, error)
-            if not started:  # else the connection ends without the answer's end, as the provider's did
+            if not started:  # else the agent's connection breaks off, too
                 message = f"The provider {provider.name!r} ({SETTING}) did not answer ({type(error).__name__}). Send it again."
                 raise RefusalError(502, "provider_failed", message) from error
 

@@ -160,7 +160,7 @@ class Exchanges:
         # By `id`: branches at one call share the same objects, whose bytes are in memory once and must count once. Otherwise a
         # few dozen branches would push out all other attempts.
         self._holders: Counter[int] = Counter()
-        # Not the loop's own threads: agents of the inline runner may hold all of them, and wait for this answer.
+        # Not the loop's own threads: agents of the inline runner may occupy all of them while they wait for this answer.
         self._threads = ThreadPoolExecutor(1, "lightning-exchanges")
 
     def close(self) -> None:
@@ -173,13 +173,13 @@ class Exchanges:
             return None
         try:
             return Asked(path) if size > exchanges.LARGEST else Asked(path, *cut(body))
-        except RecursionError:  # whoever passes it on refuses it
+        except RecursionError:  # the gateway refuses such a request later
             return None
 
     async def pack(self, attempt: Attempt, asked: Asked, shown: Shown) -> PackedExchange:
         """Redact and pack an exchange, so that it can be stored."""
         known = self._attempts.get(attempt) or _Remembered()
-        # A tuple now: other calls of the attempt end while a thread is at work.
+        # A copy, because other calls of the attempt may end while the thread works.
         new = tuple(piece for piece in asked.pieces if piece.key not in known.clean)
         bodies = tuple(known.last)
         if sum(piece.stop - piece.start for piece in new) + len(shown.reply) <= SHORT:
@@ -246,7 +246,7 @@ def _pack(asked: Asked, new: Sequence[Piece], shown: Shown, bodies: Sequence[Sai
         told = redacted_json(whole, "reply") if unsure else whole
         flags |= Flag.REDACTED if told != whole else WHOLE
         reply = json.dumps(told).encode() if told != whole or shown.has_ids else reply
-    # Of equal requests the last one: its reply is what this call goes on with.
+    # Among equally similar requests the last one counts: its reply is the one that this call continues.
     base = max(reversed(bodies), key=lambda said: shared_prefix(request, said.request), default=NOBODY)
     stored = exchanges.pack(asked.path, shown.status, request, reply, base, flags)
     if len(reply) > exchanges.LARGEST:
@@ -400,7 +400,7 @@ class _Numbered(dict[int, Any]):
 
 def _merge(into: Body, said: Body) -> None:
     for name, value in said.items():
-        before = into.get(name) or None  # an empty list says no more than none
+        before = into.get(name) or None  # an empty list counts as None
         if value is None or value == []:
             into.setdefault(name, value)
         elif isinstance(value, str) and name not in ONCE:

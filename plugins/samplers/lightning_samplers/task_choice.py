@@ -168,7 +168,7 @@ class TaskChoice(TaskOrder):
             return self._past_range
         rewards = np.concatenate([part for parts in self._recent.values() for part in parts])
         low, high = np.quantile(rewards, [OUTLIERS, 1.0 - OUTLIERS])
-        if low == high:  # nearly all are alike, and what is not is no outlier
+        if low == high:  # nearly all are equal: the others are not outliers
             low, high = rewards.min(), rewards.max()
         return float(low), float(high)
 

@@ -147,7 +147,7 @@ class _Tree:
             if not line.branch or line.start != depth:
                 continue
             before = self._ways.get(line.parent, [0] if line.parent < 0 else [])[: depth + 1]
-            if len(before) <= depth:  # what its parent did there is left out
+            if len(before) <= depth:  # the parent's node there is left out
                 self._left_out += len(line.actions)
                 continue
             self._ways[place] = list(before)

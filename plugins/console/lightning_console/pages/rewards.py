@@ -206,7 +206,7 @@ def _measure(name: str, steps: Sequence[int], rollouts: Sequence[Rollout]) -> Me
     ordered = list(known.values())
     early, late = [v for own in ordered[:third] for v in own], [v for own in ordered[-third:] for v in own]
     least, most = min([*early, *late]), max([*early, *late])
-    equal = most - least <= 1e-9 * max(1.0, abs(most))  # but for rounding: there is no room for bins between them
+    equal = most - least <= 1e-9 * max(1.0, abs(most))  # up to rounding: no bins fit between them
     edges = np.histogram_bin_edges([*early, *late], bins=BINS, range=(least - 0.5, most + 0.5) if equal else None)
     first, last = (np.histogram(own, edges)[0] for own in (early, late))
     return Measure(name, tuple(spreads), tuple(map(float, edges)), tuple(map(int, first)), tuple(map(int, last)))

@@ -181,7 +181,7 @@ def _interval(
         or max(rewards, default=0) > bounds[1]
     ):
         return None
-    inside = np.clip(np.array(differences, dtype=np.float64), -width, width)  # a mean may be beyond by rounding
+    inside = np.clip(np.array(differences, dtype=np.float64), -width, width)  # rounding may put a mean outside
     if anytime:
         test = SequentialTest(-width, width)
         test.add(inside.tolist())

@@ -125,7 +125,7 @@ async def _changes(store: Store, run: Run) -> _Changes | None:
             cache[about] = await _read(store, whole.config if whole is not None else {})
         except UnavailableError:
             raise
-        except LightningError:  # it cannot be read, which its own page says, and must not hide another run's
+        except LightningError:  # its own page says so; it must not hide branches of other runs
             cache[about] = None
     return cache[about]
 
@@ -254,6 +254,6 @@ async def _is_live(located: Located, version: int) -> bool:
         return False  # a server answers its clients alone
     try:
         config, _ = recorded_config(settings)
-    except ConfigError:  # they are another release's, which the command says
+    except ConfigError:  # settings of another release, which the command reports
         return False
     return not await why_not_served(located.store, located.run.id, version, config)

@@ -92,7 +92,7 @@ class Memo(Generic[T]):
             task = self._making[key] = asyncio.create_task(made())
             task.add_done_callback(
                 lambda done: done.cancelled() or done.exception()
-            )  # somebody may have stopped waiting
+            )  # read the error, because nobody may be waiting any more
         return self._making[key]
 
 

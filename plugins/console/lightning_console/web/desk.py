@@ -193,9 +193,9 @@ class Desk:
         who = VISITOR.get()
         address = with_whole_characters(str(asked.get("address") or self._start))
         page = await router.shown(address, self._page(who, address), SECONDS)
-        try:  # in a thread: a rollout's page has megabytes, and what else the server answers does not wait for them
+        try:  # in a thread: a rollout's page has megabytes, which would delay other requests
             written, digest = await asyncio.to_thread(_written, page)
-        except Exception as error:  # a number that JSON does not have
+        except Exception as error:  # a number that JSON cannot express
             logger.exception("the page %r could not be made", address[:200])
             page = router.cannot_show(address, router.fault_of(error))
             written, digest = _written(page)

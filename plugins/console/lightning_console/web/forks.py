@@ -64,7 +64,8 @@ class Forks:
         if not isinstance(at, int) or not isinstance(attempt, int):
             raise DataError("say at which call, and of which attempt")
         located, rollout = await places.find(str(given.get("run", ""))), str(given.get("rollout", ""))
-        # What is shown of a store's URL has no password; a folder may have another store with such a rollout.
+        # A store's shown URL lacks its password, so a place given by URL is used as it is. In a folder, the store's own URL is
+        # used, because another store there may have a rollout of this id.
         where = places.where if "://" in places.where else located.url
         if (name := base_name(rollout, at)) in self._running:
             raise ConfigError("branches at this call are being made already: they are shown here as they come")
@@ -110,7 +111,7 @@ class Forks:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the console, which ends it itself
+            start_new_session=True,  # Ctrl-C must reach only the console, which then ends the command
         )
         self._processes.add(process)
         if self._closed:

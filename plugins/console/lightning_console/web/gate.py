@@ -186,7 +186,7 @@ HEADERS: Final = {
     "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self' data: blob:; "
     "worker-src 'self' blob:; frame-ancestors 'none'; base-uri 'self'; form-action 'self'; object-src 'none'",
-    "referrer-policy": "same-origin",  # without one, a browser says of a form that it came from nowhere
+    "referrer-policy": "same-origin",  # without one, a browser sends a form with the origin `null`
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
@@ -234,7 +234,7 @@ class Gate:
         except ApiError as error:
             answer = self._login(request, error.message, error.status)
         except LightningError:
-            logger.exception("the console cannot be opened")  # what a store says of itself is not for strangers
+            logger.exception("the console cannot be opened")  # strangers must not see the store's error
             answer = PlainTextResponse("The console cannot be opened now; the server's log says why.", 503)
         safe = _with_headers(send)
         if isinstance(answer, Response):
@@ -346,7 +346,7 @@ class Gate:
         answer: Response = RedirectResponse(there, 303)
         if (
             request.headers.get("sec-fetch-site") == "cross-site"
-        ):  # such as a file's: a redirect would not take the cookie along
+        ):  # from a file, for example: the cookie would not be sent after a redirect
             answer = HTMLResponse(f'<meta http-equiv="refresh" content="0; url={html.escape(there, quote=True)}">')
         answer.set_cookie(
             _cookie(request), session, path=self._path, httponly=True, samesite="strict", secure=self._secure
