@@ -94,7 +94,7 @@ def _only_logged(call: Call) -> Iterator[None]:
     try:
         yield
     except Exception:
-        log.exception("a call of %s was not looked at, and goes on", call.claims.rollout)
+        log.exception("a call of rollout %s could not be checked, and goes on", call.claims.rollout)
 
 
 class ShownTools:
@@ -167,7 +167,7 @@ class AskedModels:
         if len(self._seen) >= NAMES:
             if self._limit.first():
                 log.warning(
-                    "agents have asked for %d models' names: from here on none is looked at, nor said here", NAMES
+                    "agents have asked for %d different models: further names are neither checked nor logged", NAMES
                 )
             return
         self._seen.add((run, name))

@@ -138,7 +138,7 @@ class Alerts:
             level = logging.INFO if name in self._failed else logging.WARNING
             self._failed.add(name)
             reason = str(error) if isinstance(error, RuntimeError) else type(error).__name__
-            logger.log(level, "an alarm could not be told to %s: %s. Training goes on; it is in the log", name, reason)
+            logger.log(level, "could not send an alarm to %s: %s. Training goes on; it is logged", name, reason)
 
 
 class Advice(StepStage):

@@ -120,7 +120,7 @@ async def _ask(question: _Question, what: str, tokenize: Tokenize, find: Callabl
         question.failed_at = time.monotonic()
         if not question.told:
             question.told = True
-            log.warning("nobody knows whether the model's chat template %s (%r): %s", what, error, AS_IT_IS)
+            log.warning("could not find out whether the model's chat template %s (%r): %s", what, error, AS_IT_IS)
 
 
 async def _prompt(tokenize: Tokenize, body: Body) -> list[int] | None:

@@ -288,7 +288,7 @@ class _Reader:
     def _of_parent(self, call: Transition, seq: int, check: bytes) -> Said:
         """Return the parent's call with this number as a base. Raises `ParentGoneError` if it is missing or not the call that
         `call` was packed against."""
-        told = f"the exchange of transition {call.key} is told against call {seq} of its parent"
+        told = f"the exchange of transition {call.key} is stored as its difference from call {seq} of its parent"
         if self._parent is None or self._above is None:
             raise StoreError(f"{told}: it is read with that one's calls (`lightning_record.exchanges.parents_of`)")
         name, calls = self._parent
@@ -328,7 +328,7 @@ def _corrupt(call: Transition) -> Iterator[None]:
     try:
         yield
     except DAMAGED as error:
-        why = f"the call {error} that it is told against has none" if isinstance(error, KeyError) else str(error)
+        why = f"the call {error} that it builds on has no exchange" if isinstance(error, KeyError) else str(error)
         raise StoreError(
             f"the exchange of transition {call.key} is corrupt: {why}. Restore the database from a backup"
         ) from error

@@ -128,7 +128,7 @@ class Providers:
         Raises `RefusalError`: 403 if the provider refuses the key, 502 if it does not answer or redirects.
         """
         if self._said.first(provider.name):
-            log.info("%s is not the policy's: it goes to %s.%s (said once for each)", route, SETTING, provider.name)
+            log.info("a call of %s goes to the provider %s.%s (said once for each)", route, SETTING, provider.name)
         exchange = asyncio.ensure_future(self._exchange(provider, route, payload, scope, send))
         gone = asyncio.ensure_future(receive())  # the body was read: the next message says that the client is gone
         try:

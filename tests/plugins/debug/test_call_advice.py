@@ -84,7 +84,7 @@ async def test_a_name_costs_no_call_and_little_memory(build, caplog, monkeypatch
         await ask_for(house, "x" * 100_000, "b", "c", "d")
     *_, limit = told(caplog)
     assert len(told(caplog)) == 3
-    assert limit == "agents have asked for 2 models' names: from here on none is looked at, nor said here"
+    assert limit == "agents have asked for 2 different models: further names are neither checked nor logged"
     assert all(len(text) < 1000 for text in told(caplog))
 
 
