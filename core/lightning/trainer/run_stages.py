@@ -1,12 +1,12 @@
-"""Where plugins stand at a run's beginning and end: the points, and what happens when a stage fails.
+"""The points at a run's beginning and end where stages of plugins are asked, and what happens when a stage fails.
 
-The invariant: stages fail closed. A stage that fails ends the run, with its plugin's name as the cause. What only a stage can
-find, a prompt, a teacher or another run's state, is refused before anything starts where no stage is there, also when a run
-goes on.
+The invariant: stages fail closed. A stage that fails ends the run, with its plugin's name as the cause. A prompt, a teacher or
+another run's state that only a stage can find is refused before anything starts if that stage is missing, also when a run
+resumes.
 
-    prompts     a run begins, a dry run too: find the prompts that its agents are given
-    teacher     a training begins, or goes on: find the teacher that its algorithms learn from
-    begun       a run begins, or goes on: bring it what it begins with in place of its model
+    prompts     a run begins, a dry run too: find the prompts for its agents
+    teacher     a training begins, or resumes: find the teacher of its algorithms
+    begun       a run begins, or resumes: provide what it starts from in place of its model
     exported    a run has ended, and its model lies in its folder: tell others
 """
 
@@ -32,38 +32,38 @@ if TYPE_CHECKING:
     from lightning.trainer.summary import Reporter
 
 API: Final = 1
-"""The number of this file's contract, as that of `lightning.runner.stages`."""
+"""The version of the contract between a run and its stages, with the rules of `lightning.runner.stages.API`."""
 PREFIX: Final = "resource:"
-"""Begins a setting that names a text or a model instead of giving it."""
+"""The beginning of a setting that names a text or a model instead of giving it."""
 FORKED: Final = "forked_from"
 """The key of a run's configuration that names the run and the step whose weights it began with."""
 MODEL: Final = "forked"
-"""The folder, in the run's own, of the model that a forked run begins with where it could not take the training state."""
+"""The folder, in the run's own, of the model that a forked run starts from if it could not take the training state."""
 PROBE: Final = "probe"
-"""The key of what `exported` is told with some tokens and the trainer's logprobs of them, by which whoever loads the weights
-can tell that they are computed with: `ids`, `logprobs` (nats, the first is ignored) and the `dtype` they are of."""
+"""The key, in `about` of `exported`, of some tokens and the trainer's logprobs of them. Whoever loads the weights can check by
+them that they are computed with: `ids`, `logprobs` (nats, the first is ignored) and their `dtype`."""
 
 
 @dataclass
 class Prompts:
-    """The prompt templates that a run's agents are given. `own` are texts by component; a stage that gives others derives its
-    own class from this. `bound` are then the resources of the other components, and `versions` what a rollout of this run runs
-    with unless it says otherwise, by resource."""
+    """The prompt templates for a run's agents. `own` are texts by component; a stage that finds others derives its own class
+    from this. There `bound` names the resources of the other components, and `versions` the versions, by resource, that a
+    rollout of this run uses unless it says otherwise."""
 
     own: Mapping[str, str] = field(default_factory=dict)
     bound: dict[str, str] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
 
     async def stamp(self, store: Store, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts with the versions they run with; their texts are at hand from now on."""
+        """Return the rollouts with the versions of the prompts that they use, and load these prompts."""
         return list(rollouts)
 
     def of(self, rollout: Rollout) -> dict[str, str]:
-        """The templates of a rollout, by component."""
+        """Return the templates of a rollout, by component."""
         return dict(self.own)
 
     async def keep(self, store: Store, run: str) -> None:
-        """Remember the choice with the run."""
+        """Store the choice of prompts with the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,28 +94,31 @@ class Begun:
 
 
 class RunStage(Stage):
-    """A plugin's place at a run's beginning and end; it overrides the methods of the points where it stands. `store` is as the
-    run's project sees it. `LightningError`s end the run as they are; anything else is a failure of the plugin."""
+    """A plugin's stage at a run's beginning and end. A subclass overrides the methods of the points where it is to be asked.
+    `store` is limited to the run's project. `LightningError`s end the run as they are; any other exception is a failure of the
+    plugin."""
 
     async def prompts(self, store: Store, run: Run, given: Mapping[str, str], home: str) -> Prompts:
-        """The prompts of a run by its settings `runner.prompts`. The run may go on after a restart, and may not be kept yet.
+        """Find the prompts of a run by its settings `runner.prompts` (`given`). The run may be resumed, and may not be stored
+        yet.
 
-        `home` is the URL of the store that names without a place mean, where it is another than this. One stage may stand here.
+        `home` is the URL of the store that names without a place refer to, if that is not `store`. At most one stage may have
+        this method.
         """
         raise NotImplementedError
 
     async def teacher(self, start: Start) -> Teacher:
-        """The teacher that the run's algorithms ask for (`teacher_of`): it is there, goes together with the model and the
-        engine, and is the one of the steps that were taken. One stage may stand here."""
+        """Find the teacher that the run's algorithms ask for (`teacher_of`). Check that it exists, fits the model and the
+        engine, and is the teacher of the steps that were taken. At most one stage may have this method."""
         raise NotImplementedError
 
     async def begun(self, start: Start, parent: str) -> Begun:
-        """What a run begins with, or has begun with. `parent` is what the user asks for (`--from`); empty where a run goes on
-        that has begun so. A start that fails changes nothing of a run. One stage may stand here."""
+        """Prepare what a run starts from. `parent` is the value of `--from`; it is empty when a run resumes that started so. An
+        error here leaves the run as it was. At most one stage may have this method."""
         raise NotImplementedError
 
     async def exported(self, store: Store, run: Run, folder: Path, about: Mapping[str, Json]) -> None:
-        """The run's model lies in a folder. `about` says how it was made."""
+        """Tell others that the run's model lies in a folder. `about` says how it was made."""
 
 
 CONTRACT: Final = Contract(
@@ -145,7 +148,7 @@ class RunLine(StageLine[RunStage]):
     contract = CONTRACT
 
     def check_prompts(self, given: Mapping[str, str]) -> None:
-        """Raise `ConfigError` for a prompt that only a stage can find, where none is there."""
+        """Raise `ConfigError` for a prompt that only a stage can find, if no stage does."""
         named = next((item for item in given.items() if item[1].startswith(PREFIX)), None)
         if named and not self.at("prompts"):
             raise ConfigError(
@@ -154,7 +157,7 @@ class RunLine(StageLine[RunStage]):
             )
 
     async def prompts(self, store: Store, run: Run, given: Mapping[str, str], *, home: str = "") -> Prompts:
-        """The prompts of a run, see `RunStage.prompts`. Raises `ConfigError` where no stage finds what is named."""
+        """Return the prompts of a run (`RunStage.prompts`). Raises `ConfigError` where no stage finds what is named."""
         self.check_prompts(given)
         for each in self.at("prompts"):
             with CONTRACT.blaming(each, "prompts"):
@@ -162,7 +165,7 @@ class RunLine(StageLine[RunStage]):
         return Prompts(given)
 
     async def teacher(self, start: Start) -> Teacher | None:
-        """The teacher of a run; None for algorithms that ask for none. Raises `ConfigError` where no stage finds it."""
+        """Return the teacher of a run; None for algorithms that ask for none. Raises `ConfigError` where no stage finds it."""
         wanted = [(algorithm.name, name) for _, algorithm in start.phases if (name := teacher_of(algorithm))]
         if not wanted:
             return None
@@ -179,8 +182,8 @@ class RunLine(StageLine[RunStage]):
         )
 
     async def begun(self, start: Start, parent: str | None) -> Begun | None:
-        """What a run begins with (`parent`, see `RunStage.begun`), or has begun with; None for its own model. Raises
-        `ConfigError` where no stage brings it."""
+        """Return what a run starts from (`parent`, see `RunStage.begun`), or has started from when it resumes; None for its own
+        model. Raises `ConfigError` where no stage provides it."""
         before = start.run.config.get(FORKED)
         if parent is None and before is None:
             return None
@@ -193,12 +196,12 @@ class RunLine(StageLine[RunStage]):
         raise ConfigError(CONTRACT.not_carried_out(said, "begun", self.versions, cure))
 
     async def exported(self, store: Store, run: Run, folder: Path, about: Mapping[str, Json]) -> None:
-        """See `RunStage.exported`."""
+        """Tell each stage where the run's model lies (`RunStage.exported`)."""
         for each in self.at("exported"):
             with CONTRACT.blaming(each, "exported"):
                 await each.stage.exported(of_project(store, run.project), run, folder, about)
 
 
 def run_line(config: Config) -> RunLine:
-    """The stages that plugins register, for a run with these settings. Raises what `Contract.made` and `RunLine` raise."""
+    """Make the stages that plugins register, for a run with these settings. Raises what `Contract.made` and `RunLine` raise."""
     return RunLine(CONTRACT.made(config, config.runner))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from lightning.gateway.call import SHAPE_ERRORS
-from lightning.gateway.http import Body, UpstreamError, beside, write_object
+from lightning.gateway.http import Body, UpstreamError, write_object
 from lightning.gateway.stages import CallStage
 from lightning.redaction import has_many_texts, may_be_redacted, redacted_json
 from lightning.types import CallStatus, Transition, shared_prefix
@@ -331,10 +331,9 @@ class TextsStage(CallStage):
         """Give a new attempt of a branch these calls of its parent as bases (`Exchanges.inherit`)."""
         self.exchanges.inherit(attempt, calls)
 
-    async def admitted(self, call: Call, request: Request) -> None:
+    def reading(self, call: Call, request: Request) -> None:
         """Take the request as the agent sent it, before other stages change it."""
-        path, size = call.dialect.path, len(request.payload)
-        asked = await beside(request.scope, partial(self.exchanges.asked, path, request.body, size))
+        asked = self.exchanges.asked(call.dialect.path, request.body, len(request.payload))
         if asked is not None:
             self._asked[call] = asked, WholeReply()
 

@@ -214,7 +214,7 @@ async def test_a_loss_that_would_be_another_one_is_refused(bench: Open, tmp_path
         batch = await session.batch(await session.rollout(TASKS))
         await session.forward_backward(batch)
         await session.optim_step()
-        with pytest.raises(ConfigError, match=r"'tis' .* nobody keeps that"):
+        with pytest.raises(ConfigError, match=r"'tis' .* not kept over several updates"):
             await session.forward_backward(batch)
         await session.publish()
 
