@@ -249,7 +249,7 @@ async def why_no_calls(store: Store, rollout: Rollout) -> str:
     if not rollout.status.ended:
         return "it has made no call yet"
     if await store.get_state(rollout.run, PRUNED):
-        return "no call of it is stored: it made none, or `lightning db prune` removed them (it removed calls of this run)"
+        return "no call of it is stored: it made none, or `lightning db prune` removed them (it did in this run)"
     return "it made no model call"
 
 
