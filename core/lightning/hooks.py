@@ -301,7 +301,8 @@ def register_run_stages(register: Callable[[str, Callable[[Config], RunStage | N
 
     The factory makes a `lightning.trainer.run_stages.RunStage` from the settings; None where they do not need the stage. The
     stage finds the prompts of a run's agents or the teacher of its algorithms, provides what the run starts from in place of
-    its model (`--from`), or is told where the run's model lies at its end. A stage that raises ends the run.
+    its model (`--from`), takes recorded steps again when a run resumes, so that not each needs a checkpoint, or is told where
+    the run's model lies at its end. A stage that raises ends the run.
     """
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -34,10 +36,21 @@ def print_json(value: object) -> None:
     try:
         text = orjson.dumps(value, default=_plain, option=orjson.OPT_INDENT_2).decode()
     except TypeError:  # a lone surrogate, or an integer of more than 64 bits, which tasks may hold
-        from lightning.store.rows import plain_json
-
         text = json.dumps(plain_json(value), default=lambda item: plain_json(_plain(item)), indent=2)
     sys.stdout.write(text.translate(_BEYOND_ASCII) + "\n")
+
+
+def plain_json(value: object) -> object:
+    """A value as the standard library writes it where orjson refuses: a number that JSON does not have is null here, too."""
+    if isinstance(value, array):
+        return plain_json(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_json(item) for item in value]
+    return value
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:

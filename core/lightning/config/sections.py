@@ -258,7 +258,8 @@ class TrainerConfig(Section):
     """Steps between checkpoints of the training state, in the run's folder. A resumed run replays the steps since the
     last checkpoint from the store. null writes one when training since the last has taken ten times as long as writing
     it took; with verl it writes one after each step, because restarted workers continue from it. The last step is always
-    saved, and so is the step at which a run is stopped."""
+    saved, and so is the step at which a run is stopped. The plugin `proof` replays the steps: without it each step that
+    changed the weights is saved before it is committed, and a number above 1 is refused."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Number of checkpoints kept on disk."""
     seed: int = 0

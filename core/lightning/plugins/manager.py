@@ -112,6 +112,7 @@ EXTRAS: Mapping[tuple[str, str], str] = {
     ("ports", ""): "server",
     ("run_stages", "prompts"): "resources",
     ("run_stages", "begun"): "proof",
+    ("run_stages", "bring_forward"): "proof",
     ("run_stages", "teacher"): "finetuning",
     ("step_stages", "alerts"): "debug",
     ("step_stages", "rehearsed"): "debug",

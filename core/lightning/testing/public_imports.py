@@ -74,7 +74,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a store of SQL": (
             "lightning.store.relational.transaction",
             "lightning.store.threads",
-            "lightning.store.relational.rollouts",
+            "lightning.store.relational.operations",
             "lightning.store.schema",
             "lightning.store.relational.store",
             "lightning.store.sqlite.connection",
@@ -174,7 +174,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.trainer.checkpoints",
             "lightning.trainer.own_loop",
             "lightning.trainer.context",
-            "lightning.trainer.replay",
             "lightning.trainer.teacher",
         ),
         "a stage at a run's beginning and end": (

@@ -7,15 +7,17 @@ resumes.
     prompts     a run begins, a dry run too: find the prompts for its agents
     teacher     a training begins, or resumes: find the teacher of its algorithms
     begun       a run begins, or resumes: provide what it starts from in place of its model
+    bring_forward
+                a training begins, or resumes: offer to take its recorded steps again, so that not each needs a checkpoint
     exported    a run has ended, and its model lies in its folder: tell others
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from lightning.algorithms.protocol import Algorithm, teacher_of
 from lightning.config import Config
@@ -24,9 +26,11 @@ from lightning.errors import ConfigError, PluginError
 from lightning.plugins import plugins
 from lightning.plugins.stages import Contract, Stage, StageLine
 from lightning.store.protocol import Store
+from lightning.trainer.checkpoints import Checkpoints
+from lightning.trainer.epochs import Epoch
 from lightning.trainer.run_server import of_project
 from lightning.trainer.teacher import Teacher
-from lightning.types import Json, Rollout, Run
+from lightning.types import Json, Rollout, Run, StepRecord
 
 if TYPE_CHECKING:
     from lightning.trainer.summary import Reporter
@@ -42,6 +46,11 @@ MODEL: Final = "forked"
 PROBE: Final = "probe"
 """The key, in `about` of `exported`, of some tokens and the trainer's logprobs of them. Whoever loads the weights can check by
 them that they are computed with: `ids`, `logprobs` (nats, the first is ignored) and their `dtype`."""
+
+
+BringForward: TypeAlias = Callable[[Engine, Sequence[StepRecord]], Awaitable[None]]
+"""Takes recorded steps again on an engine that is opened with the run's settings and has the state before the first of them.
+Raises `AuditError` for one that cannot be taken again."""
 
 
 @dataclass
@@ -117,6 +126,15 @@ class RunStage(Stage):
         error here leaves the run as it was. At most one stage may have this method."""
         raise NotImplementedError
 
+    async def bring_forward(
+        self, start: Start, records: Sequence[StepRecord], epochs: Sequence[Epoch], teacher: Teacher | None
+    ) -> BringForward:
+        """What takes the run's recorded steps again, those since its newest checkpoint. With such a stage a step may be
+        committed without one. `start` has the model that the run begins with, `records` and `epochs` are all of it, `teacher`
+        is its present one. Where the engine has to be opened with other settings, or another teacher, to take steps again, they
+        are taken here, and a checkpoint of the last one lies in the run's folder then. One stage may stand here."""
+        raise NotImplementedError
+
     async def exported(self, store: Store, run: Run, folder: Path, about: Mapping[str, Json]) -> None:
         """Tell others that the run's model lies in a folder. `about` says how it was made."""
 
@@ -125,7 +143,7 @@ CONTRACT: Final = Contract(
     kind=RunStage,
     asked="run_stages",
     api=API,
-    points=("prompts", "teacher", "begun", "exported"),
+    points=("prompts", "teacher", "begun", "bring_forward", "exported"),
     ordered=(),
     setting="",
     settings=(),
@@ -138,6 +156,7 @@ CONTRACT: Final = Contract(
         ("prompts", "find the prompts of runs"),
         ("teacher", "find the teachers of runs"),
         ("begun", "bring what runs begin with"),
+        ("bring_forward", "take recorded steps again"),
     ),
 )
 
@@ -146,6 +165,19 @@ class RunLine(StageLine[RunStage]):
     """The stages of a run. Raises `PluginError`, as a `StageLine` does."""
 
     contract = CONTRACT
+
+    def check(self, config: Config) -> None:
+        """Raise `ConfigError` for settings that only a stage can carry out, where none is there."""
+        self.check_prompts(config.runner.prompts)
+        if (every := config.trainer.checkpoint_every or 1) > 1 and not self.at("bring_forward"):
+            raise ConfigError(
+                CONTRACT.not_carried_out(
+                    f"trainer.checkpoint_every = {every} leaves steps that a resume has to take again",
+                    "bring_forward",
+                    self.versions,
+                    "set trainer.checkpoint_every = 1",
+                )
+            )
 
     def check_prompts(self, given: Mapping[str, str]) -> None:
         """Raise `ConfigError` for a prompt that only a stage can find, if no stage does."""
@@ -194,6 +226,32 @@ class RunLine(StageLine[RunStage]):
         if before is not None:
             said, cure = f"run {start.run.id!r} began with the weights of {before}", "give another `out`"
         raise ConfigError(CONTRACT.not_carried_out(said, "begun", self.versions, cure))
+
+    async def bring_forward(
+        self, start: Start, records: Sequence[StepRecord], epochs: Sequence[Epoch], teacher: Teacher | None
+    ) -> BringForward | None:
+        """What takes the run's recorded steps again, see `RunStage.bring_forward`; None where no stage does. Raises
+        `ConfigError` for a run that needs it then: a step that taught is newer than the newest checkpoint."""
+        if not (standing := self.at("bring_forward")):
+            saved = Checkpoints(start.folder / "checkpoints", keep=1).newest(len(records)) or 0
+            if taught := [record.step for record in records[saved:] if record.metrics.get("stepped", 1.0)]:
+                raise ConfigError(
+                    CONTRACT.not_carried_out(
+                        f"step {taught[0]} of {start.run.id!r} has no checkpoint, so that a resume has to take it again",
+                        "bring_forward",
+                        self.versions,
+                        "give another `out`",
+                    )
+                )
+            return None
+        with CONTRACT.blaming(standing[0], "bring_forward"):
+            take_again = await standing[0].stage.bring_forward(start, records, epochs, teacher)
+
+        async def bring_forward(engine: Engine, records: Sequence[StepRecord]) -> None:
+            with CONTRACT.blaming(standing[0], "bring_forward"):
+                await take_again(engine, records)
+
+        return bring_forward
 
     async def exported(self, store: Store, run: Run, folder: Path, about: Mapping[str, Json]) -> None:
         """Tell each stage where the run's model lies (`RunStage.exported`)."""

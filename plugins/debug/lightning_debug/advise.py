@@ -21,11 +21,11 @@ from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.held_out import compared_since
 from lightning.trainer.plan import TRAIN, VAL, newest_generation, of_generation
-from lightning.trainer.replay import policy_fault_of, train_agents_of
 from lightning.trainer.summary import Evaluation, evaluations
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.trainer.weight_sync import bound_of
 from lightning.types import Fault, Json, Rollout, Run, Status
+from lightning_proof.bring_forward import policy_fault_of, train_agents_of
 
 from lightning_debug.diagnosis import Attempted, Course, Diagnosis
 from lightning_debug.rules import diagnose

@@ -25,9 +25,9 @@ from lightning.errors import ConfigError, DataError, LightningError
 from lightning.runner.outcomes import score
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
-from lightning.trainer.replay import algorithm_of, policy_fault_of, train_agents_of
 from lightning.trainer.training_data import load_groups, rollouts_of
 from lightning.types import Json, Status, StepRecord, Transition
+from lightning_proof.bring_forward import algorithm_of, policy_fault_of, train_agents_of
 from lightning_record.exchanges import parent_of
 
 from lightning_debug.judge import NOTHING, Judgement

@@ -22,8 +22,8 @@ from lightning.store.places import split_reference, store_in
 from lightning.trainer.context import base_digest, weight_files
 from lightning.trainer.model import resolve_model
 from lightning.trainer.run_stages import API, RunStage, Start
-from lightning.trainer.teacher import TEACHER, Teacher, recorded_teacher, reference_of
-from lightning.types import StepRecord
+from lightning.trainer.teacher import TEACHER, Teacher, reference_of
+from lightning_proof.bring_forward import recorded_teacher
 from lightning_proof.fork import export_step
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Teachers(RunStage):
         await asyncio.to_thread(check_same_tokens, start.model, folder)
         found = Teacher(name, folder, await asyncio.to_thread(base_digest, folder, into / f"{TEACHER}.json"))
         await asyncio.to_thread(check_teacher, start.make_engine(start.config), found)
-        check_unchanged(found, records)
+        check_unchanged(found, taught)
         return found
 
 
@@ -100,10 +100,10 @@ def teacher_named(phases: Sequence[tuple[int, Algorithm]]) -> str:
     return names[0] if names else ""
 
 
-def check_unchanged(teacher: Teacher, records: Sequence[StepRecord]) -> None:
-    """Raise `ConfigError` if the last step with a teacher of this name was taken with other weights."""
-    taught = (found for record in reversed(records) if (found := recorded_teacher(record)) is not None)
-    before = next((found for found in taught if found.name == teacher.name), None)
+def check_unchanged(teacher: Teacher, taught: Sequence[Teacher]) -> None:
+    """Raise `ConfigError` if the last step with a teacher of this name was taken with other weights. `taught` are the teachers
+    of earlier steps, in order."""
+    before = next((found for found in reversed(taught) if found.name == teacher.name), None)
     if before is not None and before.digest != teacher.digest:
         raise ConfigError(
             f"the teacher {teacher.name} in {teacher.folder} is another model than it was (SHA-256 {teacher.digest[:12]}..., "

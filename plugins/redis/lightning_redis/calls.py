@@ -28,7 +28,7 @@ _LENGTH: Final = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The parts of a stored call. `columns` are those of `rows.CALLS` without `seq`."""
+    """The parts of a stored call. `columns` are those of `rows.CALLS` without the first."""
 
     key: CallKey
     digest: bytes

@@ -189,9 +189,9 @@ async def last_step(link: Link, run: str) -> StepRecord | None:
 
 def _step(run: str, step: int, value: bytes) -> StepRecord:
     (at,), (*columns, extras) = stamped(value, f"step {step} of run {run!r}")
-    return rows.STEPS.read(
-        (run, step, *columns, _extras_from_text(extras, f"the extras of step {step} of run {run!r}"), at)
-    )
+    row = [run, step, *columns, _extras_from_text(extras, f"the extras of step {step} of run {run!r}")]
+    row.insert(rows.STEPS.fields.index("at"), at)
+    return rows.STEPS.read(row)
 
 
 # metrics and state ----------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ def uses_of(rollout: Rollout) -> str:
     """Return the name under which the rollout counts as a use of resources; empty when it uses none."""
     if not rollout.resources:
         return ""
-    return rows.dump([rollout.run, rollout.split, rows.versions_of_resources(rollout)])
+    versions = rows.resources_to_text(rollout.resources, f"the resources of rollout {rollout.id!r}")
+    return rows.dump([rollout.run, rollout.split, versions])
 
 
 class Home(NamedTuple):

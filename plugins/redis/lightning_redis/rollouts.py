@@ -171,6 +171,7 @@ async def renew(link: Link, lease: Lease, ttl: float) -> Lease:
 async def complete(link: Link, rollout: str, attempt: int, outcome: Outcome, spend: bool) -> Rollout:
     """End an attempt with its outcome, and return the rollout."""
     end = rollout_state.ending(rollout, outcome)
+    events, rewards, labels, states, extras = end.kept
     run = (await link.home(rollout)).run
     word, *rest = await link.run(
         lua_scripts.of_store("complete"),
@@ -178,10 +179,8 @@ async def complete(link: Link, rollout: str, attempt: int, outcome: Outcome, spe
             *(link.keys(name) for name in ("standing", "columns", "attempts", "labels", "uses", "held")),
             *(link.keys(name, run) for name in ("pending", "running", "succeeded", "failed", "leases", "changes")),
         ],
-        *(rollout, attempt, end.digest, "" if end.reward is None else end.reward, end.rewards, end.fault, end.error),
-        *(end.seconds, end.tool_events, end.step_rewards, end.labels, 0 if spend else rollout_state.EXCUSED),
-        end.step_states,
-        extras_to_text(end.extras),
+        *(rollout, attempt, end.digest, "" if end.reward is None else end.reward, *end.standing[1:]),
+        *(events, rewards, labels, 0 if spend else rollout_state.EXCUSED, states, extras_to_text(extras)),
     )
     if word != "ok":
         raise _refused(word, rest, rollout, attempt)

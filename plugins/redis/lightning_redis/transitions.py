@@ -77,7 +77,7 @@ class _Batch:
         place = self.place(keys("calls", number, rollout))
         self.arguments += [rollout, number, seq, place, digest, value, *above, *root]
         known = KnownTransition(transition.key, digest, fingerprint)
-        whole = parent if parent is not None and parent.tokens.is_extended(shared) else None
+        whole = parent if parent is not None and parent.tokens.length == shared * codec.ITEM else None
         self.parents.add(attempt, known, whole)
         if parent is None:
             self.parents.add(group, known)

@@ -103,7 +103,7 @@ async def put(link: Link, resource: Resource) -> Resource:
 
 def _resource(name: str, version: int, value: bytes) -> Resource:
     (at,), (kind, content, metadata, digest) = stamped(value, f"version {version} of resource {name!r}")
-    return read((name, kind, content, metadata, version, at, digest))
+    return read((name, content, kind, metadata, version, at, digest))
 
 
 async def get(link: Link, name: str, which: int | str) -> Resource | None:

@@ -41,12 +41,7 @@ TABLES: Final = (
     )""",
     "CREATE INDEX resources_aliases_by_name ON resources_aliases (name, alias, n)",
 )
-COLUMNS: Final = rows.Columns(
-    Resource,
-    "resource {_.name!r}",
-    first=("name", "kind"),
-    forms={"content": rows.Form(rows.dump, rows.load)},
-)
+COLUMNS: Final = rows.Columns(Resource, "resource {_.name!r}", forms={"content": rows.Form(rows.dump, rows.load)})
 RESOURCE_COLUMNS: Final = f"{COLUMNS.names()}, digest"
 _PLACES: Final = ", ".join("?" for _ in RESOURCE_COLUMNS.split(", "))
 INSERT_RESOURCE: Final = f"INSERT INTO resources ({RESOURCE_COLUMNS}) VALUES ({_PLACES})"  # noqa: S608

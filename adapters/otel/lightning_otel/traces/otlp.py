@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Final, cast
 
 import orjson
 from lightning.errors import DataError, MissingExtraError
-from lightning.store.codec import to_varint
 from lightning.types import Json, Span
 
 from lightning_otel.attributes import ERROR_TYPE, EXCEPTION_MESSAGE, EXCEPTION_TYPE, MAX_NAME, SERVICE_NAME, text
@@ -334,9 +333,19 @@ def accepted(content_type: str, rejected: int, message: str) -> bytes:
     return bytes(response.SerializeToString())
 
 
+def _varint(value: int) -> bytes:
+    """LEB128: seven bits a byte, lowest first, the top bit says that more follow."""
+    parts = bytearray()
+    while value > 0x7F:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)
+
+
 def refused(content_type: str, code: int, message: str) -> bytes:
     """Return the body of an error: a `google.rpc.Status`, which is small enough to be written without its library."""
     if content_type != PROTOBUF:
         return orjson.dumps({"code": code, "message": message})
     data = message.encode()
-    return b"\x08" + to_varint(code) + b"\x12" + to_varint(len(data)) + data
+    return b"\x08" + _varint(code) + b"\x12" + _varint(len(data)) + data

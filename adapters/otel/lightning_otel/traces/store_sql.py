@@ -10,7 +10,7 @@ from typing import Final
 
 from lightning.errors import StoreError
 from lightning.store import rows
-from lightning.store.relational.rollouts import standing
+from lightning.store.relational.operations import standing
 from lightning.store.relational.transaction import SqlPart, Transaction
 from lightning.types import Span, by_key
 

@@ -73,7 +73,10 @@ def connect(settings: Settings, *, read_only: bool = False, again: bool = False)
     connection: sqlite3.Connection | None = None
     try:
         if not settings.in_memory and not read_only and not again:
-            _make(settings.path)
+            with contextlib.suppress(
+                FileExistsError
+            ):  # for its owner alone: it holds the secret that signs agents' keys
+                os.close(os.open(settings.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         connection = sqlite3.connect(
             f"{Path(settings.path).as_uri()}?mode=rw" if again else settings.path,
             uri=again,
@@ -90,12 +93,6 @@ def connect(settings: Settings, *, read_only: bool = False, again: bool = False)
             connection.close()
         raise translate(error, settings) from error
     return connection
-
-
-def _make(path: str) -> None:
-    """Make the file, for its owner alone: it holds the secret that signs agents' keys. What is there stays as it is."""
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
 def _configure(connection: sqlite3.Connection, settings: Settings, *, read_only: bool) -> None:
@@ -200,17 +197,12 @@ def make_tables(connection: sqlite3.Connection, settings: Settings) -> None:
     """Make the tables where there are none. Raises `SchemaError` for a foreign database, or one of another schema."""
     if _is_made(connection, settings):
         return
-    connection.execute("BEGIN IMMEDIATE")  # another process may make them at this moment: look again under the lock
-    try:
+    with connection:
+        connection.execute("BEGIN IMMEDIATE")  # another process may make them at this moment: look again under the lock
         if not _is_made(connection, settings):
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             for statement in STATEMENTS:
                 connection.execute(statement)
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
 def _is_made(connection: sqlite3.Connection, settings: Settings) -> bool:

@@ -14,10 +14,10 @@ from lightning.trainer.epochs import read_epochs
 from lightning.trainer.metrics import REASONS
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.reasons import reason
-from lightning.trainer.replay import policy_fault_of
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Rollout, Run, Status, StepRecord, by_key
 from lightning_debug.profile import why_untaught
+from lightning_proof.bring_forward import policy_fault_of
 
 from lightning_console.blocks import (
     Block,

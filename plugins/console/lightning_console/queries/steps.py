@@ -23,10 +23,10 @@ from lightning.errors import DataError, LightningError
 from lightning.store.protocol import PRUNED, Store
 from lightning.trainer.epochs import Epoch, epoch_at, read_epochs
 from lightning.trainer.own_loop import changed_by_loop
-from lightning.trainer.replay import policy_fault_of, train_agents_of
 from lightning.trainer.runs import rebuild_algorithm
 from lightning.trainer.training_data import is_batch_of, load_groups, recorded_values, rollout_digest, rollouts_of
 from lightning.types import Rollout, Run, StepRecord
+from lightning_proof.bring_forward import policy_fault_of, train_agents_of
 
 from lightning_console.queries.memo import Memo
 

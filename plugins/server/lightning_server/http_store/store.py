@@ -61,7 +61,11 @@ class HttpStore(Operations, Asking):
         except UnknownRouteError as error:
             if operation.group is None:
                 raise
-            raise operation.group.lacking(operation, f"the server at {self._urls[0]}") from error
+            raise StoreError(
+                f"the server at {self._urls[0]} cannot do {operation.name}: it has no plugin that brings "
+                f"{operation.group.name!r}, or another release of it. Install {operation.group.distribution} there, and start "
+                "the server again"
+            ) from error
 
     async def _called(self, operation: HttpOperation, arguments: dict[str, Any]) -> Any:
         path = _path(operation, arguments)
