@@ -154,9 +154,20 @@ async def calls_of(record: AttemptRecord, store: Store) -> list[tuple[Transition
 def messages_of(exchange: Exchange) -> list[dict[str, Any]]:
     """Return the messages of a call, those of the answer last, in the form of the API that was used."""
     request = exchange.request if isinstance(exchange.request, dict) else {}
-    reply = exchange.reply if isinstance(exchange.reply, dict) else {}
-    sent = request.get("messages") or request.get("input") or []
+    sent: Any = request.get("messages") or request.get("input") or request.get("prompt") or []
     asked = [{"role": "user", "content": sent}] if isinstance(sent, str) else sent
-    choices = reply.get("choices")
-    answered: Any = [choices[0].get("message")] if choices else reply.get("output") or [reply]
-    return [one for one in [*asked, *answered] if isinstance(one, dict) and one]
+    return [one for one in [*asked, *_answered(exchange.reply)] if isinstance(one, dict) and one]
+
+
+def _answered(reply: Any) -> list[Any]:
+    match reply:
+        case {"choices": [{"message": message}, *_]}:
+            return [message]
+        case {"choices": [{"text": text}, *_]}:
+            return [{"role": "assistant", "content": text}]
+        case {"output": [first, *others]}:
+            return [first, *others]
+        case dict() | None:
+            return [reply]
+        case _:  # what a proxy said in the place of JSON
+            return [{"role": "assistant", "content": reply}]

@@ -101,7 +101,8 @@ class WandB:
         facts["input"] = _text(record.rollout.task.input)
         calls = await calls_of(record, store)
         said = [exchange for _, exchange in calls if exchange is not None and exchange.reply is not None]
-        facts["answer"] = _text(messages_of(said[-1])[-1].get("content")) if said else ""
+        messages = messages_of(said[-1]) if said else []
+        facts["answer"] = _text(messages[-1].get("content")) if messages else ""
         self._rows.append([facts.get(name) for name in COLUMNS])
 
     def alert(self, alert: Mapping[str, Json]) -> None:
